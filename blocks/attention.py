@@ -1,0 +1,110 @@
+"""Attention stages: AttnMask and SelfAttnPrefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx_jax.blocks.rope import rope_registers
+from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.errors import GraphError
+from rlx_jax.ir import hir
+from rlx_jax.ir.hir import MaskKind, mask_kind
+from rlx_jax.ir.ops.pointwise import FullLike
+
+
+@dataclass(frozen=True)
+class AttnMask:
+    """Register a keep mask `[B, S]` (1 keeps a key, less than ½ drops it) as `attn_mask`."""
+
+    input_name: str | None = None
+
+    @staticmethod
+    def ones(batch: int | str = "batch", seq: int | str = "seq") -> AttnMask:
+        """Keep every key of the active value `[B, S, …]`."""
+        return AttnMask(None)
+
+    @staticmethod
+    def from_input(name: str, batch: int | str = "batch", seq: int | str = "seq") -> AttnMask:
+        """A declared input."""
+        return AttnMask(name)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        if self.input_name is not None:
+            emit.set_named("attn_mask", emit.flow_input(self.input_name))
+            return value
+        rows = emit.require(value, "AttnMask")
+        while rows.ndim > 2:
+            rows = rows[..., 0]
+        emit.set_named("attn_mask", emit.add(FullLike(1.0, np.dtype(np.float32)), rows))
+        return value
+
+
+@dataclass(frozen=True)
+class SelfAttnPrefillSpec:
+    """Keys and sizes of a SelfAttnPrefill. Weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`; biases are optional."""
+
+    q_key: str
+    k_key: str
+    v_key: str
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    mask: MaskKind | str = hir.MASK_KINDS["causal"]
+    score_scale: float | None = None
+    attn_logit_softcap: float | None = None
+    biases: tuple[str, str, str] | None = None
+    mask_input: str | None = None
+
+    @staticmethod
+    def hf_layer(
+        prefix: str, num_heads: int, head_dim: int, num_kv_heads: int, bias: bool = False
+    ) -> SelfAttnPrefillSpec:
+        """`{prefix}.self_attn.{q,k,v}_proj.weight`."""
+        q, k, v = (f"{prefix}.self_attn.{n}_proj" for n in "qkv")
+        biases = (f"{q}.bias", f"{k}.bias", f"{v}.bias") if bias else None
+        return SelfAttnPrefillSpec(
+            f"{q}.weight", f"{k}.weight", f"{v}.weight", num_heads, head_dim, num_kv_heads, biases=biases
+        )
+
+
+@dataclass(frozen=True)
+class SelfAttnPrefill:
+    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, without the output projection."""
+
+    spec: SelfAttnPrefillSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "SelfAttnPrefill")
+        s = self.spec
+        q_bias, k_bias, v_bias = s.biases or (None, None, None)
+        with emit.scope("self_attn"):
+            with emit.scope("q_proj"):
+                q = emit.linear(x, s.q_key, q_bias)
+            with emit.scope("k_proj"):
+                k = emit.linear(x, s.k_key, k_bias)
+            with emit.scope("v_proj"):
+                v = emit.linear(x, s.v_key, v_bias)
+            cos, sin = rope_registers(emit, "SelfAttnPrefill")
+            rope = hir.Rope(s.head_dim, s.head_dim)
+            q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
+            mask = mask_kind(s.mask)
+            extra = mask_operand(emit, mask, s.mask_input, "SelfAttnPrefill")
+            block = hir.attention(
+                s.num_heads, s.num_kv_heads, mask, causal_keep=True, scale=s.score_scale, softcap=s.attn_logit_softcap
+            )
+            return emit.add(block, q, k, v, *extra)
+
+
+def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:
+    """The mask operand that a mask kind needs, from a declared input or the `attn_mask` register."""
+    if not mask.operand:
+        if input_name is not None:
+            raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, but its mask {mask} takes no operand")
+        return ()
+    if input_name is not None:
+        return (emit.flow_input(input_name),)
+    if "attn_mask" in emit.state.named:
+        return (emit.named("attn_mask"),)
+    raise GraphError(f"{emit.path}: {stage} with mask {mask} needs mask_input=, the name of a declared input")

@@ -1,0 +1,92 @@
+"""Stages that contain stages: Named, Sequence, Repeat, Custom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.errors import GraphError
+
+
+class BlockStage(Protocol):
+    """What a stage is: it writes HIR and says what the active value is next (None: unchanged kinds say so)."""
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """Add a segment to the block path of everything inside."""
+
+    name: str
+    inner: BlockStage
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.scope(self.name):
+            return self.inner.emit(emit, value)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Stages from left to right."""
+
+    stages: tuple[BlockStage, ...]
+
+    def __init__(self, stages: Iterable[BlockStage]) -> None:
+        object.__setattr__(self, "stages", tuple(stages))
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        for stage in self.stages:
+            value = stage.emit(emit, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`count` layers, layer i made by `stage_for_index(i)`; their path is `{name}.{i}`.
+
+    Layers that differ in their parameters only become one region of the compiled program.
+    A `Named` layer is entered without its own segment: the index names it already.
+    """
+
+    count: int
+    stage_for_index: Callable[[int], BlockStage]
+    name: str = "layers"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        if self.count < 0:
+            raise GraphError(f"{emit.path}: Repeat of {self.count} layers")
+        nested = emit.repeating
+        emit.repeating = True
+        bounds = [len(emit.builder.nodes)]
+        for index in range(self.count):
+            stage = self.stage_for_index(index)
+            inner = stage.inner if isinstance(stage, Named) else stage
+            with emit.scope(self.name, index):
+                value = inner.emit(emit, value)
+            bounds.append(len(emit.builder.nodes))
+        emit.repeating = nested
+        if not nested:  # a repeat inside a repeat is part of the outer body
+            emit.state.repeats.append(bounds)
+        return value
+
+
+@dataclass(frozen=True)
+class Custom:
+    """Any function `(emit, value) → value`. `name` is its segment of the block path."""
+
+    fn: Callable[[Emit, Any], FlowValue | None]
+    name: str | None = None
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.scope(self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")):
+            try:
+                out = self.fn(emit, value)
+            except Exception as error:
+                error.add_note(f"in the custom stage {emit.path}")
+                raise
+            if out is not None and not isinstance(out, FlowValue):
+                raise GraphError(f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}")
+            return out

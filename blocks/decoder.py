@@ -1,0 +1,126 @@
+"""Llama's decoder layer, fused (one HIR block) and composed (small stages)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
+from rlx_jax.blocks.control import Named, Sequence
+from rlx_jax.blocks.ffn import SwiGlu
+from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
+from rlx_jax.blocks.norm import RmsNorm
+from rlx_jax.blocks.rope import frequencies, positions_of, rope_registers
+from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.errors import ShapeError
+from rlx_jax.ir import hir
+from rlx_jax.ir.hir import MaskKind, mask_kind
+from rlx_jax.ir.types import tensor_type
+
+
+@dataclass(frozen=True)
+class LlamaDecoderSpec:
+    """Sizes of a Llama layer. `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
+
+    `hidden_shape` is checked against the input when given. `rope_theta` is the base used when no RopeTables
+    stage ran (10000, the reference's default); `mask` custom or bias needs the stage's `mask_input`.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    eps: float = 1e-5
+    mask: MaskKind | str = hir.MASK_KINDS["causal"]
+    hidden_shape: tuple[int | str, ...] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: float = 10000.0
+
+
+@dataclass(frozen=True)
+class LlamaDecoder:
+    """One Llama layer as the HIR block `llama_decoder_block`: `[B,S,H]` → same.
+
+    Weights under `layer_prefix`: `input_layernorm.weight`, `self_attn.{q,k,v,o}_proj.weight`,
+    `post_attention_layernorm.weight`, `mlp.{gate,up,down}_proj.weight`, all `[out, in]`, and their `.bias` where
+    the spec says so. `mask_input` names the declared input that a custom or bias mask reads.
+    """
+
+    layer_prefix: str
+    spec: LlamaDecoderSpec
+    mask_input: str | None = None
+
+    @staticmethod
+    def layer(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> LlamaDecoder:
+        """Layer `index` under Hugging Face's keys."""
+        return LlamaDecoder(f"model.layers.{index}", spec, mask_input)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LlamaDecoder")
+        s, p = self.spec, self.layer_prefix
+        mask = mask_kind(s.mask)
+        if s.hidden_shape is not None:
+            want = tensor_type(s.hidden_shape, x.dtype, "hidden_shape")
+            if want.shape != x.type.shape:
+                raise ShapeError(f"{emit.path}: LlamaDecoder: the input is {x.type}, its spec says {want}")
+        cos, sin = self._tables(emit, x)
+        zero = emit.state.zero_beta
+        if zero is None or zero.type.shape != x.type.shape[-1:]:
+            zero = emit.constant(np.zeros(x.type.shape[-1], np.float32))
+
+        def weight(name: str) -> FlowValue:
+            return emit.param(f"{p}.{name}.weight")
+
+        attn = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+        mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        biased = (attn if s.attention_bias else []) + (mlp if s.mlp_bias else [])
+        block = hir.LlamaDecoderBlock(
+            s.num_heads, s.head_dim, s.num_kv_heads, s.eps, mask, contract=1,
+            biases=tuple(f"{name.split('.')[1].removesuffix('_proj')}_bias" for name in biased),
+        )  # fmt: skip
+        return emit.add(
+            block, x,
+            weight("input_layernorm"), zero, *(weight(name) for name in attn),
+            weight("post_attention_layernorm"), zero, *(weight(name) for name in mlp),
+            cos, sin, *mask_operand(emit, mask, self.mask_input, "LlamaDecoder"),
+            *(emit.param(f"{p}.{name}.bias") for name in biased),
+        )  # fmt: skip
+
+    def _tables(self, emit: Emit, x: FlowValue) -> tuple[FlowValue, FlowValue]:
+        """The tables of a RopeTables stage, or the layer's own; not registered, so that all layers stay alike."""
+        if emit.state.rope_cos is not None:
+            return rope_registers(emit, "LlamaDecoder")
+        with emit.scope("rotary_emb"):
+            cos, sin = emit.add_all(
+                hir.RopeAngles(frequencies(self.spec.head_dim, self.spec.rope_theta)), positions_of(emit, x)
+            )
+        return cos, sin
+
+
+def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
+    """Layer `index` as one block."""
+    return Named(f"layer{index}", LlamaDecoder.layer(index, spec, mask_input))
+
+
+def llama_prefill_layer_composed(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
+    """Layer `index` from small stages; the same numbers as the fused form from the same checkpoint."""
+    p = f"model.layers.{index}"
+    keys = SelfAttnPrefillSpec.hf_layer(p, spec.num_heads, spec.head_dim, spec.num_kv_heads, spec.attention_bias)
+    attn = SelfAttnPrefillSpec(
+        keys.q_key, keys.k_key, keys.v_key, spec.num_heads, spec.head_dim, spec.num_kv_heads,
+        mask=spec.mask, biases=keys.biases, mask_input=mask_input,
+    )  # fmt: skip
+    o_proj = f"{p}.self_attn.o_proj"
+    stages = (
+        ResidualSave(),
+        RmsNorm(f"{p}.input_layernorm.weight", spec.eps),
+        SelfAttnPrefill(attn),
+        Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if spec.attention_bias else None),
+        ResidualAdd(),
+        ResidualSave(),
+        RmsNorm(f"{p}.post_attention_layernorm.weight", spec.eps),
+        SwiGlu.hf_mlp(p, spec.mlp_bias),
+        ResidualAdd(),
+    )
+    return Named(f"layer{index}", Sequence(stages))

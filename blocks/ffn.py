@@ -1,0 +1,68 @@
+"""Feed-forward stages: SwiGlu and GeluFfn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.ir import hir
+
+
+def mlp_prefix(prefix: str) -> str:
+    """`model.layers.0` and `model.layers.0.mlp` both mean the MLP of layer 0."""
+    return prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional."""
+
+    gate_key: str
+    up_key: str
+    down_key: str
+    biases: tuple[str, str, str] | None = None
+
+    @staticmethod
+    def hf_mlp(prefix: str, bias: bool = False) -> SwiGlu:
+        """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
+        p = mlp_prefix(prefix)
+        names = [f"{p}.{n}_proj" for n in ("gate", "up", "down")]
+        biases = (f"{names[0]}.bias", f"{names[1]}.bias", f"{names[2]}.bias") if bias else None
+        return SwiGlu(f"{names[0]}.weight", f"{names[1]}.weight", f"{names[2]}.weight", biases)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "SwiGlu")
+        gate_b, up_b, down_b = self.biases or (None, None, None)
+        with emit.scope("mlp"):
+            with emit.scope("gate_proj"):
+                gate = emit.linear(x, self.gate_key, gate_b)
+            with emit.scope("up_proj"):
+                up = emit.linear(x, self.up_key, up_b)
+            inner = emit.add(hir.GatedFfn("silu"), gate, up)
+            with emit.scope("down_proj"):
+                return emit.linear(inner, self.down_key, down_b)
+
+
+@dataclass(frozen=True)
+class GeluFfn:
+    """`gelu(x W₁ + b₁) W₂ + b₂`, exact GELU unless `approx_gelu`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`."""
+
+    intermediate_w: str
+    intermediate_b: str
+    output_w: str
+    output_b: str
+    approx_gelu: bool = False
+
+    @staticmethod
+    def hf_bert(prefix: str) -> GeluFfn:
+        """`{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
+        inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
+        return GeluFfn(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GeluFfn")
+        act = "gelu_tanh" if self.approx_gelu else "gelu"
+        with emit.scope("intermediate"):
+            inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act)
+        with emit.scope("output"):
+            return emit.linear(inner, self.output_w, self.output_b)

@@ -1,0 +1,194 @@
+"""Projections, embeddings and heads: Embed, Linear, LmHead, residuals, gathers and pooling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.ir import hir
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.types import tensor_type
+
+
+@dataclass(frozen=True)
+class Embed:
+    """`E[ids]`: ids `[…]` → `[…, H]`. Weight: `weight_key` `[V, H]`, as stored. Remembered for a tied LmHead."""
+
+    weight_key: str = "model.embed_tokens.weight"
+    shape: tuple[int, int] | None = None
+
+    @staticmethod
+    def token(key: str) -> Embed:
+        """The token embedding stored under `key`."""
+        return Embed(key)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        ids = emit.require(value, "Embed")
+        with emit.scope("embed_tokens"):
+            table = emit.param(self.weight_key, self.shape)
+            emit.state.embed_weight = table
+            return emit.add(hir.Embed(), table, ids)
+
+
+@dataclass(frozen=True)
+class GatherFromInput:
+    """`E[input]`, ignoring the active value: `weight_key` `[V, H]`, the input holds integer ids."""
+
+    input_name: str
+    weight_key: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        emit.require(value, "GatherFromInput")
+        with emit.scope(self.input_name):
+            return emit.add(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
+
+
+@dataclass(frozen=True)
+class GatherAdd:
+    """`x + E[input]`: `weight_key` `[V, H]`. An optional input that is absent counts as its default."""
+
+    input_name: str
+    weight_key: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GatherAdd")
+        with emit.scope(self.input_name):
+            return x + emit.add(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x W [+ b]`. Weight: `weight_key`, `[out, in]` with `transpose` (how checkpoints store it) or `[in, out]`.
+
+    `shape` is the stored shape; needed only when the flow is compiled without weights.
+    """
+
+    weight_key: str
+    transpose: bool = True
+    bias_key: str | None = None
+    shape: tuple[int, int] | None = None
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Linear")
+        with emit.scope(_block_of(self.weight_key)):
+            w = emit.param(self.weight_key, self.shape)
+            out = None if self.shape is None else (self.shape[0 if self.transpose else 1],)
+            bias = [emit.param(self.bias_key, out)] if self.bias_key else []
+            return emit.add(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
+
+
+def _block_of(key: str) -> str:
+    """`a.b.q_proj.weight` → `q_proj`: what dumps call the block that owns a weight."""
+    parts = key.split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+
+
+@dataclass(frozen=True)
+class ResidualSave:
+    """Remember the active value for ResidualAdd."""
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        emit.state.residual = emit.require(value, "ResidualSave")
+        return value
+
+
+@dataclass(frozen=True)
+class ResidualAdd:
+    """`x + saved`; the saved value is forgotten."""
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "ResidualAdd")
+        saved = emit.state.residual
+        if saved is None:
+            raise GraphError(f"{emit.path}: ResidualAdd without a ResidualSave before it")
+        emit.state.residual = None
+        if saved.type != x.type:
+            raise ShapeError(f"{emit.path}: ResidualAdd: the saved value is {saved.type}, the active one {x.type}")
+        return emit.add(Binary("add"), saved, x)
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """Logits: `x Eᵀ` with the embedding of the flow (`tied`) or `x Wᵀ` with `weight_key` `[V, H]`; no bias.
+
+    The embedding is contracted in place, never copied. Logits are float32 in every precision.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    weight_key: str | None = None
+    tie_word_embeddings: bool = False
+
+    @staticmethod
+    def tied(vocab_size: int, hidden_size: int) -> LmHead:
+        """Share the weight of the Embed stage."""
+        return LmHead(vocab_size, hidden_size, None, True)
+
+    @staticmethod
+    def separate(key: str, vocab_size: int, hidden_size: int) -> LmHead:
+        """A weight of its own."""
+        return LmHead(vocab_size, hidden_size, key, False)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LmHead")
+        with emit.scope("lm_head"):
+            weight = self._weight(emit)
+            expected = (self.vocab_size, self.hidden_size)
+            if weight.type.shape != expected:
+                raise ShapeError(f"{emit.path}: the head is {list(expected)}, its weight is {weight.type}")
+            return emit.add(hir.Linear(contract=1, f32_result=True), x, weight)
+
+    def _weight(self, emit: Emit) -> FlowValue:
+        if not self.tie_word_embeddings:
+            if self.weight_key is None:
+                raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
+            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size))
+        if emit.state.embed_weight is None:
+            raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
+        return emit.state.embed_weight
+
+
+@dataclass(frozen=True)
+class GatherLastToken:
+    """The last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`."""
+
+    batch: int | str = "batch"
+    input_name: str | None = None
+
+    @staticmethod
+    def dynamic(batch: int | str = "batch") -> GatherLastToken:
+        """Row `last_token_idx[b]`; the input is declared unless the flow has it."""
+        return GatherLastToken(batch, "last_token_idx")
+
+    @staticmethod
+    def static_last(batch: int | str = "batch", seq: int | str = "seq") -> GatherLastToken:
+        """The last position."""
+        return GatherLastToken(batch)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GatherLastToken")
+        if x.ndim < 2:
+            raise ShapeError(f"{emit.path}: GatherLastToken needs [B, S, …], got {x.type}")
+        with emit.scope("last_token"):
+            if self.input_name is None:
+                return emit.add(hir.LastToken(), x)
+            if self.input_name not in emit.state.inputs:
+                declared = tensor_type((self.batch,), "i32", self.input_name)
+                emit.state.inputs[self.input_name] = emit.wrap(emit.builder.input(self.input_name, declared))
+            return emit.add(hir.LastToken(), x, emit.flow_input(self.input_name))
+
+
+@dataclass(frozen=True)
+class ClsTokenPool:
+    """The first token: `[B,S,H]` → `[B,H]`."""
+
+    batch: int | str = "batch"
+    hidden: int | None = None
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "ClsTokenPool")
+        if x.ndim != 3 or (self.hidden is not None and x.type.shape[2] != self.hidden):
+            raise ShapeError(f"{emit.path}: ClsTokenPool needs [B, S, {self.hidden or 'H'}], got {x.type}")
+        with emit.scope("cls"):
+            return emit.add(hir.FirstToken(), x)

@@ -1,0 +1,56 @@
+"""Norms: RmsNorm, LayerNorm, and the ZeroBeta register that older flows declare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx_jax.emit import Emit, FlowValue
+
+
+@dataclass(frozen=True)
+class ZeroBeta:
+    """Zeros `[length]`, registered as `name`; the first one is the beta of every RMSNorm. Norms need none."""
+
+    length: int
+    name: str = "zero_beta"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        zeros = emit.constant(np.zeros(self.length, np.float32))
+        emit.set_named(self.name, zeros)
+        if emit.state.zero_beta is None:
+            emit.state.zero_beta = zeros
+        return value
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`."""
+
+    weight_key: str
+    eps: float = 1e-5
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "RmsNorm")
+        with emit.scope(_norm_name(self.weight_key)):
+            return emit.rms_norm(x, self.weight_key, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`. Weights: `gamma_key`, `beta_key` `[H]`."""
+
+    gamma_key: str
+    beta_key: str
+    eps: float = 1e-5
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LayerNorm")
+        with emit.scope(_norm_name(self.gamma_key)):
+            return emit.layer_norm(x, self.gamma_key, self.beta_key, self.eps)
+
+
+def _norm_name(key: str) -> str:
+    parts = key.split(".")
+    return parts[-2] if len(parts) > 1 else parts[-1]

@@ -1,0 +1,243 @@
+"""Derive prefill and extend from the forward program: a rewrite of HIR.
+
+Every block that knows the sequence has a rule here. Any other node is copied only if it is proved to treat each
+token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
+
+`prefill` reads a whole prompt into an empty state, attending inside the block. `extend` reads tokens after a state.
+Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlx_jax.errors import DeriveError
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import (
+    Builder,
+    Graph,
+    Input,
+    Leaf,
+    Node,
+    Op,
+    Rewrite,
+    StateLeaf,
+    StateRead,
+    TypeCache,
+    Value,
+    everywhere,
+    rewrite,
+)
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.shaping import Iota, Reshape
+from rlx_jax.ir.types import Path, TensorType, path_text, symbol
+from rlx_jax.lowering.lower import as_function
+from rlx_jax.lowering.tokenwise import Verdict, token_wise
+
+I32 = np.dtype(np.int32)
+PER_ROW = TensorType((symbol("batch"),), I32)
+LENGTHS = Input("lengths", type=PER_ROW)
+LENGTH_LEAF = StateLeaf((), "length")
+LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)
+PROGRAMS = ("forward", "prefill", "extend")
+
+
+@dataclass
+class Derivation:
+    """What the rules share while one program is derived."""
+
+    program: str
+    types: TypeCache
+    proofs: dict[tuple[Op, tuple[TensorType, ...], str], Verdict] = field(default_factory=dict)
+    slots: set[tuple[Path, str]] = field(default_factory=set)
+
+    def state(self, b: Builder, path: Path, slot: str, type: TensorType) -> tuple[StateLeaf, Value]:
+        """The leaf of one block, and its value at the start."""
+        name, n = slot, 1
+        while (path, name) in self.slots:
+            n += 1
+            name = f"{slot}{n}"
+        self.slots.add((path, name))
+        leaf = StateLeaf(path, name)
+        return leaf, b.leaf(StateRead(leaf, type=type))
+
+
+Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
+
+
+def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False) -> Graph:
+    """The HIR of `program`. With `last_only` outputs are those of each row's last token, `[B, 1, …]`.
+
+    Raises:
+        DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
+    """
+    if program not in PROGRAMS:
+        raise DeriveError(f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}")
+    if last_only:
+        graph = last_token_only(graph, types)
+    if program == "forward":
+        return graph
+    if not any({"batch", "seq"} <= i.type.symbols for i in graph.inputs):
+        shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
+        raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
+    d = Derivation(program, types)
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        rule = RULES.get(type(node.op))
+        if rule is not None:
+            return rule(d, b, node, inputs)
+        if not (isinstance(node.op, Leaf) or node.op.regions()):
+            check_token_wise(d, node, tuple(b.type(v) for v in inputs))
+        return None
+
+    out = rewrite(graph, everywhere(fn), types, program)
+    return _with_length(out, types)
+
+
+def _with_length(graph: Graph, types: TypeCache) -> Graph:
+    """Declare `lengths` and advance the state's length by it."""
+    b = Builder(graph.name, types)
+    b.nodes, b.writes = list(graph.nodes), list(graph.writes)
+    b.inputs = [*graph.inputs, LENGTHS]
+    total = b(Binary("add"), b(LENGTH), b(LENGTHS))
+    b.writes.append((LENGTH_LEAF, total))
+    return b.finish(graph.outputs, graph.output_names)
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+
+def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """The block reads positions, not the sequence."""
+
+
+def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """positions(x) → state.length[:, None] + iota"""
+    if d.program == "prefill":
+        return None
+    steps = b(Reshape((1, -1)), b(Iota(1), *inputs))
+    start = b(Reshape((-1, 1)), b.leaf(LENGTH))
+    return (b(Binary("add"), start, steps),)
+
+
+def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …"""
+    op = node.op
+    assert isinstance(op, hir.Attention)
+    where = path_text(node.origin.path)
+    if not op.causal:
+        raise DeriveError(f"{where}: attention is not causal: a token would read later ones, so {d.program} has no meaning")
+    if op.extra:
+        raise DeriveError(
+            f"{where}: attention reads the operand {op.extra[0]!r}; {d.program} masks by lengths, "
+            "make the mask an optional input (default=None)"
+        )
+    q, k, v = inputs
+    t = b.type(k)
+    cache = TensorType((t.shape[0], symbol("context"), op.kv_heads, t.shape[2] // op.kv_heads), t.dtype)
+    leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
+    leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
+    block = hir.CachedAttention(op, block_only=d.program == "prefill")
+    out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
+    b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
+    return (out,)
+
+
+def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """last_token(x) → last_token(x, lengths − 1)"""
+    lengths = b.leaf(LENGTHS)
+    return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
+
+
+RULES: dict[type[Op], Rule] = {
+    hir.Positions: positions,
+    hir.RopeAngles: keep,
+    hir.RopeRows: keep,
+    hir.Attention: attention,
+    hir.LastToken: last_token,
+}
+"""The blocks that know the sequence. Nothing else mentions a cache."""
+
+
+# -- the proof ---------------------------------------------------------------------------------
+
+
+def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]) -> None:
+    """Refuse a node that mixes positions or rows of the batch."""
+    for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
+        if not any(dim in t.symbols for t in (*operands, *node.types)):
+            continue
+        verdict = prove(d, node.op, operands, dim)
+        if not verdict.token_wise:
+            where = path_text(node.origin.path) or "flow"
+            raise DeriveError(
+                f"{where}: {node.op.text()} is not proved to treat {what} alone: {verdict.reason}. "
+                f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
+            )
+
+
+def prove(d: Derivation, op: Op, operands: tuple[TensorType, ...], dim: str) -> Verdict:
+    """The verdict on one op, proved once for each op and operand types."""
+    key = (op, operands, dim)
+    if key not in d.proofs:
+        d.proofs[key] = token_wise(as_function(op, operands, d.types), [t.spec for t in operands], dim)
+    return d.proofs[key]
+
+
+# -- logits of the last token only -------------------------------------------------------------
+
+
+def last_token_only(graph: Graph, types: TypeCache) -> Graph:
+    """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence."""
+    d = Derivation("forward", types)
+    suffix = _suffix(graph, d)
+
+    def enter(inner: Graph) -> Rewrite:
+        moved: dict[Value, Value] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if inner is not graph or number not in suffix:
+                return None
+            gathered = []
+            for old, new in zip(node.inputs, inputs, strict=True):
+                if old.node not in suffix and "seq" in b.type(new).symbols:
+                    if new not in moved:
+                        moved[new] = b(hir.LastToken(), new)
+                    new = moved[new]
+                gathered.append(new)
+            return b.add(node.op, *gathered)
+
+        return fn
+
+    out = rewrite(graph, enter, types, "last_token_only")
+    b = Builder(out.name, types)
+    b.nodes, b.inputs, b.writes = list(out.nodes), list(out.inputs), list(out.writes)
+    outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
+    return b.finish(outputs, out.output_names)
+
+
+def _suffix(graph: Graph, d: Derivation) -> set[int]:
+    """Nodes that only outputs and other suffix nodes read, and that treat tokens alone."""
+    users: dict[int, set[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        for v in node.inputs:
+            users.setdefault(v.node, set()).add(number)
+    written = {v.node for _, v in graph.writes}
+    suffix: set[int] = set()
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[number]
+        plain = not (isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES)
+        if not plain or number in written or not users.get(number, set()) <= suffix:
+            continue
+        operands = tuple(graph.type(v) for v in node.inputs)
+        if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
+            verdict = prove(d, node.op, operands, "seq")
+            if verdict.token_wise and all(axis == 1 for axis in verdict.out_axes):
+                if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
+                    suffix.add(number)
+    return suffix
+
+

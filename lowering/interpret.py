@@ -1,0 +1,107 @@
+"""Run a MIR graph: walk the nodes and call each op's `eval`. Under `jax.jit` this traces the program.
+
+A region runs as the plan says: a Python loop over the body (`unroll`) or `lax.scan`. In a scan, layer parameters
+are stacked leaves that are sliced, and state is a carry that is updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.param import Program, Stack
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import bind_path, path_text
+
+Array = Any
+StateKey = tuple[str, str]
+
+
+@dataclass
+class Env:
+    """What leaves mean: parameters by program, inputs by name, state by (block path, slot)."""
+
+    params: Mapping[Program, Array]
+    inputs: Mapping[str, Array]
+    state: dict[StateKey, Array]
+    scan: bool = False
+    iteration: int | None = None
+    operands: tuple[Array, ...] = ()
+    sliced: Mapping[Program, Array] = field(default_factory=dict)
+
+    def leaf(self, op: Leaf) -> Array:
+        """The array a leaf stands for."""
+        match op:
+            case Input(input=name):
+                return self.inputs[name]
+            case Param(programs=programs) if len(programs) > 1 and self.scan:
+                return self.sliced[Stack(programs)]
+            case Param():
+                return self.params[op.at(self.iteration)]
+            case StateRead(leaf=leaf):
+                return self.state[leaf.key(self.iteration)]
+            case BodyInput(index=index):
+                return self.operands[index]
+            case Constant():
+                return jnp.asarray(op.array)
+        raise TypeError(op)
+
+
+def interpret(graph: Graph, env: Env) -> tuple[Array, ...]:
+    """The outputs of `graph`; `env.state` is updated with what it writes."""
+    values: dict[Value, Array] = {}
+    for number, node in enumerate(graph.nodes):
+        with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
+            results = _run(node, tuple(values[v] for v in node.inputs), env)
+        values.update({Value(number, i): r for i, r in enumerate(results)})
+    written = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
+    env.state.update(written)
+    return tuple(values[v] for v in graph.outputs)
+
+
+def _run(node: Node, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
+    op = node.op
+    if isinstance(op, Leaf):
+        return (env.leaf(op),)
+    if isinstance(op, Repeat):
+        return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
+    assert isinstance(op, Mir), op
+    out = op.eval(*operands)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _unroll(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
+    carries, shared = operands[: op.carries], operands[op.carries :]
+    sides: list[tuple[Array, ...]] = []
+    for i in range(op.count):
+        out = interpret(op.body, replace(env, iteration=i, operands=(*carries, *shared)))
+        carries = out[: op.carries]
+        sides.append(out[op.carries :])
+    return (*carries, *(side for column in zip(*sides, strict=True) for side in column))
+
+
+def _scan(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
+    shared = operands[op.carries :]
+    stacked = {Stack(p.programs): env.params[Stack(p.programs)] for p in op.body.params() if len(p.programs) > 1}
+    keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
+
+    def step(carry: Any, xs: Any) -> Any:
+        carried, state = carry
+        i, sliced = xs
+        layer = {key: lax.dynamic_index_in_dim(state[key], i, keepdims=False) for key in keys}
+        inner = replace(env, operands=(*carried, *shared), sliced=sliced, state={**env.state, **layer}, iteration=None)
+        out = interpret(op.body, inner)
+        state = {key: lax.dynamic_update_index_in_dim(state[key], inner.state[key], i, 0) for key in keys}
+        return (out[: op.carries], state), out[op.carries :]
+
+    init = (operands[: op.carries], {key: env.state[key] for key in keys})
+    steps = jnp.arange(op.count, dtype=jnp.int32)
+    (carries, state), ys = lax.scan(step, init, (steps, stacked))
+    env.state.update(state)
+    return (*carries, *(y[i] for y in ys for i in range(op.count)))

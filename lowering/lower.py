@@ -1,0 +1,137 @@
+"""HIR → MIR: composites into blocks, then every block by its `direct` rule or its own expansion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import (
+    BodyInput,
+    Builder,
+    Constant,
+    Graph,
+    Hir,
+    Mir,
+    Node,
+    Op,
+    TypeCache,
+    Value,
+    as_values,
+    everywhere,
+    rewrite,
+)
+from rlx_jax.ir.ops.contract import FusedMatMulBiasAct, FusedSwiGLU, RmsNormOp
+from rlx_jax.ir.ops.shaping import Narrow
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.interpret import Env, interpret
+
+Rule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
+
+
+def expand_composites(graph: Graph, types: TypeCache) -> Graph:
+    """Replace `LlamaDecoderBlock` and its like by the HIR blocks they stand for."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        return as_values(node.op.expand(b, *inputs)) if isinstance(node.op, hir.COMPOSITES) else None
+
+    return rewrite(graph, everywhere(fn), types, "expand")
+
+
+def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
+    """HIR → MIR. `direct` takes the rules of `DIRECT` where one applies, `fusable` always the expansion."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        return _lower(node.op, b, inputs, policy) if isinstance(node.op, Hir) else None
+
+    return rewrite(graph, everywhere(fn), types, f"lower_{policy}")
+
+
+def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
+    rule = DIRECT.get(type(op)) if policy == "direct" else None
+    done = rule(op, b, inputs) if rule else None
+    if done is not None:
+        return done
+    start = len(b.nodes)
+    out = as_values(op.expand(b, *inputs))
+    if not any(isinstance(n.op, Hir) for n in b.nodes[start:]):
+        return out
+    return _lower_tail(b, start, out, policy)
+
+
+def _lower_tail(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
+    """An expansion wrote HIR blocks: take its nodes back and lower them one by one."""
+    tail, b.nodes[start:] = b.nodes[start:], []
+    mapped: dict[Value, Value] = {}
+    for number, node in enumerate(tail, start):
+        inputs = tuple(mapped.get(v, v) for v in node.inputs)
+        with b.at(node.origin):
+            new = _lower(node.op, b, inputs, policy) if isinstance(node.op, Hir) else b.add(node.op, *inputs)
+        mapped.update({Value(number, i): v for i, v in enumerate(new)})
+    return tuple(mapped.get(v, v) for v in out)
+
+
+# -- direct rules: each must equal `expand` ----------------------------------------------------
+
+
+def linear(op: hir.Linear, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """linear(x, w, b) → fused_mm_bias_act(x, w, b)."""
+    return b.add(FusedMatMulBiasAct(op.contract, op.activation), *inputs) if op.bias else None
+
+
+def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """attention(q, k, v) → the grouped op over the key/value heads as they are."""
+    return b.add(op.op(op.kv_heads), *inputs)
+
+
+def cached_attention(op: hir.CachedAttention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """As `attention`."""
+    return op.grouped(b, 1, *inputs)
+
+
+def gated_ffn(op: hir.GatedFfn, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """gated_ffn(narrow(y, first half), narrow(y, second half)) → fused_swiglu(y)."""
+    gate, up = (b.nodes[v.node] for v in inputs)
+    if op.activation != "silu" or not (isinstance(gate.op, Narrow) and isinstance(up.op, Narrow)):
+        return None
+    whole = b.type(gate.inputs[0])
+    half = gate.op.length
+    halves = gate.op == Narrow(whole.rank - 1, 0, half) and up.op == Narrow(whole.rank - 1, half, half)
+    if gate.inputs != up.inputs or not halves or whole.shape[-1] != 2 * half:
+        return None
+    return b.add(FusedSwiGLU(), gate.inputs[0])
+
+
+def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """rms_norm(x, γ, zeros) → rms_norm(x, γ)."""
+    if len(inputs) == 3:
+        beta = b.nodes[inputs[2].node].op
+        if isinstance(beta, Constant) and not np.any(beta.array):
+            return b.add(RmsNormOp(op.eps), *inputs[:2])
+    return None
+
+
+DIRECT: dict[type[Hir], Rule] = {
+    hir.Linear: linear,
+    hir.Attention: attention,
+    hir.CachedAttention: cached_attention,
+    hir.GatedFfn: gated_ffn,
+    hir.RmsNorm: rms_norm,
+}
+"""Better lowerings than `expand`, by block."""
+
+
+# -- an op as a plain function -----------------------------------------------------------------
+
+
+def as_function(op: Op, operands: tuple[TensorType, ...], types: TypeCache) -> Callable[..., Any]:
+    """What one node computes, as a JAX function of its operands."""
+    if isinstance(op, Mir):
+        return op.eval
+    b = Builder("function", types)
+    inputs = tuple(b.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands))
+    out = _lower(op, b, inputs, "fusable") if isinstance(op, Hir) else b.add(op, *inputs)
+    graph = b.finish(out)
+    return lambda *arrays: interpret(graph, Env({}, {}, {}, operands=arrays))

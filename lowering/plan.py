@@ -1,0 +1,92 @@
+"""The plan: how a MIR program runs on one target. Together they are the LIR.
+
+Nothing at run time depends on offsets (XLA allocates); liveness here is an estimate for reports and for the
+proof of donation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlx_jax.ir.graph import Graph, Leaf, StateRead
+from rlx_jax.ir.types import TensorType
+
+StateKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices for one program: `scan` the layers or unroll them, donate the state, options for XLA."""
+
+    target: str
+    scan: bool
+    donate_state: bool
+    compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+
+    def text(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
+        return (
+            f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, "
+            f"donate_state={str(self.donate_state).lower()}, compiler_options={options}"
+        )
+
+
+@dataclass(frozen=True)
+class Lir:
+    """A specialised MIR program with its plan."""
+
+    graph: Graph
+    plan: Plan
+
+
+def state_types(graph: Graph, stacked: bool) -> dict[StateKey, TensorType]:
+    """The arrays of the state: one for each layer, or one for all layers of a scanned region."""
+    found: dict[StateKey, TensorType] = {}
+
+    def visit(graph: Graph, iterations: int) -> None:
+        for node in graph.nodes:
+            for region in node.op.regions():
+                visit(region, node.op.iterations())
+            if not isinstance(node.op, StateRead):
+                continue
+            leaf, t = node.op.leaf, node.op.type
+            if leaf.key(0) == leaf.key(1):
+                found[leaf.key(None)] = t
+            elif stacked:
+                found[leaf.key(None)] = TensorType((iterations, *t.shape), t.dtype)
+            else:
+                found.update({leaf.key(i): t for i in range(iterations)})
+
+    visit(graph, 1)
+    return found
+
+
+def flops(graph: Graph) -> int:
+    """Multiply-adds × 2 of all contractions, layers counted as often as they run (XLA counts a scan body once)."""
+    total = 0
+    for node in graph.nodes:
+        operands = [graph.type(v) for v in node.inputs]
+        if hasattr(node.op, "flops"):
+            total += node.op.flops(operands, node.types)
+        total += node.op.iterations() * sum(flops(region) for region in node.op.regions())
+    return total
+
+
+def activation_bytes(graph: Graph) -> int:
+    """Peak bytes of values alive at once, walking the nodes in order; leaves are not counted."""
+    last: dict[int, int] = {}
+    for number, node in enumerate(graph.nodes):
+        last.update({v.node: number for v in node.inputs})
+    last.update({v.node: len(graph.nodes) for v in graph.roots()})
+    alive = peak = 0
+    dying: dict[int, int] = {}
+    for number, node in enumerate(graph.nodes):
+        inner = max((activation_bytes(r) for r in node.op.regions()), default=0)
+        size = 0 if isinstance(node.op, Leaf) else sum(t.nbytes for t in node.types)
+        alive += size
+        peak = max(peak, alive + inner)
+        end = last.get(number, number)
+        dying[end] = dying.get(end, 0) + size
+        alive -= dying.pop(number, 0)
+    return peak

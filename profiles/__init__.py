@@ -1,0 +1,33 @@
+"""Compile profiles: what a compile may choose, as frozen tables that are read from `*.rlx.toml`."""
+
+from rlx_jax.profiles.check import Options
+from rlx_jax.profiles.schema import (
+    LATER,
+    LATER_VALUES,
+    PRESETS,
+    PRESETS_LATER,
+    Backend,
+    Backends,
+    CompileProfile,
+    Donation,
+    Fusion,
+    Layers,
+    Passes,
+    Precision,
+)
+
+__all__ = [
+    "LATER",
+    "LATER_VALUES",
+    "PRESETS",
+    "PRESETS_LATER",
+    "Backend",
+    "Backends",
+    "CompileProfile",
+    "Donation",
+    "Fusion",
+    "Layers",
+    "Options",
+    "Passes",
+    "Precision",
+]

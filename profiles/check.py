@@ -1,0 +1,239 @@
+"""One checker for every table of a profile, driven by the types of the dataclass fields.
+
+A table is a frozen dataclass that derives from `Table`. Its fields are of four kinds: another table, a
+`Literal` of strings, `bool` (or a union of those), `str`, or `Options`. TOML, `replace` and the constructors
+all go through here, so that they accept and refuse the same things with the same words.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
+
+Scalar = str | bool | int | float
+
+MAX_STRING = 1024
+"""Characters of one string in a profile."""
+
+_OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+_GPU = "; did you mean 'cuda' (NVIDIA) or 'rocm' (AMD)?"
+
+
+class At(NamedTuple):
+    """Where a value stands: the text that it came from, and its dotted path there."""
+
+    source: str
+    path: str = ""
+
+    def child(self, key: str) -> At:
+        """The place of `key` in the table that stands here."""
+        return At(self.source, f"{self.path}.{key}" if self.path else key)
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.path}" if self.path else self.source
+
+
+class Table:
+    """Base of the tables. Building one checks every field: a `Table` that exists is valid.
+
+    `PATH` is the table's place in a profile; `*` stands for any backend. `LATER` has the settings that are
+    known and not built yet (`PATH.key`), `LATER_VALUES` such values of a setting that is built.
+    """
+
+    PATH: ClassVar[str] = ""
+    LATER: ClassVar[frozenset[str]] = frozenset()
+    LATER_VALUES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        at = At("compile profile", self.PATH)
+        for key, hint in field_types(type(self)).items():
+            object.__setattr__(self, key, _checked(type(self), key, hint, getattr(self, key), at.child(key)))
+
+
+T = TypeVar("T", bound=Table)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Options(Mapping[str, Scalar]):
+    """An immutable mapping of XLA option names to values, sorted by name.
+
+    Two are equal when values agree in type too: `True`, `1` and `1.0` are different options for XLA, and a
+    compiled program must not be found under the wrong one.
+
+    >>> Options((("xla_a", True),)) == Options((("xla_a", 1),))
+    False
+    """
+
+    entries: tuple[tuple[str, Scalar], ...] = ()
+
+    def __getitem__(self, name: str) -> Scalar:
+        return dict(self.entries)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return _spelled(self) == _spelled(other)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(_spelled(self).items()))
+
+    def __repr__(self) -> str:
+        return f"Options({dict(self.entries)!r})"
+
+
+def _spelled(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in options.items()}
+
+
+def _field_types(table: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(table)
+    return {f.name: hints[f.name] for f in fields(table)}
+
+
+field_types: Callable[[Any], dict[str, Any]] = cache(_field_types)
+"""Field name → resolved type of a `Table`, in the order of the dataclass."""
+
+
+def is_table(hint: Any) -> bool:
+    """Whether a field of this type holds a nested table."""
+    return isinstance(hint, type) and issubclass(hint, Table)
+
+
+def build(table: type[T], data: object, at: At) -> T:
+    """A `table` from a mapping; a missing key takes the field's default.
+
+    Raises:
+        ProfileError: a key that is unknown, or a value of the wrong type or outside its choices.
+        UnsupportedError: a setting that is known and has no effect yet, so that it is never accepted idle.
+    """
+    if not isinstance(data, Mapping):
+        raise ProfileError(f"{at}: expected a table, found {_described(data)}")
+    types = field_types(table)
+    values = {}
+    for key, value in data.items():
+        if key not in types:
+            raise _refused_key(table, key, at)
+        values[key] = _checked(table, key, types[key], value, at.child(key))
+    return table(**values)
+
+
+def _refused_key(table: type[Table], key: object, at: At) -> ProfileError | UnsupportedError:
+    """The error for a key that is no field of `table`."""
+    if not isinstance(key, str):
+        return ProfileError(f"{at}: a key is a string, found {_described(key)}")
+    known = f"{table.PATH}.{key}" if table.PATH else key
+    if any(later == known or later.startswith(f"{known}.") for later in table.LATER):
+        return UnsupportedError(f"{at.child(key)}: this setting is known but not built yet; take it out")
+    types = field_types(table)
+    inside = f"{table.PATH}." if table.PATH else ""
+    later = sorted({p.removeprefix(inside).partition(".")[0] for p in table.LATER if p.startswith(inside)} - {"*"})
+    names = [*types, *(name for name in later if name not in types)]
+    deeper = [f"{name}.{key}" for name, hint in types.items() if is_table(hint) and key in field_types(hint)]
+    hint = f"; did you mean {quote(deeper[0])}?" if deeper else _suggestion(key, names)
+    return ProfileError(f"{at}: unknown key {quote(key)}; known here: {', '.join(types)}{hint}")
+
+
+def _checked(table: type[Table], key: str, hint: Any, value: object, at: At) -> object:
+    """`value` as the field holds it, or an error."""
+    if is_table(hint):
+        return value if isinstance(value, hint) else build(hint, value, at)
+    if hint is Options:
+        return _options(value, at)
+    if _accepts(hint, value):
+        return value
+    if type(value) is str and value in table.LATER_VALUES.get(f"{table.PATH}.{key}", ()):
+        raise UnsupportedError(f"{at}: {quote(value)} is known but not supported; {_expected(hint)}")
+    close = _suggestion(value, _choices(hint)) if type(value) is str else ""
+    raise ProfileError(f"{at}: {_expected(hint)}, found {_described(value)}{close}")
+
+
+def _suggestion(word: str, known: list[str]) -> str:
+    # By spelling, "gpu" is nearest to "cpu".
+    return _GPU if word == "gpu" and "cuda" in known else did_you_mean(word, known)
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[str]:
+    return [str(c) for arm in _arms(hint) if get_origin(arm) is Literal for c in get_args(arm)]
+
+
+def _accepts(hint: Any, value: object) -> bool:
+    if type(value) is str:
+        return value in _choices(hint) or (str in _arms(hint) and value != "" and _plain(value))
+    return type(value) is bool and bool in _arms(hint)
+
+
+def _plain(text: str) -> bool:
+    """Printable, hence one line that UTF-8 and TOML can hold."""
+    return len(text) <= MAX_STRING and text.isprintable()
+
+
+def _expected(hint: Any) -> str:
+    arms = _arms(hint)
+    words = [quote(c) for c in _choices(hint)]
+    words += ["true", "false"] if bool in arms else []
+    words += [f"a printable string of 1 to {MAX_STRING} characters"] if str in arms else []
+    return f"expected {words[0]}" if len(words) == 1 else f"expected {', '.join(words[:-1])} or {words[-1]}"
+
+
+def _options(value: object, at: At) -> Options:
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"{at}: expected a table of XLA options, found {_described(value)}")
+    return Options(tuple(sorted((_option_name(name, at), _option(v, at.child(name))) for name, v in value.items())))
+
+
+def _option_name(name: object, at: At) -> str:
+    if isinstance(name, str) and _OPTION_NAME.fullmatch(name):
+        return name
+    raise ProfileError(f"{at}: expected an option name of letters, digits and _, found {_described(name)}")
+
+
+def _option(value: object, at: At) -> Scalar:
+    # Exact types, here and above: a subclass (an IntEnum, a NumPy float) would not come back equal from TOML.
+    if type(value) is bool or (type(value) is str and _plain(value)):
+        return value
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    raise ProfileError(
+        f"{at}: expected a boolean, a 64-bit integer, a finite number or a printable string of at most "
+        f"{MAX_STRING} characters, found {_described(value)}"
+    )
+
+
+def _described(value: object) -> str:
+    """What `value` is, for a message. Never calls the repr of a foreign type, and never prints a huge integer."""
+    if type(value) is bool:
+        return f"the boolean {str(value).lower()}"
+    if type(value) is int:
+        return f"the integer {value}" if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+    if type(value) is float:
+        return f"the number {value}"
+    if type(value) is str:
+        return f"the string {quote(value)}"
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, (list, tuple)):
+        return "an array"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return "a date or time"
+    return f"a value of type {type(value).__name__}"

@@ -1,0 +1,258 @@
+"""The tables of a compile profile and `CompileProfile` itself.
+
+What is here takes effect. A setting whose effect comes later stands in `LATER` and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.resources import files
+from typing import Any, ClassVar, Literal
+
+from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
+from rlx_jax.profiles import text
+from rlx_jax.profiles.check import At, Options, Table, build, field_types
+
+LATER = frozenset(
+    {
+        "fusion.assert_clean",
+        "fusion.skip",
+        "fusion.disable",
+        "passes.verbose",
+        "precision.mixed",
+        "precision.weights",
+        "precision.kv",
+        "donation.inputs",
+        "layers.remat",
+        "attention.implementation",
+        "buckets.prompt",
+        "buckets.batch",
+        "buckets.on_recompile",
+        "backend.metal",
+        "backend.mlx",
+        "backend.wgpu",
+        "backend.*.skip_fusion",
+        "backend.*.unfuse_regions",
+        "backend.*.weight_layout",
+        "backend.*.dispatch",
+    }
+)
+"""Settings that are known and have no effect yet: an `UnsupportedError`. `*` stands for any backend."""
+
+LATER_VALUES = {"fusion.target": ("metal", "mlx", "wgpu")}
+"""Values that are known and not supported."""
+
+PRESETS = ("auto", "encoder", "llama32_prefill", "llama32_decode")
+"""Presets that have a file in this folder."""
+
+PRESETS_LATER = (
+    "qwen3_prefill",
+    "qwen35_prefill",
+    "gemma_prefill",
+    "flux2",
+    "sam_encoder",
+    "sam2",
+    "sam3",
+    "qwen3_decode",
+    "qwen35_decode",
+    "gemma_decode",
+    "sam2_memory_attention",
+    "llada2_diffusion",
+)
+"""Presets that are known by name and that no recipe uses yet."""
+
+
+class _Table(Table):
+    LATER: ClassVar[frozenset[str]] = LATER
+    LATER_VALUES: ClassVar[Mapping[str, tuple[str, ...]]] = LATER_VALUES
+
+
+@dataclass(frozen=True)
+class Fusion(_Table):
+    """How blocks become tensor ops.
+
+    policy: `direct` takes the better rule of an op where there is one (attention without repeating keys and
+        values), `fusable` each op's own expansion. Same numbers.
+    target: the platform to compile for; `auto` is the one that JAX runs on.
+    """
+
+    PATH: ClassVar[str] = "fusion"
+    policy: Literal["direct", "fusable"] = "direct"
+    target: Literal["auto", "cpu", "cuda", "rocm", "tpu"] = "auto"
+
+
+@dataclass(frozen=True)
+class Passes(_Table):
+    """Which passes run over the tensor graph: dead code, common subexpressions, constants."""
+
+    PATH: ClassVar[str] = "passes"
+    dce: bool = True
+    cse: bool = True
+    constant_folding: bool = True
+
+
+@dataclass(frozen=True)
+class Precision(_Table):
+    """compute: the dtype of activations; `auto` is the weights' own on GPU and TPU, and f32 on the CPU.
+    matmul: the precision of every matrix product, as in `jax.lax.Precision`.
+    """
+
+    PATH: ClassVar[str] = "precision"
+    compute: Literal["auto", "f32", "bf16", "f16"] = "auto"
+    matmul: Literal["default", "high", "highest"] = "default"
+
+
+@dataclass(frozen=True)
+class Donation(_Table):
+    """state: the cache of a step is written in place, and the old state is gone."""
+
+    PATH: ClassVar[str] = "donation"
+    state: bool = True
+
+
+@dataclass(frozen=True)
+class Layers(_Table):
+    """roll: equal layers as one `scan` or one after the other (`unroll`); `auto` decides by the target."""
+
+    PATH: ClassVar[str] = "layers"
+    roll: Literal["auto", "scan", "unroll"] = "auto"
+
+
+@dataclass(frozen=True)
+class Backend(_Table):
+    """merge: whether projections of one input (q, k, v; gate, up) are stored and multiplied as one; `auto`
+        merges where a checkpoint is loaded for generation, and not where leaves keep their checkpoint keys.
+    compiler_options: passed to XLA as they are, for this backend.
+    """
+
+    PATH: ClassVar[str] = "backend.*"
+    merge: bool | Literal["auto"] = "auto"
+    compiler_options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Backends(_Table):
+    """One `Backend` for each platform; only the one that is compiled for is read."""
+
+    PATH: ClassVar[str] = "backend"
+    cpu: Backend = field(default_factory=Backend)
+    cuda: Backend = field(default_factory=Backend)
+    rocm: Backend = field(default_factory=Backend)
+    tpu: Backend = field(default_factory=Backend)
+
+
+@cache
+def _preset(name: str) -> CompileProfile:
+    if name in PRESETS:
+        resource = files("rlx_jax.profiles").joinpath(f"{name}.rlx.toml")
+        source = f"preset {quote(name)}"
+        return build(CompileProfile, {"name": name} | text.parse(resource.read_bytes(), source), At(source))
+    if name in PRESETS_LATER:
+        raise UnsupportedError(
+            f"preset {quote(name)} is known, but no recipe uses it yet; there are {', '.join(PRESETS)}"
+        )
+    hint = did_you_mean(name, (*PRESETS, *PRESETS_LATER))
+    raise ProfileError(f"there is no preset {quote(name)}; there are {', '.join(PRESETS)}{hint}")
+
+
+@dataclass(frozen=True)
+class CompileProfile(_Table):
+    """What a compile may choose. Every field changes the program, but for `name`, which only reports show:
+    profiles with the same settings are equal and share compiled programs.
+
+    >>> CompileProfile().replace(precision={"compute": "bf16"}).precision.compute
+    'bf16'
+    """
+
+    PATH: ClassVar[str] = ""
+    name: str = field(default="auto", compare=False)
+    fusion: Fusion = field(default_factory=Fusion)
+    passes: Passes = field(default_factory=Passes)
+    precision: Precision = field(default_factory=Precision)
+    donation: Donation = field(default_factory=Donation)
+    layers: Layers = field(default_factory=Layers)
+    backend: Backends = field(default_factory=Backends)
+
+    @classmethod
+    def preset(cls, name: str) -> CompileProfile:
+        """A preset by name.
+
+        Raises:
+            UnsupportedError: a known name that no recipe uses yet.
+            ProfileError: an unknown name, with a suggestion.
+        """
+        return _preset(str(name))
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> CompileProfile:
+        """The profile in a file. Missing keys take their defaults, a missing `name` the file's.
+
+        Raises:
+            MissingFileError: no such file (never the default instead).
+            StorageError: not a regular file, or not readable.
+            ProfileError: over a limit, not UTF-8 or TOML (with line and column), or not in the schema.
+            UnsupportedError: a known setting that has no effect yet.
+        """
+        source = f"compile profile {quote(os.fspath(path))}"
+        name = re.sub(r"[^\w.-]", "_", os.path.basename(os.fsdecode(path)).removesuffix(".toml").removesuffix(".rlx"))
+        return build(cls, {"name": name[:64] or "custom"} | text.parse(text.read(path), source), At(source))
+
+    @classmethod
+    def from_toml_str(cls, toml: str) -> CompileProfile:
+        """The profile in a text; as `from_toml`, and a missing `name` is `custom`."""
+        source = "compile profile"
+        if not isinstance(toml, str):
+            raise ProfileError(f"{source}: expected a string of TOML, found {type(toml).__name__}")
+        # A lone surrogate is not UTF-8 either, and is reported as such.
+        data = toml.encode("utf-8", "surrogatepass")
+        return build(cls, {"name": "custom"} | text.parse(data, source), At(source))
+
+    def to_toml(self) -> str:
+        """Every setting as TOML, defaults included. `from_toml_str` gives an equal profile of the same name."""
+        return text.dump(_as_dict(self))
+
+    def replace(self, **changes: object) -> CompileProfile:
+        """A copy with other settings: each keyword is `name` or a table. A mapping is merged into the present
+        table, XLA options included; a table object (`Precision(...)`) takes its place. Checked exactly as TOML is.
+
+        Raises:
+            ProfileError, UnsupportedError: as `from_toml`.
+        """
+        return build(CompileProfile, _merged(_as_dict(self), changes), At("CompileProfile.replace"))
+
+    auto = staticmethod(partial(_preset, "auto"))
+    encoder = staticmethod(partial(_preset, "encoder"))
+    flux2 = staticmethod(partial(_preset, "flux2"))
+    gemma_decode = staticmethod(partial(_preset, "gemma_decode"))
+    gemma_prefill = staticmethod(partial(_preset, "gemma_prefill"))
+    llada2_diffusion = staticmethod(partial(_preset, "llada2_diffusion"))
+    llama32_decode = staticmethod(partial(_preset, "llama32_decode"))
+    llama32_prefill = staticmethod(partial(_preset, "llama32_prefill"))
+    qwen35_decode = staticmethod(partial(_preset, "qwen35_decode"))
+    qwen35_prefill = staticmethod(partial(_preset, "qwen35_prefill"))
+    qwen3_decode = staticmethod(partial(_preset, "qwen3_decode"))
+    qwen3_prefill = staticmethod(partial(_preset, "qwen3_prefill"))
+    sam2 = staticmethod(partial(_preset, "sam2"))
+    sam2_memory_attention = staticmethod(partial(_preset, "sam2_memory_attention"))
+    sam3 = staticmethod(partial(_preset, "sam3"))
+    sam_encoder = staticmethod(partial(_preset, "sam_encoder"))
+
+
+def _as_dict(table: Table) -> dict[str, Any]:
+    """Nested dicts of scalars, in the order of the fields."""
+    values = {key: getattr(table, key) for key in field_types(type(table))}
+    return {
+        k: _as_dict(v) if isinstance(v, Table) else dict(v) if isinstance(v, Options) else v for k, v in values.items()
+    }
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,13 @@
+"""rlx_jax: a tracing compiler for people who build and run transformer-style models in JAX."""
+
+from rlx_jax.emit import Emit as Emit
+from rlx_jax.emit import FlowValue as FlowValue
+from rlx_jax.errors import RlxError as RlxError
+from rlx_jax.flow import LayerStack as LayerStack
+from rlx_jax.flow import ModelFlow as ModelFlow
+from rlx_jax.model import CompiledModel as CompiledModel
+from rlx_jax.model import compile as compile
+from rlx_jax.profiles import CompileProfile as CompileProfile
+from rlx_jax.weights.source import open_weights as open_weights
+
+__version__ = "0.1.0"

@@ -1,0 +1,284 @@
+"""The compiler on one page.
+
+    flow ── build ──▶ HIR ── expand, precision, merge, derive ──▶ HIR of one program
+         ── lower(policy) ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
+
+Each arrow is one function; the verifier runs after every one of them. A profile is read here, in `settings_for`,
+and nowhere below: passes, layout and plan get values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, UnexpectedWeightError, UnsupportedError, listing
+from rlx_jax.flow import BuiltModel, ModelFlow, Weights
+from rlx_jax.ir.graph import Graph, TypeCache
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.types import as_dtype, is_float
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.derive import derive
+from rlx_jax.lowering.interpret import Env, interpret
+from rlx_jax.lowering.layout import Layout, layout_of
+from rlx_jax.lowering.lower import expand_composites, lower
+from rlx_jax.lowering.merge import merge_linears
+from rlx_jax.lowering.passes import PASSES
+from rlx_jax.lowering.plan import Lir, Plan
+from rlx_jax.lowering.precision import compute_in, pin_matmul
+from rlx_jax.lowering.specialise import specialise
+from rlx_jax.profiles import CompileProfile
+
+Arrays = Mapping[str, Any]
+StateArrays = dict[tuple[str, str], Any]
+Function = Callable[[Arrays, StateArrays, Arrays], tuple[tuple[Any, ...], StateArrays]]
+
+
+# -- what a profile means here -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A profile, resolved for one flow on one target: plain values for the pass list, the Layout and the plan."""
+
+    target: str
+    policy: str
+    compute: np.dtype[Any]
+    matmul: str
+    passes: tuple[str, ...]
+    merge: bool
+    scan: bool
+    donate_state: bool
+    compiler_options: tuple[tuple[str, str | bool | int | float], ...]
+
+
+def settings_for(profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool) -> Settings:
+    """Resolve every `auto`. `merge` is what the caller wants where the profile leaves it open."""
+    target = profile.fusion.target if profile.fusion.target != "auto" else default_target()
+    backend = getattr(profile.backend, target)
+    compute = profile.precision.compute
+    dtype = as_dtype(compute) if compute != "auto" else auto_compute(target, source, keys)
+    roll = profile.layers.roll
+    return Settings(
+        target=target,
+        policy=profile.fusion.policy,
+        compute=dtype,
+        matmul=profile.precision.matmul,
+        passes=tuple(name for name in PASSES if getattr(profile.passes, name)),
+        merge=merge if backend.merge == "auto" else bool(backend.merge),
+        scan=target == "tpu" if roll == "auto" else roll == "scan",
+        donate_state=profile.donation.state,
+        compiler_options=tuple(sorted(backend.compiler_options.items())),
+    )
+
+
+def default_target() -> str:
+    """The platform JAX runs on: `cpu`, `cuda`, `rocm` or `tpu`."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def auto_compute(target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
+    """f32 on the CPU; elsewhere the dtype that most of the weights' bytes have."""
+    f32 = np.dtype(np.float32)
+    if target == "cpu" or source is None:
+        return f32
+    held: dict[np.dtype[Any], int] = {}
+    for spec in (source.spec(key) for key in keys):
+        if is_float(spec.dtype):
+            held[spec.dtype] = held.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
+    most = max(held, key=lambda d: held[d], default=f32)
+    return most if most.itemsize == 2 else f32
+
+
+# -- the pipeline ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """What an executable is for. Flow, profile and layout belong to the model that keeps the cache."""
+
+    program: str
+    given: frozenset[str]
+    last_only: bool
+    binding: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One program with symbolic sizes, at every level."""
+
+    built: BuiltModel
+    hir: Graph
+    mir: Graph
+    types: TypeCache
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+
+
+def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: bool) -> Graph:
+    """HIR of one program: composites as blocks, the compute dtype, merged projections, derived from the forward."""
+    types = built.types
+    hir = verify(expand_composites(built.hir, types), "hir", "expand", types)
+    hir = verify(compute_in(hir, settings.compute, types), "hir", "precision", types)
+    if settings.merge:
+        hir = verify(merge_linears(hir, types), "hir", "merge_linears", types)
+    return verify(derive(hir, program, types, last_only), "hir", program, types)
+
+
+def make_template(built: BuiltModel, settings: Settings, program: str, last_only: bool, build_s: float) -> Template:
+    """HIR → MIR: lower by the policy, then the passes."""
+    seconds, nodes, types = {"build": build_s}, {}, built.types
+
+    def step(name: str, fn: Callable[[], Graph], level: str) -> Graph:
+        start = time.perf_counter()
+        graph = verify(fn(), level, name, types)
+        seconds[name], nodes[name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
+        return graph
+
+    hir = step("derive", lambda: program_hir(built, settings, program, last_only), "hir")
+    mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
+    for name in settings.passes:
+        mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
+    return Template(built, hir, mir, types, seconds, nodes)
+
+
+def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
+    """MIR template → MIR with sizes → LIR."""
+    graph = verify(specialise(template.mir, binding, template.types), "mir", "specialise", template.types)
+    plan = Plan(settings.target, settings.scan, settings.donate_state, dict(settings.compiler_options))
+    return Lir(graph, plan)
+
+
+def make_function(lir: Lir, layout: Layout) -> Function:
+    """LIR → a pure JAX function `(params, state, inputs) → (outputs, state)`."""
+    names = layout.by_program()
+    layout.check(lir.graph, lir.plan.scan)
+
+    def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
+        env = Env({program: params[name] for program, name in names.items()}, inputs, dict(state), lir.plan.scan)
+        outputs = interpret(lir.graph, env)
+        return outputs, env.state
+
+    return function
+
+
+@dataclass
+class Executable:
+    """A compiled program."""
+
+    lir: Lir
+    call: jax.stages.Compiled
+    lowered: jax.stages.Lowered
+    seconds: Mapping[str, float]
+
+
+# -- one model, all of its programs ------------------------------------------------------------
+
+
+@dataclass
+class Compiler:
+    """Everything that one model has compiled. The only place that compiles."""
+
+    flow: ModelFlow
+    source: WeightSource | None
+    settings: Settings
+    layout: Layout
+    templates: dict[tuple[str, frozenset[str], bool], Template] = field(default_factory=dict)
+    functions: dict[ProgramKey, tuple[Lir, Function]] = field(default_factory=dict)
+    executables: dict[ProgramKey, Executable] = field(default_factory=dict)
+
+    def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
+        """The symbolic program; made once."""
+        key = (program, given, last_only)
+        if key not in self.templates:
+            start = time.perf_counter()
+            built = self.flow.build(self.source, given)
+            self.templates[key] = make_template(
+                built, self.settings, program, last_only, time.perf_counter() - start
+            )
+        return self.templates[key]
+
+    def function(self, key: ProgramKey) -> tuple[Lir, Function]:
+        """The pure function for one choice of sizes; made once."""
+        if key not in self.functions:
+            template = self.template(key.program, key.given, key.last_only)
+            lir = make_lir(template, dict(key.binding), self.settings)
+            self.functions[key] = (lir, make_function(lir, self.layout))
+        return self.functions[key]
+
+    def executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+        """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
+        if key not in self.executables:
+            lir, function = self.function(key)
+            donate = (1,) if lir.plan.donate_state and state else ()
+            jitted = jax.jit(function, donate_argnums=donate, compiler_options=dict(lir.plan.compiler_options) or None)
+            start = time.perf_counter()
+            lowered = jitted.lower(params, state, inputs)
+            traced = time.perf_counter()
+            compiled = lowered.compile()
+            seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+            self.executables[key] = Executable(lir, compiled, lowered, seconds)
+        return self.executables[key]
+
+
+def open_compiler(
+    flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool
+) -> Compiler:
+    """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data."""
+    start = time.perf_counter()
+    flow = as_flow(flow)
+    built = flow.build(weights)
+    build_s = time.perf_counter() - start
+    if strict:
+        check_unread(built)
+    settings = settings_for(profile or built.profile or CompileProfile(), built.source, built.keys_read, merge)
+    template = make_template(built, settings, "forward", False, build_s)
+    compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
+    compiler.templates[("forward", frozenset(), False)] = template
+    return compiler
+
+
+def as_flow(flow: Any) -> ModelFlow:
+    """A ModelFlow from itself, a recipe, a zero-argument function or a BuiltModel."""
+    if isinstance(flow, ModelFlow):
+        return flow
+    if isinstance(flow, BuiltModel):
+        if flow.flow is None:
+            raise UnsupportedError("this BuiltModel has no flow")
+        return flow.flow.with_weights(flow.source) if flow.source is not None else flow.flow
+    if callable(getattr(flow, "assemble", None)):
+        return as_flow(flow.assemble())
+    if callable(flow):
+        return as_flow(flow())
+    raise GraphError(f"compile takes a ModelFlow, a recipe or a BuiltModel, got {type(flow).__name__}")
+
+
+def check_unread(built: BuiltModel) -> None:
+    """Every key of the source is read, or left on purpose.
+
+    Raises:
+        UnexpectedWeightError: lists the others.
+    """
+    if built.source is None:
+        return
+    read = set(built.keys_read)
+    left = built.left_keys
+    unread = [
+        key for key in built.source.keys()
+        if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
+    ]  # fmt: skip
+    if unread:
+        raise UnexpectedWeightError(
+            f"{built.name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}; "
+            "check the flow, or pass strict=False"
+        )
+
+

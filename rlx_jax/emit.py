@@ -1,0 +1,499 @@
+"""How a stage writes HIR: `Emit` (the builder and the registers that stages share) and `FlowValue`.
+
+A stage gets the `Emit` and the active `FlowValue` and returns the next active value. Custom stages use
+operators on values, the methods of `Emit`, or `emit.jax` for any JAX function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import (
+    GraphError,
+    MissingWeightError,
+    NameCollisionError,
+    ShapeError,
+    UnboundInputError,
+    UnboundStreamError,
+    WeightShapeError,
+    did_you_mean,
+    listing,
+    quote,
+)
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Op, Origin, Param, Value, constant
+from rlx_jax.ir.ops import contract, pointwise, shaping
+from rlx_jax.ir.param import Key, WeightSource, cast
+from rlx_jax.ir.types import Dim, TensorType, as_dtype, is_float, is_static, path_text, tensor_type
+
+F32 = np.dtype(np.float32)
+
+
+@dataclass
+class FlowState:
+    """Registers that one stage writes and a later one reads."""
+
+    rope_cos: FlowValue | None = None
+    rope_sin: FlowValue | None = None
+    zero_beta: FlowValue | None = None
+    embed_weight: FlowValue | None = None
+    residual: FlowValue | None = None
+    inputs: dict[str, FlowValue | None] = field(default_factory=dict)
+    named: dict[str, FlowValue] = field(default_factory=dict)
+    streams: dict[str, FlowValue] = field(default_factory=dict)
+    outputs: dict[str, FlowValue] = field(default_factory=dict)
+    repeats: list[list[int]] = field(default_factory=list)
+
+
+class Emit:
+    """Writes the HIR of one flow. Parameters are references: nothing here reads weight data."""
+
+    def __init__(self, builder: Builder, source: WeightSource | None) -> None:
+        self.builder = builder
+        self.source = source
+        self.state = FlowState()
+        self.keys_read: dict[str, None] = {}
+        self.repeating = False
+
+    # -- where we are ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self, *segments: str | int) -> Iterator[None]:
+        """Add segments to the block path of everything emitted inside."""
+        path = (*self.builder.origin.path, *segments)
+        with self.builder.at(Origin(path, self.builder.origin.label)):
+            yield
+
+    @property
+    def path(self) -> str:
+        """The current block path, `layers.3.self_attn`."""
+        return path_text(self.builder.origin.path)
+
+    # -- values ------------------------------------------------------------------------------
+
+    def wrap(self, value: Value) -> FlowValue:
+        """A graph value with operators."""
+        return FlowValue(self, value)
+
+    def add(self, op: Op, *values: FlowValue) -> FlowValue:
+        """Append an op with one result."""
+        return self.wrap(self.builder(op, *(self._own(v) for v in values)))
+
+    def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
+        """Append an op; all of its results."""
+        return tuple(self.wrap(v) for v in self.builder.add(op, *(self._own(v) for v in values)))
+
+    def _own(self, value: FlowValue) -> Value:
+        if not isinstance(value, FlowValue):
+            raise GraphError(f"{self.path}: expected a FlowValue, got {type(value).__name__}; wrap numbers with operators")
+        if value.emit is not self:
+            raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
+        return value.value
+
+    def constant(self, array: Any, dtype: Any = "f32") -> FlowValue:
+        """A small constant of the program (not a weight): at most 1 MiB."""
+        op = constant(array, as_dtype(dtype))
+        if len(op.data) > pointwise.MAX_CAPTURED:
+            raise GraphError(
+                f"{self.path}: a constant of {len(op.data)} bytes, the limit is {pointwise.MAX_CAPTURED}; make it a weight"
+            )
+        return self.wrap(self.builder.leaf(op))
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
+        """The weight stored under `key`, as stored. Floating weights enter the program as f32.
+
+        `shape` is checked against the source, and stands in for it when there is none.
+
+        Raises:
+            MissingWeightError: the source has no such key, or there is no source and no `shape`.
+            WeightShapeError: the source has another shape.
+        """
+        stored = self._stored(key, shape)
+        program = cast(Key(key, stored), F32) if is_float(stored.dtype) else Key(key, stored)
+        self.keys_read[key] = None
+        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def _stored(self, key: str, shape: tuple[int, ...] | None) -> TensorType:
+        if self.source is None:
+            if shape is None:
+                raise MissingWeightError(
+                    f"{self.path}: the shape of weight {quote(key)} is not known; give weights=, shape= on the stage, "
+                    "or a mapping of jax.ShapeDtypeStruct"
+                )
+            return tensor_type(shape, F32, key)
+        try:
+            spec = self.source.spec(key)
+        except MissingWeightError as error:
+            raise MissingWeightError(f"{self.path or 'flow'}: {error}") from error
+        stored = tensor_type(tuple(spec.shape), spec.dtype, key)
+        if shape is not None and tuple(shape) != stored.shape:
+            raise WeightShapeError(
+                f"{self.path}: weight {quote(key)} ({self.source.where(key)}) is expected as {list(shape)}, got {stored}"
+            )
+        return stored
+
+    def load_param(self, key: str, transpose: bool = False) -> FlowValue:
+        """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
+        value = self.param(key)
+        return value.transpose() if transpose else value
+
+    def has_param(self, key: str) -> bool:
+        """Whether the weight source holds `key`."""
+        return self.source is not None and self.source.has(key)
+
+    # -- registers ---------------------------------------------------------------------------
+
+    def flow_input(self, name: str) -> FlowValue:
+        """A declared input by name; an optional one that was not given is an error here (see `optional_input`)."""
+        value = self.optional_input(name)
+        if value is None:
+            raise UnboundInputError(f"{self.path}: input {quote(name)} is optional and was not given")
+        return value
+
+    def optional_input(self, name: str) -> FlowValue | None:
+        """A declared input by name, or None if it is optional without a default value and absent."""
+        if name not in self.state.inputs:
+            known = list(self.state.inputs)
+            raise UnboundInputError(
+                f"{self.path}: the flow declares no input {quote(name)}; it has {listing(known)}{did_you_mean(name, known)}"
+            )
+        return self.state.inputs[name]
+
+    def set_named(self, key: str, value: FlowValue) -> None:
+        """Register `value` under `key` for later stages."""
+        self.state.named[key] = value
+
+    def named(self, key: str) -> FlowValue:
+        """What an earlier stage registered under `key`."""
+        if key not in self.state.named:
+            raise UnboundStreamError(
+                f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(self.state.named)}"
+            )
+        return self.state.named[key]
+
+    def output(self, name: str, value: FlowValue) -> None:
+        """Add a side output of the flow under `name`, after the primary one."""
+        if name in self.state.outputs:
+            raise NameCollisionError(f"{self.path}: there is a side output {quote(name)} already")
+        self.state.outputs[name] = value
+
+    def require(self, value: FlowValue | None, stage: str) -> FlowValue:
+        """The active value of a stage that needs one."""
+        if value is None:
+            raise GraphError(f"{self.path or 'flow'}: {stage} requires input, but there is no active value")
+        return value
+
+    # -- functions ---------------------------------------------------------------------------
+
+    def jax(self, fn: Callable[..., Any], *values: FlowValue) -> Any:
+        """Call any JAX function on values: an array gives a FlowValue, a tuple of arrays a tuple of them.
+
+        The function is traced with symbolic sizes, so it may not branch on them. Captured constants over
+        1 MiB are an error.
+        """
+        op = pointwise.JaxFn(fn)
+        results = self.add_all(op, *values)
+        types = [v.type for v in values]
+        shape = jax.eval_shape(fn, *(t.spec for t in types)) if len(results) == 1 else None
+        return results[0] if shape is not None and not isinstance(shape, tuple | list) else results
+
+    def unary(self, kind: str, x: FlowValue) -> FlowValue:
+        """A function of one value by its name in `UNARY`."""
+        return self.add(pointwise.Unary(kind), x)
+
+    def sigmoid(self, x: FlowValue) -> FlowValue:
+        """σ(x)."""
+        return self.unary("sigmoid", x)
+
+    def silu(self, x: FlowValue) -> FlowValue:
+        """x σ(x)."""
+        return self.unary("silu", x)
+
+    def gelu(self, x: FlowValue, approximate: bool = False) -> FlowValue:
+        """GELU, exact or with tanh."""
+        return self.unary("gelu_tanh" if approximate else "gelu", x)
+
+    def relu(self, x: FlowValue) -> FlowValue:
+        """max(x, 0)."""
+        return self.unary("relu", x)
+
+    def tanh(self, x: FlowValue) -> FlowValue:
+        """tanh x."""
+        return self.unary("tanh", x)
+
+    def exp(self, x: FlowValue) -> FlowValue:
+        """eˣ."""
+        return self.unary("exp", x)
+
+    def log(self, x: FlowValue) -> FlowValue:
+        """ln x."""
+        return self.unary("log", x)
+
+    def sqrt(self, x: FlowValue) -> FlowValue:
+        """√x."""
+        return self.unary("sqrt", x)
+
+    def rsqrt(self, x: FlowValue) -> FlowValue:
+        """1/√x."""
+        return self.unary("rsqrt", x)
+
+    def sin(self, x: FlowValue) -> FlowValue:
+        """sin x."""
+        return self.unary("sin", x)
+
+    def cos(self, x: FlowValue) -> FlowValue:
+        """cos x."""
+        return self.unary("cos", x)
+
+    def softmax(self, x: FlowValue, axis: int = -1) -> FlowValue:
+        """Softmax along `axis`."""
+        return self.add(shaping.Softmax(axis), x)
+
+    def where(self, condition: FlowValue, on_true: Any, on_false: Any) -> FlowValue:
+        """`on_true` where `condition`, else `on_false`; numbers are allowed for one of them."""
+        like = on_true if isinstance(on_true, FlowValue) else on_false
+        return self.add(pointwise.Where(), condition, self.lift(on_true, like), self.lift(on_false, like))
+
+    def concat(self, values: list[FlowValue], axis: int = -1) -> FlowValue:
+        """Join values along `axis`."""
+        return self.add(shaping.Concat(axis % values[0].ndim), *values)
+
+    def maximum(self, a: Any, b: Any) -> FlowValue:
+        """The larger of two, element by element."""
+        return self._binary("max", a, b)
+
+    def minimum(self, a: Any, b: Any) -> FlowValue:
+        """The smaller of two, element by element."""
+        return self._binary("min", a, b)
+
+    def linear(
+        self, x: FlowValue, key: str, bias: str | None = None, transpose: bool = True, activation: str = ""
+    ) -> FlowValue:
+        """`act(x W + b)` with the weight under `key`, `[out, in]` as checkpoints store it (`transpose`) or `[in, out]`."""
+        operands = [x, self.param(key)] + ([self.param(bias)] if bias else [])
+        return self.add(hir.Linear(int(transpose), bias=bool(bias), activation=activation), *operands)
+
+    def rms_norm(self, x: FlowValue, key: str, eps: float) -> FlowValue:
+        """RMSNorm with the weight under `key`."""
+        beta = [self.state.zero_beta] if self.state.zero_beta is not None and self._fits_beta(x) else []
+        return self.add(hir.RmsNorm(eps), x, self.param(key), *beta)
+
+    def layer_norm(self, x: FlowValue, gamma: str, beta: str, eps: float) -> FlowValue:
+        """LayerNorm with weights under `gamma` and `beta`."""
+        return self.add(hir.LayerNorm(eps), x, self.param(gamma), self.param(beta))
+
+    def _fits_beta(self, x: FlowValue) -> bool:
+        beta = self.state.zero_beta
+        return beta is not None and beta.type.shape == x.type.shape[-1:]
+
+    def lift(self, value: Any, like: FlowValue) -> FlowValue:
+        """A number as a scalar constant in the dtype of `like`; a FlowValue as it is."""
+        if isinstance(value, FlowValue):
+            return value
+        if isinstance(value, bool | int | float | np.number):
+            return self.wrap(self.builder.scalar(float(value), like.value))
+        raise GraphError(
+            f"{self.path}: cannot combine a FlowValue with {type(value).__name__}; "
+            "use emit.constant for a small array, emit.param for a weight, emit.jax for a JAX function"
+        )
+
+    def _binary(self, kind: str, a: Any, b: Any) -> FlowValue:
+        like = a if isinstance(a, FlowValue) else b
+        return self.add(pointwise.Binary(kind), self.lift(a, like), self.lift(b, like))
+
+
+class FlowValue:
+    """A value in a flow that is being traced: `+ - * / ** @`, comparison, slicing, `.reshape`, `.sum` …
+
+    It has a shape and a dtype but no numbers; branching on it is an error.
+    """
+
+    __slots__ = ("emit", "value")
+    __array_priority__ = 1000
+
+    def __init__(self, emit: Emit, value: Value) -> None:
+        self.emit, self.value = emit, value
+
+    @property
+    def type(self) -> TensorType:
+        return self.emit.builder.type(self.value)
+
+    @property
+    def shape(self) -> tuple[int | Dim, ...]:
+        """Sizes; a symbolic one is a `Dim`, which refuses comparison with numbers."""
+        return tuple(d if is_static(d) else Dim(d) for d in self.type.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.type.rank
+
+    def __repr__(self) -> str:
+        return f"FlowValue({self.type})"
+
+    def _with(self, kind: str, other: Any, swapped: bool = False) -> FlowValue:
+        other = self.emit.lift(other, self)
+        a, b = (other, self) if swapped else (self, other)
+        return self.emit.add(pointwise.Binary(kind), a, b)
+
+    def __add__(self, other: Any) -> FlowValue:
+        return self._with("add", other)
+
+    def __sub__(self, other: Any) -> FlowValue:
+        return self._with("sub", other)
+
+    def __mul__(self, other: Any) -> FlowValue:
+        return self._with("mul", other)
+
+    def __truediv__(self, other: Any) -> FlowValue:
+        return self._with("div", other)
+
+    def __pow__(self, other: Any) -> FlowValue:
+        return self._with("pow", other)
+
+    def __radd__(self, other: Any) -> FlowValue:
+        return self._with("add", other, swapped=True)
+
+    def __rsub__(self, other: Any) -> FlowValue:
+        return self._with("sub", other, swapped=True)
+
+    def __rmul__(self, other: Any) -> FlowValue:
+        return self._with("mul", other, swapped=True)
+
+    def __rtruediv__(self, other: Any) -> FlowValue:
+        return self._with("div", other, swapped=True)
+
+    def __neg__(self) -> FlowValue:
+        return self.emit.unary("neg", self)
+
+    def __abs__(self) -> FlowValue:
+        return self.emit.unary("abs", self)
+
+    def _compare(self, kind: str, other: Any) -> FlowValue:
+        if isinstance(other, Dim):
+            raise GraphError(f"{self.emit.path}: a FlowValue is compared with dimension {other}; sizes are not values")
+        return self.emit.add(pointwise.Compare(kind), self, self.emit.lift(other, self))
+
+    def __lt__(self, other: Any) -> FlowValue:
+        return self._compare("lt", other)
+
+    def __le__(self, other: Any) -> FlowValue:
+        return self._compare("le", other)
+
+    def __gt__(self, other: Any) -> FlowValue:
+        return self._compare("gt", other)
+
+    def __ge__(self, other: Any) -> FlowValue:
+        return self._compare("ge", other)
+
+    def __eq__(self, other: Any) -> FlowValue:  # type: ignore[override]
+        return self._compare("eq", other)
+
+    def __ne__(self, other: Any) -> FlowValue:  # type: ignore[override]
+        return self._compare("ne", other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise GraphError(
+            f"{self.emit.path}: a FlowValue ({self.type}) has no truth value while the flow is traced; "
+            "use emit.where, or emit.jax with lax.cond"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphError(f"{self.emit.path}: a FlowValue holds no numbers; call JAX functions through emit.jax(fn, value)")
+
+    __jax_array__ = __array__
+
+    def __iter__(self) -> Iterator[FlowValue]:
+        size = self.type.shape[0] if self.ndim else 0
+        if not self.ndim or not is_static(size):
+            raise GraphError(f"{self.emit.path}: cannot iterate over {self.type}")
+        return iter([self[i] for i in range(size)])
+
+    def __matmul__(self, other: FlowValue) -> FlowValue:
+        if isinstance(other, FlowValue) and other.ndim == 2 and self.ndim > 1:
+            return self.emit.add(contract.MatMul(), self, other)
+        return self.emit.add(contract.BatchMatMul(), self, self.emit.lift(other, self))
+
+    def __getitem__(self, key: Any) -> FlowValue:
+        keys = key if isinstance(key, tuple) else (key,)
+        return self.emit.add(shaping.Slice(tuple(self._index(k) for k in keys)), self)
+
+    def _index(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            parts = (key.start, key.stop, key.step)
+            if all(p is None or isinstance(p, int) for p in parts):
+                return parts
+        elif key is None or key is Ellipsis or (isinstance(key, int) and not isinstance(key, bool)):
+            return key
+        raise GraphError(
+            f"{self.emit.path}: a FlowValue is indexed with ints, slices of ints, None and ...; got {key!r} "
+            "(for gathers use emit.jax)"
+        )
+
+    def reshape(self, *shape: Any) -> FlowValue:
+        """Reshape; sizes are ints, one -1, or dimensions of this value (`x.shape[0]`)."""
+        dims = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        target: list[int | shaping.AxisOf] = []
+        for d in dims:
+            expr = d.expr if isinstance(d, Dim) else d
+            if is_static(expr):
+                target.append(int(expr))
+            elif expr in self.type.shape:
+                target.append(shaping.AxisOf(self.type.shape.index(expr)))
+            elif -1 not in dims and -1 not in target:
+                target.append(-1)  # a product such as batch·seq: what is left over
+            else:
+                raise ShapeError(f"{self.emit.path}: reshape of {self.type} cannot express dimension {expr}")
+        out = self.emit.add(shaping.Reshape(tuple(target)), self)
+        want = [d.expr if isinstance(d, Dim) else d for d in dims]
+        if any(w != got for w, got in zip(want, out.type.shape, strict=True) if not (is_static(w) and w == -1)):
+            raise ShapeError(f"{self.emit.path}: {self.type} cannot be reshaped to {tuple(dims)}")
+        return out
+
+    def transpose(self, *perm: int) -> FlowValue:
+        """Permute the axes; without arguments reverse them."""
+        axes = perm or tuple(reversed(range(self.ndim)))
+        return self.emit.add(shaping.Transpose(tuple(a % self.ndim for a in axes)), self)
+
+    @property
+    def T(self) -> FlowValue:
+        return self.transpose()
+
+    def astype(self, dtype: Any) -> FlowValue:
+        """Cast element by element."""
+        return self.emit.add(pointwise.CastTo(as_dtype(dtype)), self)
+
+    def _reduce(self, kind: str, axis: int | tuple[int, ...] | None, keepdims: bool) -> FlowValue:
+        axes = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+        return self.emit.add(shaping.Reduce(kind, tuple(a % self.ndim for a in axes), keepdims), self)
+
+    def sum(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
+        """Sum over `axis`."""
+        return self._reduce("sum", axis, keepdims)
+
+    def mean(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
+        """Mean over `axis`."""
+        return self._reduce("mean", axis, keepdims)
+
+    def max(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
+        """Maximum over `axis`."""
+        return self._reduce("max", axis, keepdims)
+
+    def min(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
+        """Minimum over `axis`."""
+        return self._reduce("min", axis, keepdims)
+
+

@@ -1,0 +1,284 @@
+"""Every exception that rlx_jax raises on purpose.
+
+One tree: catch `RlxError` for everything, or the built-in beside it (`ValueError`, `OSError` ...)
+where code should not know about rlx_jax. A message says what was wrong, where (block path, weight
+key, file), what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+MAX_MESSAGE = 2048
+MAX_QUOTED = 120
+
+
+class RlxError(Exception):
+    """Base of all errors of rlx_jax. Messages are cut to 2 KiB."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > MAX_MESSAGE:
+            message = message[: MAX_MESSAGE - 1] + "…"
+        super().__init__(message)
+
+
+# -- the content of a file is wrong ------------------------------------------------------------
+
+
+class FormatError(RlxError, ValueError):
+    """A file does not follow its format."""
+
+
+class SafetensorsError(FormatError):
+    """A `.safetensors` file is malformed."""
+
+
+class GgufError(FormatError):
+    """A `.gguf` file is malformed."""
+
+
+class TokenizerError(FormatError):
+    """A tokenizer file or a chat template is malformed."""
+
+
+class ProfileError(FormatError):
+    """A compile profile has an unknown key, a wrong type or a value out of range."""
+
+
+class ConfigError(FormatError):
+    """A `config.json` (or another file beside it) is malformed, absurd or asks for something unhandled."""
+
+
+class CheckpointFormatError(FormatError):
+    """A checkpoint directory contradicts its own metadata."""
+
+
+class ArtifactFormatError(FormatError):
+    """An exported artefact is malformed."""
+
+
+class LimitError(FormatError):
+    """A size is over a documented limit. The message names the limit."""
+
+
+class PathEscapeError(FormatError):
+    """A file name leads out of the directory it belongs to."""
+
+
+class IntegrityError(FormatError):
+    """A digest or a length differs from the manifest."""
+
+
+class UnsupportedError(RlxError, NotImplementedError):
+    """Known, but not supported."""
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+class WeightError(RlxError, ValueError):
+    """The weights do not fit the flow."""
+
+
+class MissingWeightError(WeightError):
+    """A weight that the flow reads is not in the source."""
+
+
+class UnexpectedWeightError(WeightError):
+    """The source holds a weight that nothing reads."""
+
+
+class DuplicateWeightError(WeightError):
+    """A weight is given twice."""
+
+
+class WeightShapeError(WeightError):
+    """A weight has another shape than the flow expects."""
+
+
+class WeightDTypeError(WeightError):
+    """A weight has a dtype that does not fit."""
+
+
+class NonFiniteWeightError(WeightError):
+    """A weight holds NaN."""
+
+
+# -- graphs built by users or passes -----------------------------------------------------------
+
+
+class GraphError(RlxError, ValueError):
+    """A flow or a graph is wrong."""
+
+
+class CycleError(GraphError):
+    """A node depends on itself."""
+
+
+class DanglingRefError(GraphError):
+    """A node refers to a value that does not exist."""
+
+
+class ArityError(GraphError):
+    """An op got the wrong number of operands."""
+
+    def __init__(self, op: str, expected: str, got: int, detail: str = "") -> None:
+        super().__init__(f"{op}: expected {expected} operands, got {got}{detail}")
+        self.op, self.expected, self.got = op, expected, got
+
+
+class ShapeError(GraphError):
+    """Shapes that do not fit together."""
+
+
+class DTypeError(GraphError):
+    """Dtypes that do not fit together."""
+
+
+class NameCollisionError(GraphError):
+    """One name used for two things."""
+
+
+class UnboundInputError(GraphError):
+    """An input of the flow was not given, or one was given that the flow does not have."""
+
+
+class UnboundStreamError(GraphError):
+    """A stage reads a stream or a register that no stage wrote."""
+
+
+class LevelError(GraphError):
+    """An operation that a GraphModule does not have at its level (HIR, MIR, LIR)."""
+
+
+class DeriveError(GraphError):
+    """A program (prefill, extend) cannot be derived from the flow; the message names the stage."""
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+class RequestError(RlxError, ValueError):
+    """A request to a model is wrong."""
+
+
+class TokenIdError(RequestError):
+    """A token id is not an integer in `[0, vocab_size)`."""
+
+
+class SequenceLengthError(RequestError):
+    """A prompt, or prompt plus new tokens, does not fit."""
+
+
+class MaskShapeError(RequestError):
+    """A mask, position or type-id array has the wrong shape or dtype."""
+
+
+class BatchMismatchError(RequestError):
+    """Two arguments disagree about the batch size."""
+
+
+class SamplingParamError(RequestError):
+    """A sampling parameter is out of range."""
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+class NumericsError(RlxError, ArithmeticError):
+    """Non-finite logits."""
+
+
+class ResourceError(RlxError, RuntimeError):
+    """Not enough of something."""
+
+
+class DeviceOutOfMemoryError(ResourceError, MemoryError):
+    """The device is out of memory."""
+
+
+class ArtifactError(RlxError, RuntimeError):
+    """An exported artefact cannot be used here."""
+
+
+class VersionMismatchError(ArtifactError):
+    """Made by an incompatible version."""
+
+
+class PlatformMismatchError(ArtifactError):
+    """Made for another platform."""
+
+
+class UntrustedArtifactError(ArtifactError):
+    """The artefact would run code and does not come from this machine's own cache."""
+
+
+class StorageError(RlxError, OSError):
+    """Reading or writing a file failed."""
+
+
+class MissingFileError(StorageError, FileNotFoundError):
+    """A file does not exist."""
+
+
+class SaveFailedError(StorageError):
+    """A save failed; the message names what is still good."""
+
+
+class CheckpointIncompleteError(StorageError):
+    """A checkpoint was never finished."""
+
+
+class NoSpaceError(StorageError):
+    """The disk is full."""
+
+
+class SessionStateError(RlxError, RuntimeError):
+    """A state was already consumed by an earlier call, or belongs to another model."""
+
+
+class RlxCacheWarning(UserWarning):
+    """The compile cache could not be used; the result is not affected."""
+
+
+class RlxNumericsWarning(UserWarning):
+    """Suspicious numbers."""
+
+
+class RlxWarning(UserWarning):
+    """Something was left out on purpose; the message says what."""
+
+
+# -- helpers for messages ----------------------------------------------------------------------
+
+
+def quote(text: object) -> str:
+    """`text` as it may stand in a message: escaped, at most 120 characters.
+
+    >>> quote("a\\nb")
+    "'a\\\\nb'"
+    """
+    shown = repr(str(text))
+    return shown if len(shown) <= MAX_QUOTED else shown[: MAX_QUOTED - 2] + "…'"
+
+
+def listing(names: Iterable[object], limit: int = 20) -> str:
+    """At most `limit` quoted names, then a count of the rest.
+
+    >>> listing(["a", "b", "c"], limit=2)
+    "'a', 'b' and 1 more"
+    """
+    items = list(names)
+    shown = ", ".join(quote(n) for n in items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A suggestion to append to a message, or the empty string.
+
+    >>> did_you_mean("polcy", ["policy", "target"])
+    "; did you mean 'policy'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(quote(c) for c in close)}?" if close else ""

@@ -1,0 +1,413 @@
+"""`ModelFlow`: a model as a list of stages, its inputs, and where its weights come from.
+
+Every method returns a new flow. `build` runs the stages and gives the HIR; `rlx_jax.compile` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rlx_jax import blocks
+from rlx_jax.blocks.control import BlockStage
+from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
+from rlx_jax.emit import F32, Emit, FlowValue
+from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Origin, TypeCache
+from rlx_jax.ir.ops.pointwise import CastTo, FullLike
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.region import roll
+from rlx_jax.ir.text import summary
+from rlx_jax.ir.types import TensorType, is_float, tensor_type
+from rlx_jax.ir.verify import verify
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.weights.source import open_weights
+
+Weights = Any
+"""A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path."""
+
+REQUIRED = "required"
+POSITIONS = "positions"
+
+
+@dataclass(frozen=True)
+class InputDecl:
+    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without)."""
+
+    name: str
+    type: TensorType
+    default: float | str | None = REQUIRED
+
+    @property
+    def optional(self) -> bool:
+        return self.default != REQUIRED
+
+
+class ModelRecipe(Protocol):
+    """Anything with a name that assembles a flow."""
+
+    @property
+    def name(self) -> str: ...
+
+    def assemble(self) -> ModelFlow: ...
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A flow after `build`: its HIR and what building it learned. No weight data was read."""
+
+    name: str
+    hir: Graph
+    source: WeightSource | None
+    profile: CompileProfile | None
+    types: TypeCache = field(repr=False)
+    keys_read: tuple[str, ...] = ()
+    left_keys: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    binding: Mapping[str, int] = field(default_factory=dict)
+    flow: ModelFlow | None = field(default=None, repr=False)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.hir.output_names
+
+    @property
+    def primary_shape(self) -> tuple[Any, ...]:
+        """Shape of the first output."""
+        return self.hir.type(self.hir.outputs[0]).shape
+
+
+@dataclass(frozen=True)
+class ModelFlow:
+    """A model: inputs, stages, outputs, profile, weights. The first input is the first active value."""
+
+    name: str
+    inputs: tuple[InputDecl, ...] = ()
+    stages: tuple[BlockStage, ...] = ()
+    output_name: str = "output"
+    profile: CompileProfile | None = None
+    weights: WeightSource | None = None
+    left_keys: tuple[str, ...] = ()
+    binding: Mapping[str, int] = field(default_factory=dict)
+
+    # -- declaring ---------------------------------------------------------------------------
+
+    def input(
+        self, name: str, shape: Sequence[int | str], dtype: Any = "float32", default: float | str | None = REQUIRED
+    ) -> ModelFlow:
+        """Declare an input; strings in the shape are symbolic dimensions (`batch` and `seq` have meaning).
+
+        `default` makes it optional: a number, "positions", or None (the stages that read it do without).
+        """
+        if not isinstance(name, str) or not name.isidentifier():
+            raise GraphError(f"{self.name}: an input's name is an identifier, got {quote(name)}")
+        if any(i.name == name for i in self.inputs):
+            raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
+        declared = tensor_type(tuple(shape), dtype, f"input {name}")
+        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default)))
+
+    def with_profile(self, profile: CompileProfile) -> ModelFlow:
+        """Use `profile` unless `compile` gets another."""
+        return replace(self, profile=profile)
+
+    def profile_prefill(self) -> ModelFlow:
+        """The preset `llama32_prefill`."""
+        return self.with_profile(CompileProfile.preset("llama32_prefill"))
+
+    def profile_decode(self) -> ModelFlow:
+        """The preset `llama32_decode`."""
+        return self.with_profile(CompileProfile.preset("llama32_decode"))
+
+    def profile_encoder(self) -> ModelFlow:
+        """The preset `encoder`."""
+        return self.with_profile(CompileProfile.preset("encoder"))
+
+    def with_weights(self, weights: Weights, leave: Iterable[str] = ()) -> ModelFlow:
+        """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose."""
+        source = None if weights is None else open_weights(weights)
+        return replace(self, weights=source, left_keys=(*self.left_keys, *leave))
+
+    def bind(self, **sizes: int) -> ModelFlow:
+        """Sizes of symbolic dimensions to compile for ahead of the first call."""
+        return replace(self, binding={**self.binding, **sizes})
+
+    def stage(self, *stages: BlockStage) -> ModelFlow:
+        """Append stages."""
+        for s in stages:
+            if not callable(getattr(s, "emit", None)):
+                raise GraphError(f"{self.name}: {s!r} is not a stage: it has no emit(emit, value)")
+        return replace(self, stages=(*self.stages, *stages))
+
+    raw_stage = stage
+
+    def raw_stages(self, stages: Iterable[BlockStage]) -> ModelFlow:
+        """Append several stages."""
+        return self.stage(*stages)
+
+    def sequence(self, stages: Iterable[BlockStage]) -> ModelFlow:
+        """Append stages as one Sequence."""
+        return self.stage(blocks.Sequence(stages))
+
+    def output(self, name: str) -> ModelFlow:
+        """Name the primary output."""
+        return replace(self, output_name=name)
+
+    def hidden_states(self) -> ModelFlow:
+        """Name the primary output `hidden`."""
+        return self.output("hidden")
+
+    # -- stages ------------------------------------------------------------------------------
+
+    def embed(self, key: str) -> ModelFlow:
+        """Token embedding under `key`."""
+        return self.stage(blocks.Embed(key))
+
+    def token_embed(self) -> ModelFlow:
+        """Token embedding under `model.embed_tokens.weight`."""
+        return self.stage(blocks.Embed())
+
+    def gather_from_input(self, input_name: str, key: str) -> ModelFlow:
+        return self.stage(blocks.GatherFromInput(input_name, key))
+
+    def gather_add(self, input_name: str, key: str) -> ModelFlow:
+        return self.stage(blocks.GatherAdd(input_name, key))
+
+    def rope_tables(self, stage: blocks.RopeTables) -> ModelFlow:
+        return self.stage(stage)
+
+    def zero_beta(self, length: int) -> ModelFlow:
+        return self.stage(blocks.ZeroBeta(length))
+
+    def zero_beta_named(self, name: str, length: int) -> ModelFlow:
+        return self.stage(blocks.ZeroBeta(length, name))
+
+    def attn_mask_ones(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
+        return self.stage(blocks.AttnMask.ones(batch, seq))
+
+    def repeat_layers(self, count: int, layer: Callable[[int], BlockStage]) -> ModelFlow:
+        """`count` layers, layer i made by `layer(i)`."""
+        return self.stage(blocks.Repeat(count, layer))
+
+    def named_layer(self, name: str, stage: BlockStage) -> ModelFlow:
+        return self.stage(blocks.Named(name, stage))
+
+    def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> ModelFlow:
+        """A named LayerStack."""
+        return self.stage(build(LayerStack.named(name)).build())
+
+    def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
+        return self.stage(blocks.llama_prefill_layer_fused(index, spec))
+
+    llama_decoder_layer = llama_prefill_layer
+
+    def llama_prefill_layer_composed(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
+        return self.stage(blocks.llama_prefill_layer_composed(index, spec))
+
+    def linear(
+        self, key: str, transpose: bool = True, bias: str | None = None, shape: tuple[int, int] | None = None
+    ) -> ModelFlow:
+        """`x W`: the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`."""
+        return self.stage(blocks.Linear(key, transpose, bias, shape))
+
+    def residual_save(self) -> ModelFlow:
+        return self.stage(blocks.ResidualSave())
+
+    def residual_add(self) -> ModelFlow:
+        return self.stage(blocks.ResidualAdd())
+
+    def swiglu(self, gate: str, up: str, down: str) -> ModelFlow:
+        return self.stage(blocks.SwiGlu(gate, up, down))
+
+    def swiglu_hf_mlp(self, prefix: str) -> ModelFlow:
+        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
+
+    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> ModelFlow:
+        return self.stage(blocks.SelfAttnPrefill(spec))
+
+    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> ModelFlow:
+        return self.stage(blocks.LayerNorm(gamma, beta, eps))
+
+    def rms_norm(self, key: str, eps: float = 1e-5) -> ModelFlow:
+        return self.stage(blocks.RmsNorm(key, eps))
+
+    def final_norm(self, eps: float = 1e-5) -> ModelFlow:
+        """RMSNorm under `model.norm.weight`."""
+        return self.stage(blocks.RmsNorm("model.norm.weight", eps))
+
+    def gelu_ffn(self, prefix: str) -> ModelFlow:
+        return self.stage(blocks.GeluFfn.hf_bert(prefix))
+
+    def bert_encoder_layer(self, spec: blocks.BertEncoderLayerSpec) -> ModelFlow:
+        return self.stage(blocks.BertEncoderLayer(spec))
+
+    def repeat_bert_layers(
+        self, count: int, prefix: str, style: str, hidden: int, heads: int, eps: float = 1e-12, activation: str = "gelu"
+    ) -> ModelFlow:
+        """BERT layers under `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}`."""
+        check_style(style)
+
+        def layer(i: int) -> BlockStage:
+            spec = blocks.BertEncoderLayerSpec.hf(bert_layer_prefix(prefix, i), hidden, heads, eps)
+            return blocks.BertEncoderLayer(replace(spec, activation=activation))
+
+        return self.repeat_layers(count, layer)
+
+    def cls_token_pool(self, batch: int | str = "batch", hidden: int | None = None) -> ModelFlow:
+        return self.stage(blocks.ClsTokenPool(batch, hidden))
+
+    def gather_last_token_dynamic(self, batch: int | str = "batch") -> ModelFlow:
+        return self.stage(blocks.GatherLastToken.dynamic(batch))
+
+    def gather_last_token_at(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
+        return self.stage(blocks.GatherLastToken.static_last(batch, seq))
+
+    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> ModelFlow:
+        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`."""
+        head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
+        return self.stage(head(vocab_size, hidden_size)).output("logits")
+
+    def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> ModelFlow:
+        """Any function `(emit, value) → value`."""
+        return self.stage(blocks.Custom(fn))
+
+    plugin = custom
+
+    def custom_named(self, name: str, fn: Callable[[Emit, Any], FlowValue | None]) -> ModelFlow:
+        """As `custom`, with a segment in the block path."""
+        return self.stage(blocks.Custom(fn, name))
+
+    plugin_named = custom_named
+
+    def when(self, condition: bool, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
+        """`edit(flow)` if the condition holds."""
+        return edit(self) if condition else self
+
+    def patch(self, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
+        """`edit(flow)`."""
+        return edit(self)
+
+    @staticmethod
+    def from_recipe(recipe: ModelRecipe) -> ModelFlow:
+        """`recipe.assemble()`."""
+        return recipe.assemble()
+
+    # -- building ----------------------------------------------------------------------------
+
+    def build(self, weights: Weights = None, given: Iterable[str] = ()) -> BuiltModel:
+        """Run the stages: the HIR of the forward program. Shapes are read, data is not.
+
+        `given` names the optional inputs that calls will supply.
+
+        Raises:
+            GraphError: a stage does not fit the value it gets; the message starts with its block path.
+            MissingWeightError: a weight is not in the source.
+        """
+        if not self.inputs:
+            raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
+        source = self.weights if weights is None else open_weights(weights)
+        types = TypeCache()
+        builder = Builder(self.name, types)
+        emit = Emit(builder, source)
+        value: FlowValue | None = self._declare(emit, set(given))
+        for stage in self.stages:
+            value = stage.emit(emit, value)
+        if value is None:
+            raise GraphError(f"{self.name}: the last stage leaves no active value")
+        outputs = {self.output_name: value.value} | {n: v.value for n, v in emit.state.outputs.items()}
+        rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
+        verify(rolled.graph, "hir", "build", types)
+        return BuiltModel(
+            self.name, rolled.graph, source, self.profile, types, tuple(emit.keys_read), self.left_keys,
+            rolled.refusals, self.binding, self,
+        )  # fmt: skip
+
+    def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
+        """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
+        unknown = given - {i.name for i in self.inputs}
+        if unknown:
+            raise GraphError(f"{self.name}: no inputs are called {sorted(unknown)}")
+        for decl in self.inputs:
+            if not decl.optional or decl.name in given:
+                value = emit.wrap(emit.builder.input(decl.name, decl.type))
+                if is_float(decl.type.dtype) and decl.type.dtype != F32:
+                    value = emit.add(CastTo(F32), value)
+                emit.state.inputs[decl.name] = value
+            else:
+                with emit.builder.at(Origin((decl.name,))):
+                    emit.state.inputs[decl.name] = self._default(emit, decl)
+        first = emit.state.inputs[self.inputs[0].name]
+        return emit.require(first, "the first input")
+
+    def _default(self, emit: Emit, decl: InputDecl) -> FlowValue | None:
+        if decl.default is None:
+            return None
+        like = next((i for i in self.inputs if not i.optional and i.type.shape == decl.type.shape), None)
+        if like is None:
+            raise ShapeError(f"{self.name}: the default of {quote(decl.name)} needs a required input of its shape")
+        value = emit.flow_input(like.name)
+        if decl.default == POSITIONS:
+            return emit.add(hir.Positions(), value)
+        return emit.add(FullLike(float(decl.default), decl.type.dtype), value)
+
+    def summary(self, weights: Weights = None) -> str:
+        """A table of block path, shape and weights, one row for each part of the model."""
+        return summary(self.build(weights).hir)
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Small stages in a row, built into one stage: `LayerStack.named("ffn").rms_norm(key).linear(key).build()`."""
+
+    name: str | None = None
+    items: tuple[BlockStage, ...] = ()
+
+    @staticmethod
+    def named(name: str) -> LayerStack:
+        """A stack whose block path has a segment `name`."""
+        return LayerStack(name)
+
+    def stage(self, *stages: BlockStage) -> LayerStack:
+        """Append stages."""
+        return replace(self, items=(*self.items, *stages))
+
+    def stages(self, stages: Iterable[BlockStage]) -> LayerStack:
+        """Append several stages."""
+        return self.stage(*stages)
+
+    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> LayerStack:
+        return self.stage(blocks.LayerNorm(gamma, beta, eps))
+
+    def rms_norm(self, key: str, eps: float = 1e-5) -> LayerStack:
+        return self.stage(blocks.RmsNorm(key, eps))
+
+    def gather_add(self, input_name: str, key: str) -> LayerStack:
+        return self.stage(blocks.GatherAdd(input_name, key))
+
+    def linear(self, key: str, transpose: bool = True, bias: str | None = None) -> LayerStack:
+        return self.stage(blocks.Linear(key, transpose, bias))
+
+    def residual_save(self) -> LayerStack:
+        return self.stage(blocks.ResidualSave())
+
+    def residual_add(self) -> LayerStack:
+        return self.stage(blocks.ResidualAdd())
+
+    def swiglu(self, gate: str, up: str, down: str) -> LayerStack:
+        return self.stage(blocks.SwiGlu(gate, up, down))
+
+    def swiglu_hf_mlp(self, prefix: str) -> LayerStack:
+        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
+
+    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> LayerStack:
+        return self.stage(blocks.SelfAttnPrefill(spec))
+
+    def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> LayerStack:
+        return self.stage(blocks.Custom(fn))
+
+    def build(self) -> BlockStage:
+        """Named{Sequence} if named, else Sequence."""
+        inner = blocks.Sequence(self.items)
+        return blocks.Named(self.name, inner) if self.name else inner
+

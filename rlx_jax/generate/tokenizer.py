@@ -1,0 +1,590 @@
+"""Text to token ids and back, as a checkpoint's `tokenizer.json` says.
+
+The work is done by the `tokenizers` library, which is native code: on a bad file it can panic, and a
+panic is no `Exception`. Here a file is checked first for what makes it panic, every native call is
+guarded, and nothing of the native object changes once it is loaded, so that threads can share it.
+
+`encode` reads the names of special tokens in a text as these tokens, as transformers and
+sentence-transformers do. Text of unknown origin needs the opposite; that is for the chat template's code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import operator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rlx_jax.errors import (
+    ConfigError,
+    FormatError,
+    LimitError,
+    MissingFileError,
+    RequestError,
+    TokenIdError,
+    TokenizerError,
+    UnsupportedError,
+    listing,
+    quote,
+)
+from rlx_jax.weights import files, limits
+from rlx_jax.weights.config import read_json
+from rlx_jax.weights.strict_json import decode as decode_text
+
+T = TypeVar("T")
+
+MAX_TOKENIZER_BYTES = 64 * 2**20
+"""`tokenizer.json`."""
+MAX_TOKENIZER_VALUES = 2**23
+"""Values in `tokenizer.json`. The largest known (a vocabulary of 2^18 with its merges) have 2^21."""
+MAX_VOCABULARY = 2**24
+"""Largest token id, plus one."""
+
+# A model_max_length this large is transformers' way to write "none" (it writes 10^30).
+_NO_MAX_LENGTH = 2**31
+# Letters, a digit, a combining accent, an emoji, and a sign that hardly any vocabulary has.
+_PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
+# The classes of transformers that take a tokenizer.json as it is.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_SIDE_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A loaded tokenizer. Safe to share between threads.
+
+    Attributes:
+        vocab_size: the largest token id plus one. A model may have more rows, as padding.
+        eos_ids: tokens that end a generated row; empty if the checkpoint names none.
+        bos_id: the token that starts a text, if there is one.
+        pad_id: the token that fills rows, if there is one.
+        model_max_length: tokens that the checkpoint says its model takes, special ones included, if it does.
+        truncation_side: which end of a text that is too long is cut off.
+        special_count: how many special tokens `encode` adds to a text.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    pad_id: int | None
+    model_max_length: int | None
+    truncation_side: Literal["left", "right"]
+    special_count: int
+    _native: Any = field(repr=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
+        """The token ids of `text`.
+
+        Args:
+            text: any Unicode text; `""` gives the special tokens alone.
+            add_special_tokens: put the checkpoint's own (`[CLS]` and `[SEP]`, a begin token) around it.
+            max_length: cut the text so that at most this many ids remain, special tokens included.
+
+        Raises:
+            RequestError: not a str, a lone surrogate, or `max_length` has no room for the special tokens.
+            TokenizerError: the tokenizer fails on this text.
+        """
+        _check_text(text, "the text")
+        return self._encode([text], add_special_tokens, max_length)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> list[list[int]]:
+        """The token ids of each text, unpadded; else as `encode`.
+
+        Raises:
+            RequestError: as `encode`, with the position of the text; or `texts` is itself a str.
+            TokenizerError: the tokenizer fails on one of the texts.
+        """
+        if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+            raise RequestError(f"texts: expected a list of str, found {type(texts).__name__}")
+        batch = list(texts)
+        for i, text in enumerate(batch):
+            _check_text(text, f"texts[{i}]")
+        return self._encode(batch, add_special_tokens, max_length)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. An id without a token (a padding row of the model) stands for no text.
+
+        Args:
+            ids: one sequence of ints, an integer array of rank 1 included.
+            skip_special_tokens: leave special tokens out.
+
+        Raises:
+            TokenIdError: not an int, negative, or 2^32 and over.
+            TokenizerError: the tokenizer fails on these ids.
+        """
+        numbers = _as_ids(ids)
+        text: str = _guard(
+            lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
+        )
+        return text
+
+    def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
+        special = bool(special)
+        if max_length is None:
+            encode = self._native.encode_batch_fast
+            rows: list[list[int]] = _guard(
+                lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed"
+            )
+            return rows
+        room = _whole(max_length, "max_length") - (self.special_count if special else 0)
+        if max_length < 1 or room < 0:
+            least = max(1, self.special_count if special else 0)
+            raise RequestError(f"max_length is {max_length}; expected at least {least}, the special tokens included")
+        return _guard(lambda: [self._cut(row, room, special) for row in self._bare(texts)], "encoding failed")
+
+    def _bare(self, texts: list[str]) -> list[Any]:
+        encodings: list[Any] = self._native.encode_batch_fast(texts, add_special_tokens=False)
+        return encodings
+
+    # Truncation is a setting of the native object, which concurrent calls would take from each other;
+    # so the text's own tokens are cut here, and the special ones come after.
+    def _cut(self, encoding: Any, room: int, special: bool) -> list[int]:
+        if len(encoding) > room:
+            encoding.truncate(room, direction=self.truncation_side)
+        if special:
+            encoding = self._native.post_process(encoding, None, True)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False) -> Tokenizer | None:
+    """The tokenizer of a model directory, or None if it has no `tokenizer.json`.
+
+    Truncation and padding baked into the file are ignored. Where `tokenizer_config.json` and `tokenizer.json`
+    differ about lower case, accents, or begin and end tokens, the former wins, as in transformers. Ids of
+    special tokens come from `generation_config.json`, else `config.json`, else the tokenizer's own files.
+
+    Args:
+        directory: the model directory, with its files or, in a Hugging Face cache, links to them.
+        lowercase: lower the text first (`do_lower_case` of sentence-transformers).
+
+    Raises:
+        TokenizerError: `tokenizer.json` is malformed, or disagrees with the files beside it.
+        ConfigError: a file beside it is malformed.
+        PathEscapeError: a file is a link that leads out of the directory.
+        LimitError: more than `MAX_TOKENIZER_BYTES`, `MAX_TOKENIZER_VALUES` or `MAX_VOCABULARY`.
+        UnsupportedError: the file asks for random tokenisation.
+    """
+    folder = Path(directory)
+    where = quote(folder / "tokenizer.json")
+    raw = _read(folder, "tokenizer.json", where)
+    if raw is None:
+        return None
+    document = parse_json(raw, where, TokenizerError, MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES")
+    if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
+        raise TokenizerError(f"{where}: expected an object with an object 'model'")
+    if document["model"].get("dropout"):
+        raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
+    _refuse_panics(document, where)
+    by_place = isinstance(
+        document.pop("model").get("vocab"), list
+    )  # the model is large, and only the native one is used
+    native = _guard(lambda: _native_tokenizer(raw), where)
+    words, vocab_size = _vocabulary(native, by_place, document, where)
+
+    config, tokenizer_config, special_tokens_map, generation_config = (
+        _Source(quote(folder / name), read_optional(folder, name)) for name in _SIDE_FILES
+    )
+    settings = tokenizer_config.values
+    _check_declared(words, tokenizer_config)
+    names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in ("bos", "eos", "pad")}
+    _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
+    _guard(lambda: _apply_ends(native, settings, names, words), where)
+    if settings.get("split_special_tokens") is True:
+        native.encode_special_tokens = True
+    special_count = _check_works(native, words, where)
+
+    given = (generation_config, config)
+    own = {role: () if name is None else (words[name],) for role, name in names.items()}
+    bos, eos, pad = (_configured(given, role) or own[role] for role in ("bos", "eos", "pad"))
+    return Tokenizer(
+        vocab_size=vocab_size,
+        eos_ids=eos,
+        bos_id=bos[0] if bos else None,
+        pad_id=pad[0] if pad else None,
+        model_max_length=model_max_length(settings, tokenizer_config.where),
+        truncation_side=_truncation_side(tokenizer_config, document),
+        special_count=special_count,
+        _native=native,
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A JSON file beside `tokenizer.json`: its name for messages and its values, none if it is not there."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def read_optional(directory: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a model directory; empty if there is no such file.
+
+    Raises:
+        ConfigError: the file is malformed.
+        PathEscapeError: it is a link that leads out of the directory.
+    """
+    try:
+        files.resolve(os.fspath(directory), name)
+        return read_json(directory / name, what="file")
+    except MissingFileError:
+        return {}
+
+
+def parse_json(raw: bytes, where: str, error: type[FormatError], max_values: int, limit_name: str) -> Any:
+    """The JSON value in `raw`, of any type: strict, and quick enough for a file of many megabytes.
+
+    Raises:
+        error: not UTF-8, not JSON, nested deeper than `limits.MAX_JSON_DEPTH`, a name given twice, NaN, Infinity.
+        LimitError: it may hold more than `max_values` values.
+    """
+    separators = sum(raw.count(c) for c in b",[{")  # hardly more than there are values
+    limits.at_most(separators, max_values, limit_name, f"{where}: the number of JSON values")
+
+    def refuse(constant: str) -> None:
+        raise error(f"{where}: {constant} is not a JSON number")
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise error(f"{where}: {quote(name)} is given twice in one object")
+        return found
+
+    text = decode_text(raw, where, error)
+    try:
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=members)
+    except RecursionError as cause:
+        raise error(f"{where}: nested deeper than {limits.MAX_JSON_DEPTH}") from cause
+    except FormatError:
+        raise
+    except ValueError as cause:  # JSONDecodeError, and a number of thousands of digits
+        raise error(f"{where}: not JSON: {cause}") from cause
+    level = [value]
+    for _ in range(limits.MAX_JSON_DEPTH + 1):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return value
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    raise error(f"{where}: nested deeper than {limits.MAX_JSON_DEPTH}")
+
+
+def model_max_length(settings: Mapping[str, Any], where: str) -> int | None:
+    """`model_max_length` of a `tokenizer_config.json`: tokens, or None if it names no real length.
+
+    Raises:
+        ConfigError: not a positive whole number.
+    """
+    value = settings.get("model_max_length")
+    if value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{where}: model_max_length: expected a positive int, found {quote(value)}")
+    return value
+
+
+def _read(directory: Path, name: str, where: str) -> bytes | None:
+    try:
+        files.resolve(os.fspath(directory), name)
+        path = os.fspath(directory / name)
+        return files.read_whole(path, where, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
+    except MissingFileError:
+        return None
+
+
+# -- native code -------------------------------------------------------------------------------
+
+
+def _guard(call: Callable[[], T], doing: str) -> T:
+    """`call()`; whatever native code raises, a panic included, becomes a TokenizerError."""
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError, TokenizerError):
+        raise
+    except BaseException as cause:  # pyo3's PanicException is no Exception
+        raise TokenizerError(f"{doing}: {type(cause).__name__}: {quote(cause)}") from cause
+
+
+def _native_tokenizer(raw: bytes) -> Any:
+    from tokenizers import Tokenizer as Native
+
+    native = Native.from_buffer(raw)
+    native.no_truncation()
+    native.no_padding()
+    return native
+
+
+def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool) -> None:
+    from tokenizers import normalizers
+
+    current = native.normalizer
+    if isinstance(current, normalizers.BertNormalizer) and settings.get("tokenizer_class") not in _GENERIC_CLASSES:
+        names = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
+        names["tokenize_chinese_chars"] = "handle_chinese_chars"
+        stated = {theirs: settings[ours] for ours, theirs in names.items() if ours in settings}
+        present = {name: getattr(current, name) for name in (*names.values(), "clean_text")}
+        if present != {**present, **stated}:
+            native.normalizer = normalizers.BertNormalizer(**{**present, **stated})
+    if lowercase:
+        parts = [] if native.normalizer is None else [native.normalizer]
+        native.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
+
+
+def _apply_ends(
+    native: Any, settings: Mapping[str, Any], names: Mapping[str, str | None], words: Mapping[str, int]
+) -> None:
+    """Make `encode` add begin and end tokens as `add_bos_token` and `add_eos_token` say, if they say something."""
+    from tokenizers import processors
+
+    stated = {role: settings.get(f"add_{role}_token") for role in ("bos", "eos")}
+    if not any(isinstance(value, bool) for value in stated.values()):
+        return
+    probe = native.encode("a")
+    mask = probe.special_tokens_mask
+    first = mask.index(0) if 0 in mask else len(mask)
+    before, after = probe.tokens[:first], [t for t, m in zip(probe.tokens[first:], mask[first:], strict=True) if m]
+    if before not in ([], [names["bos"]]) or after not in ([], [names["eos"]]):
+        return  # [CLS] and [SEP] and the like: classes with these do not know the two settings
+    wanted = {}
+    for role, present in (("bos", before), ("eos", after)):
+        value, name = stated[role], names[role]
+        wanted[role] = present if not isinstance(value, bool) else [name] if value and name else []
+    if [before, after] != [*wanted.values()]:
+        native.post_processor = processors.TemplateProcessing(
+            single=[*wanted["bos"], "$A", *wanted["eos"]],
+            special_tokens=[(name, words[name]) for name in {*wanted["bos"], *wanted["eos"]}],
+        )
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+def _refuse_panics(document: Mapping[str, Any], where: str) -> None:
+    """Raise TokenizerError for what is known to make the native loader, or the first encoding, panic."""
+    for node in _objects(document.get("normalizer")):
+        if node.get("type") == "Precompiled" or "precompiled_charsmap" in node:
+            _check_charsmap(node.get("precompiled_charsmap"), where)
+    for node in _objects(document.get("post_processor")):
+        if node.get("type") == "TemplateProcessing" or "special_tokens" in node:
+            _check_template(node, where)
+    _check_merges(document["model"], where)
+
+
+def _check_merges(model: Mapping[str, Any], where: str) -> None:
+    """Each merge must join two tokens to a third. The native loader copies the third into a buffer of fixed size."""
+    merges, vocab, prefix = (model.get(key) for key in ("merges", "vocab", "continuing_subword_prefix"))
+    if not isinstance(merges, list) or not isinstance(vocab, dict):
+        return  # not the kind of model that merges, or refused later
+    prefix = prefix if isinstance(prefix, str) else ""
+    for i, merge in enumerate(merges):
+        try:
+            first, second = merge.split(" ") if isinstance(merge, str) else merge
+            known = first in vocab and second in vocab and first + second[len(prefix) :] in vocab
+            good = known and second.startswith(prefix)
+        except (TypeError, ValueError):
+            good = isinstance(merge, str) and merge.startswith("#version")
+        if not good:
+            between = f" with {quote(prefix)} between them" if prefix else ""
+            raise TokenizerError(
+                f"{where}: model.merges[{i}]: expected two tokens{between} that join to a third, all in the"
+                f" vocabulary, found {quote(merge)}"
+            )
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a JSON value, itself included."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            yield item
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+
+
+def _check_charsmap(value: Any, where: str) -> None:
+    """A charsmap is base64 of: the trie's size in bytes (u32), the trie (u32 units), UTF-8 text."""
+    problem = "expected base64 text"
+    if isinstance(value, str):
+        try:
+            data = base64.b64decode(value, validate=True)
+            size = int.from_bytes(data[:4], "little")
+            problem = "" if len(data) >= 4 and size % 4 == 0 and size <= len(data) - 4 else "its trie does not fit"
+            data[4 + size :].decode()
+        except ValueError as cause:  # not base64, not UTF-8
+            problem = str(cause)
+    if problem:
+        raise TokenizerError(f"{where}: normalizer: precompiled_charsmap: {problem}, found {quote(value)}")
+
+
+def _check_template(node: Mapping[str, Any], where: str) -> None:
+    special = node.get("special_tokens")
+    known = special if isinstance(special, dict) else {}
+    for name in ("single", "pair"):
+        listed = node.get(name)
+        pieces = [piece for piece in listed if isinstance(piece, dict)] if isinstance(listed, list) else []
+        for piece in pieces:
+            token = piece.get("SpecialToken")
+            used = token.get("id") if isinstance(token, dict) else None
+            if used is not None and (not isinstance(used, str) or used not in known):
+                raise TokenizerError(
+                    f"{where}: post_processor.{name} uses {quote(used)}, which is not in its special_tokens:"
+                    f" {listing(known)}"
+                )
+        texts = [piece["Sequence"] for piece in pieces if "Sequence" in piece]
+        if name == "single" and [t.get("id") for t in texts if isinstance(t, dict)] != ["A"]:
+            raise TokenizerError(f"{where}: post_processor.single: expected one Sequence 'A', found {quote(texts)}")
+
+
+def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
+    """All tokens with their ids, and the largest id plus one.
+
+    Ids must differ, and those of the model's vocabulary must leave no gap below the largest. (Added tokens may
+    leave gaps above it: files made from tiktoken do.) Unigram numbers its pieces `by_place`, so that even a piece
+    given twice leaves no gap.
+    """
+    words, model, count = _guard(
+        lambda: (native.get_vocab(True), native.get_vocab(False), native.get_vocab_size(False)), where
+    )
+    if not words:
+        raise TokenizerError(f"{where}: the vocabulary is empty")
+    largest = max(*words.values(), count - 1 if by_place else 0)
+    if largest >= MAX_VOCABULARY:
+        raise LimitError(f"{where}: token id {largest} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
+    shared = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
+    if shared:
+        raise TokenizerError(f"{where}: token ids used twice: {listing(shared)}")
+    missing = sorted(set(range(max(model.values(), default=0))).difference(words.values()))
+    if missing and not by_place:
+        raise TokenizerError(f"{where}: token ids without a token: {listing(missing)}")
+    for entry in document.get("added_tokens") or []:
+        content, stated = entry["content"], entry["id"]
+        if words.get(content) != stated:
+            raise TokenizerError(
+                f"{where}: added token {quote(content)} has id {stated}, but would be read as {words.get(content)}"
+            )
+    return words, largest + 1
+
+
+def _check_declared(words: Mapping[str, int], source: _Source) -> None:
+    """Tokens that `tokenizer_config.json` lists must be those of `tokenizer.json`."""
+    declared = source.values.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict):
+        raise ConfigError(f"{source.where}: added_tokens_decoder: expected an object, found {quote(declared)}")
+    wrong = []
+    for stated, entry in declared.items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(content, str):
+            raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(stated)} has no 'content' that is a str")
+        if str(words.get(content)) != stated:
+            wrong.append(f"{content} = {stated}")
+    if wrong:
+        raise TokenizerError(f"{source.where}: added_tokens_decoder: not so in tokenizer.json: {listing(wrong)}")
+
+
+def _check_works(native: Any, words: Mapping[str, int], where: str) -> int:
+    """How many special tokens an encoding gets. Encodes something, so that what is missing shows now."""
+
+    def probe() -> tuple[list[int], list[int], list[int], int]:
+        bare = native.encode(_PROBE, add_special_tokens=False)
+        native.decode(bare.ids)
+        count: int = native.num_special_tokens_to_add(False)
+        return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
+
+    bare, whole, steps, count = _guard(probe, where)
+    unknown = sorted(set(whole).difference(words.values(), bare))
+    if unknown:
+        raise TokenizerError(f"{where}: post_processor adds token ids that the vocabulary lacks: {listing(unknown)}")
+    if whole != steps or len(whole) != len(bare) + count:
+        raise TokenizerError(f"{where}: post_processor does more than to put special tokens around a text")
+    return count
+
+
+# -- special tokens ----------------------------------------------------------------------------
+
+
+def _token_name(sources: Sequence[_Source], role: str, words: Mapping[str, int]) -> str | None:
+    """The token of this role (`eos`) in the first file that has one, as text or as an object with its text."""
+    for source in sources:
+        value = source.values.get(f"{role}_token")
+        content = value.get("content", value) if isinstance(value, dict) else value
+        if content is None or content == "":
+            continue
+        if not isinstance(content, str):
+            raise ConfigError(f"{source.where}: {role}_token: expected a str or 'content', found {quote(value)}")
+        if content not in words:
+            raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which tokenizer.json lacks")
+        return content
+    return None
+
+
+def _configured(sources: Sequence[_Source], role: str) -> tuple[int, ...]:
+    for source in sources:
+        value = source.values.get(f"{role}_token_id")
+        if value is None or (role == "pad" and value == -1):  # -1: "none" in the first Llama configs
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
+            raise ConfigError(f"{source.where}: {role}_token_id: expected token ids, found {quote(value)}")
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _truncation_side(source: _Source, document: Mapping[str, Any]) -> Literal["left", "right"]:
+    baked = document.get("truncation") or {}
+    side = source.values.get("truncation_side") or str(baked.get("direction", "right")).lower()
+    if side == "left":
+        return "left"
+    if side == "right":
+        return "right"
+    raise ConfigError(f"{source.where}: truncation_side: expected 'left' or 'right', found {quote(side)}")
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+def _check_text(text: object, what: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{what}: expected a str, found {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(
+            f"{what}: half of a surrogate pair at character {cause.start}; it is no Unicode text"
+        ) from None
+
+
+def _whole(value: object, what: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"{what}: expected an int, found {quote(value)}") from None
+
+
+def _as_ids(ids: Iterable[int]) -> list[int]:
+    values = ids.tolist() if hasattr(ids, "tolist") else ids  # an array, in one step
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TokenIdError(f"ids: expected a sequence of token ids, found {type(ids).__name__}")
+    numbers = []
+    for i, value in enumerate(values):
+        try:
+            number = _whole(value, f"ids[{i}]")
+        except RequestError as cause:
+            raise TokenIdError(str(cause)) from None
+        if not 0 <= number < 2**32:
+            raise TokenIdError(f"ids[{i}] is {number}; expected a token id, from 0 on")
+        numbers.append(number)
+    return numbers

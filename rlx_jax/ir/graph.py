@@ -1,0 +1,430 @@
+"""The graph that HIR and MIR share: nodes, values, the builder, shape inference and `rewrite`.
+
+    graph  ::= inputs, nodes, outputs, writes
+    node   ::= op(value, ...) : type, ...        origin = block path, label, pass
+    value  ::= (node, index)
+    write  ::= state leaf := value
+
+Nodes are append-only, so their order is a topological order. Leaves (`Input`, `Param`, `Constant`,
+`StateRead`) are global by identity and may stand inside a region; `BodyInput` is what a region is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.ir.param import Program
+from rlx_jax.ir.types import Path, TensorType, bind_path, path_text
+
+
+@dataclass(frozen=True)
+class Value:
+    """Result `index` of node number `node`."""
+
+    node: int
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from: the block path in the user's model, and the pass that made it."""
+
+    path: Path = ()
+    label: str = ""
+    by: str = ""
+
+    def __str__(self) -> str:
+        parts = [path_text(self.path) or "—"]
+        if self.label:
+            parts.append(f'"{self.label}"')
+        if self.by:
+            parts.append(f"pass={self.by}")
+        return ", ".join(parts)
+
+
+class Op:
+    """What a node does. A frozen dataclass: attributes are fields and never hold a symbolic dimension.
+
+    Subclasses are either `Mir` (they have `eval`) or `Hir` (they have `expand`), or one of the leaves below.
+    """
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Result types from operand types; raises `ShapeError`, `DTypeError` or `ArityError`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def text(self) -> str:
+        """How dumps print the op: its name and the attributes that are not at their default."""
+        shown = []
+        for name, f in getattr(self, "__dataclass_fields__", {}).items():
+            value = getattr(self, name)
+            if not callable(value) and value != f.default:
+                shown.append(f"{name}={_attribute(value)}")
+        return self.name() + (f"({', '.join(shown)})" if shown else "")
+
+    @classmethod
+    def name(cls) -> str:
+        """`RmsNorm` is printed `rms_norm`."""
+        out = []
+        for i, c in enumerate(cls.__name__):
+            if c.isupper() and i and not cls.__name__[i - 1].isupper():
+                out.append("_")
+            out.append(c.lower())
+        return "".join(out)
+
+    def regions(self) -> tuple[Graph, ...]:
+        """Graphs inside the op."""
+        return ()
+
+    def with_regions(self, regions: tuple[Graph, ...]) -> Op:
+        return self
+
+    def iterations(self) -> int:
+        """How often the regions run."""
+        return 1
+
+
+def _attribute(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, np.dtype):
+        return str(value)
+    return str(value)
+
+
+class Mir(Op):
+    """A tensor op. `eval` is its meaning: shape-polymorphic, device-free `jax.numpy`."""
+
+    def eval(self, *arrays: Any) -> Any:
+        raise NotImplementedError(type(self).__name__)
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """By default the shapes of `eval`, traced abstractly."""
+        return types_of(jax.eval_shape(self.eval, *(t.spec for t in operands)))
+
+    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        """Multiply-adds × 2 of a contraction with static shapes; 0 for everything else."""
+        return 0
+
+
+class Hir(Op):
+    """A block. `expand` is its meaning: the ops it stands for, written with a builder."""
+
+    def expand(self, b: Builder, *operands: Value) -> Value | tuple[Value, ...]:
+        raise NotImplementedError(type(self).__name__)
+
+    def check(self, *operands: TensorType) -> None:
+        """Raise what is wrong with the operands in the block's own words."""
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """The types of `expand`, run on a scratch graph."""
+        self.check(*operands)
+        scratch = Builder("scratch", types)
+        inputs = [scratch.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands)]
+        return tuple(scratch.type(v) for v in as_values(self.expand(scratch, *inputs)))
+
+
+# -- leaves ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf(Op):
+    """An op without operands whose type is known."""
+
+    type: TensorType = field(kw_only=True)
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        return (self.type,)
+
+
+@dataclass(frozen=True)
+class Input(Leaf):
+    """A declared input of the program, by name."""
+
+    input: str
+
+    def text(self) -> str:
+        return f'input("{self.input}")'
+
+
+@dataclass(frozen=True)
+class Param(Leaf):
+    """A parameter. `programs` has one entry, or one for every iteration of the region around it."""
+
+    programs: tuple[Program, ...]
+
+    def text(self) -> str:
+        first = str(self.programs[0])
+        return f'param("{first}"' + (f" … {len(self.programs)} layers)" if len(self.programs) > 1 else ")")
+
+    def at(self, iteration: int | None) -> Program:
+        return self.programs[0] if len(self.programs) == 1 or iteration is None else self.programs[iteration]
+
+
+@dataclass(frozen=True)
+class Constant(Leaf):
+    """A small array that belongs to the program: a scalar, a table of frequencies. Never a weight."""
+
+    data: bytes
+
+    def text(self) -> str:
+        return str(self.array.item()) if self.array.ndim == 0 else f"constant({len(self.data)} bytes)"
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.data, self.type.dtype).reshape(self.type.shape)
+
+
+def constant(value: Any, dtype: Any) -> Constant:
+    """A `Constant` holding `value` as `dtype`."""
+    array = np.asarray(value).astype(dtype)
+    return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One array of the state, identified by the block it belongs to and its slot there."""
+
+    path: Path
+    slot: str
+
+    def key(self, iteration: int | None) -> tuple[str, str]:
+        return (path_text(bind_path(self.path, iteration)), self.slot)
+
+
+@dataclass(frozen=True)
+class StateRead(Leaf):
+    """The value a state leaf has when the program starts."""
+
+    leaf: StateLeaf
+
+    def text(self) -> str:
+        return f'state("{path_text(self.leaf.path)}", {self.leaf.slot})'
+
+
+@dataclass(frozen=True)
+class BodyInput(Leaf):
+    """Operand `index` of the region around it."""
+
+    index: int
+
+    def text(self) -> str:
+        return f"body_input({self.index})"
+
+
+# -- graphs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op applied to values. `types` has an entry for each result."""
+
+    op: Op
+    inputs: tuple[Value, ...]
+    types: tuple[TensorType, ...]
+    origin: Origin = Origin()
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A program or a region. `inputs` is the declared signature, used or not."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+    inputs: tuple[Input, ...] = ()
+    output_names: tuple[str, ...] = ()
+    writes: tuple[tuple[StateLeaf, Value], ...] = ()
+
+    def type(self, value: Value) -> TensorType:
+        return self.nodes[value.node].types[value.index]
+
+    def roots(self) -> tuple[Value, ...]:
+        """Everything that must be computed."""
+        return (*self.outputs, *(v for _, v in self.writes))
+
+    def walk(self) -> Iterator[tuple[Graph, Node]]:
+        """All nodes, those of regions included, each with the graph it stands in."""
+        for node in self.nodes:
+            yield self, node
+            for region in node.op.regions():
+                yield from region.walk()
+
+    def params(self) -> tuple[Param, ...]:
+        """The distinct parameter leaves, in order of first use."""
+        return tuple(dict.fromkeys(n.op for _, n in self.walk() if isinstance(n.op, Param)))
+
+    def state_reads(self) -> tuple[StateRead, ...]:
+        """The distinct state leaves of the program, in order of first use. Every leaf written is also read."""
+        return tuple(dict.fromkeys(n.op for _, n in self.walk() if isinstance(n.op, StateRead)))
+
+
+class TypeCache:
+    """Results of `infer`, by op and operand types. Belongs to one compile: ops may hold user closures."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
+
+    def infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+        key = (op, operands)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._infer(op, operands)
+        return found
+
+    def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+        try:
+            return op.infer(self, *operands)
+        except RlxError:
+            raise
+        except Exception as error:  # whatever jax raises on shapes that do not fit
+            given = ", ".join(map(str, operands))
+            raise ShapeError(f"{op.text()} does not fit operands ({given}): {first_line(error)}") from error
+
+
+class Builder:
+    """Appends nodes, infers their types, and stamps them with the current block path."""
+
+    def __init__(self, name: str, types: TypeCache, origin: Origin = Origin()) -> None:
+        self.name, self.types, self.origin = name, types, origin
+        self.nodes: list[Node] = []
+        self.inputs: list[Input] = []
+        self.writes: list[tuple[StateLeaf, Value]] = []
+        self._leaves: dict[Op, Value] = {}
+
+    def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
+        """Append a node; all of its results."""
+        types = self.types.infer(op, tuple(self.type(v) for v in inputs))
+        self.nodes.append(Node(op, inputs, types, self.origin))
+        return tuple(Value(len(self.nodes) - 1, i) for i in range(len(types)))
+
+    def __call__(self, op: Op, *inputs: Value) -> Value:
+        """Append a node with one result."""
+        (value,) = self.add(op, *inputs)
+        return value
+
+    def leaf(self, op: Leaf) -> Value:
+        """The node of a leaf: equal leaves are one node."""
+        if op not in self._leaves:
+            self._leaves[op] = self(op)
+        return self._leaves[op]
+
+    def input(self, name: str, type: TensorType) -> Value:
+        """Declare an input of the program."""
+        op = Input(name, type=type)
+        self.inputs.append(op)
+        return self.leaf(op)
+
+    def scalar(self, value: float, like: Value) -> Value:
+        """A rank-0 constant in the dtype of `like`."""
+        return self.leaf(constant(value, self.type(like).dtype))
+
+    def type(self, value: Value) -> TensorType:
+        return self.nodes[value.node].types[value.index]
+
+    @contextlib.contextmanager
+    def at(self, origin: Origin) -> Iterator[None]:
+        """Stamp the nodes made inside with `origin`."""
+        before, self.origin = self.origin, origin
+        try:
+            yield
+        finally:
+            self.origin = before
+
+    def finish(self, outputs: Sequence[Value], output_names: Sequence[str] = ()) -> Graph:
+        return Graph(
+            self.name, tuple(self.nodes), tuple(outputs), tuple(self.inputs), tuple(output_names), tuple(self.writes)
+        )
+
+
+Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
+"""Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
+results, None to keep the node, or () to drop a node that nothing reads."""
+
+
+def rewrite(graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "") -> Graph:
+    """Rebuild `graph` node by node, regions first. `enter(graph)` is called for the graph and every region.
+
+    All types are inferred again, so a change of a leaf's type flows through the whole program.
+    """
+    return _rewrite(graph, enter, types, by, ())
+
+
+def _rewrite(
+    graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str, given: tuple[TensorType, ...]
+) -> Graph:
+    b = Builder(graph.name, types)
+    b.inputs = list(graph.inputs)  # the signature stays, used or not
+    fn = enter(graph)
+    mapped: dict[Value, Value] = {}
+    for number, node in enumerate(graph.nodes):
+        inputs = tuple(mapped[v] for v in node.inputs if v in mapped)
+        op = node.op
+        if isinstance(op, BodyInput) and given:
+            op = BodyInput(op.index, type=given[op.index])
+        if op.regions():
+            operand_types = tuple(b.type(v) for v in inputs)
+            op = op.with_regions(tuple(_rewrite(r, enter, types, by, operand_types) for r in op.regions()))
+        start = len(b.nodes)
+        with b.at(node.origin), located(node):
+            new = fn(b, number, replace(node, op=op), inputs)
+            if new is None:
+                new = (b.leaf(op),) if isinstance(op, Leaf) else b.add(op, *inputs)
+        _stamp(b, start, node, by)
+        if new and len(new) != len(node.types):
+            raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(new)}")
+        mapped.update({Value(number, i): v for i, v in enumerate(new)})
+    b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)
+    return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
+
+
+def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:
+    """The same rewrite in the graph and in every region."""
+    return lambda graph: fn
+
+
+def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
+    """Name the pass on nodes that are new."""
+    for i in range(start, len(b.nodes)):
+        made = b.nodes[i]
+        if made.op != node.op and by and not isinstance(made.op, Leaf):
+            b.nodes[i] = replace(made, origin=replace(made.origin, by=by))
+
+
+@contextlib.contextmanager
+def located(node: Node) -> Iterator[None]:
+    """Add the block path to an error that does not have one yet."""
+    try:
+        yield
+    except RlxError as error:
+        where = path_text(node.origin.path)
+        if where and not getattr(error, "located", False) and error.args:
+            error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+            error.located = True  # type: ignore[attr-defined]
+        raise
+
+
+# -- helpers -----------------------------------------------------------------------------------
+
+
+def as_values(result: Value | tuple[Value, ...]) -> tuple[Value, ...]:
+    """One value or several, as a tuple."""
+    return (result,) if isinstance(result, Value) else result
+
+
+def types_of(result: Any) -> tuple[TensorType, ...]:
+    """Tensor types of what `jax.eval_shape` returned: an array or a flat tuple or list of arrays."""
+    leaves = jax.tree.leaves(result)
+    return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, with its type."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,0 +1,227 @@
+"""Attention, rotary embeddings and the key/value cache.
+
+Axis letters: B batch, S new tokens, T keys seen, N query heads, K key/value heads, D head width.
+Heads are packed head-major: head h is columns h·D … h·D+D−1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.errors import ArityError, GraphError, ShapeError
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.types import TensorType, is_static
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class AttentionOp(Mir):
+    """`softmax(mask(cap(scale · q kᵀ))) v` for each head, in the order scale → softcap → mask, bias → softmax in f32.
+
+    Operands: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then those named in `extra`, in this order:
+    `keep` `[B,T]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S,T]` added to the scores,
+    `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1).
+    Without `positions` the queries are the last S of the T keys (bottom-right aligned).
+
+    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
+    key head h // (N/K), without repeating keys. A row without any key gives zeros.
+    """
+
+    heads: int
+    kv_heads: int
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    extra: tuple[str, ...] = ()
+    precision: str = "default"
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        if len(operands) != 3 + len(self.extra):
+            raise ArityError("attention", str(3 + len(self.extra)), len(operands))
+        q, k, v = operands[:3]
+        check_heads(self.heads, self.kv_heads)
+        if q.rank != 3 or k.rank != 3 or k.shape != v.shape:
+            raise ShapeError(f"attention: q is [B,S,N·D], k and v are [B,T,K·D]; got {q}, {k}, {v}")
+        if not (is_static(q.shape[2]) and is_static(k.shape[2])):
+            raise ShapeError(f"attention: the packed head axes must be static; got {q}, {k}")
+        if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
+            raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
+        self._check_extra(q, k, dict(zip(self.extra, operands[3:], strict=True)))
+        return (q,)
+
+    def _check_extra(self, q: TensorType, k: TensorType, given: dict[str, TensorType]) -> None:
+        keep, bias = given.get("keep"), given.get("bias")
+        if keep is not None and (keep.rank != 2 or keep.shape[1] != k.shape[1] or keep.shape[0] not in (1, k.shape[0])):
+            raise ShapeError(f"attention: the keep mask is [B,T] for keys {k}, got {keep}")
+        if bias is not None:
+            want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
+            if bias.rank != 4 or any(got not in (1, w) for got, w in zip(bias.shape, want, strict=True)):
+                raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}")
+
+    def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
+        extra = dict(zip(self.extra, rest, strict=True))
+        batch, queries, width = q.shape
+        keys, dim, groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
+        precision = lax.Precision(self.precision)
+        q5 = q.reshape(batch, queries, self.kv_heads, groups, dim)
+        k4 = k.reshape(k.shape[0], keys, self.kv_heads, dim)
+        v4 = v.reshape(v.shape[0], keys, self.kv_heads, dim)
+        scores = jnp.einsum(
+            "bskgd,btkd->bkgst", q5, k4, precision=precision, preferred_element_type=jnp.float32
+        ) * (self.scale if self.scale is not None else dim**-0.5)
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if "bias" in extra:
+            bias = extra["bias"].astype(jnp.float32)
+            heads_first = (bias.shape[0], -1, groups, *bias.shape[2:]) if bias.shape[1] > 1 else (bias.shape[0], 1, 1, *bias.shape[2:])
+            scores = scores + bias.reshape(heads_first)
+        allowed = self._allowed(queries, keys, extra)
+        weights = masked_softmax(scores, allowed, "keep" in extra or "bias" in extra)
+        out = jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v4, precision=precision)
+        return out.reshape(q.shape)
+
+    def _allowed(self, queries: int, keys: int, extra: dict[str, Array]) -> Array | None:
+        """Which keys a query may read, broadcastable to `[B,K,G,S,T]`; None for all."""
+        allowed = None
+        if self.causal or self.window is not None:
+            at = jnp.arange(keys, dtype=jnp.int32)[None, None, :]
+            rows = extra.get("positions")
+            if rows is None:
+                rows = (jnp.arange(queries, dtype=jnp.int32) + (keys - queries))[None, :]
+            distance = rows[:, :, None] - at
+            allowed = distance >= 0
+            if self.window is not None:
+                allowed = allowed & (distance < self.window)
+            allowed = allowed[:, None, None]
+        if "keep" in extra:
+            keep = (extra["keep"].astype(jnp.float32) >= 0.5)[:, None, None, None, :]
+            allowed = keep if allowed is None else allowed & keep
+        return allowed
+
+    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        return 4 * operands[0].size * int(operands[1].shape[1])
+
+    def text(self) -> str:
+        notes = [f"h={self.heads}", f"kv={self.kv_heads}"]
+        notes += ["causal"] if self.causal else []
+        notes += [f"sw={self.window}"] if self.window is not None else []
+        notes += [f"scale={self.scale:g}"] if self.scale is not None else []
+        notes += [f"softcap={self.softcap:g}"] if self.softcap is not None else []
+        return f"attention({', '.join([*notes, *self.extra])})"
+
+    @classmethod
+    def name(cls) -> str:
+        return "attention"
+
+
+def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool) -> Array:
+    """Softmax over the last axis of f32 scores where `allowed`; a row without any key gives zeros."""
+    if not rows_may_be_empty:
+        if allowed is not None:
+            scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+        return jax.nn.softmax(scores, axis=-1)
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, jnp.zeros_like(peak)))
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Query heads are a multiple of key/value heads."""
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
+
+
+@dataclass(frozen=True)
+class RopeTable(Mir):
+    """cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 `[P,S,R/2]`.
+
+    `inv_freq` are the R/2 inverse frequencies in radians a token, θ^(−2i/R) before any scaling.
+    `factor` multiplies both tables (YaRN's attention factor).
+    """
+
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (positions,) = operands
+        if positions.rank != 2 or not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise ShapeError(f"rope_table: positions are integers [B,S], got {positions}")
+        out = TensorType((*positions.shape, len(self.inv_freq)), jnp.dtype(jnp.float32))
+        return (out, out)
+
+    def eval(self, positions: Array) -> tuple[Array, Array]:
+        flat = positions.reshape(-1)
+        angles = flat.astype(jnp.float32)[:, None] * jnp.asarray(self.inv_freq, jnp.float32)[None, :]
+        table = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * jnp.float32(self.factor)
+        # Reading the table through a gather makes XLA:CPU keep it; fused, every layer would take sin and cos again.
+        rows = jnp.take(table, jnp.arange(flat.shape[0], dtype=jnp.int32), axis=0, mode="clip")
+        rows = rows.reshape(*positions.shape, 2 * len(self.inv_freq))
+        return rows[..., : len(self.inv_freq)], rows[..., len(self.inv_freq) :]
+
+    def text(self) -> str:
+        return f"rope_table(n_rot={2 * len(self.inv_freq)})"
+
+
+@dataclass(frozen=True)
+class RopeOp(Mir):
+    """Rotate pairs (i, i+R/2) of each head by the angle of its position (half-split, NeoX style).
+
+    x `[B,S,N·D]`, cos and sin `[B|1,S,W]` with W = R/2 (also D/2 or R: the first R/2 columns are used);
+    columns from R on pass through. `y[i] = x[i]c[i] − x[i+R/2]s[i]`, `y[i+R/2] = x[i+R/2]c[i] + x[i]s[i]`, in f32.
+    """
+
+    head_dim: int
+    n_rot: int
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        x, cos, sin = operands
+        if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
+            raise ShapeError(f"rope: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
+        if not is_static(x.shape[-1]) or x.shape[-1] % self.head_dim:
+            raise ShapeError(f"rope: the last axis of {x} is not a multiple of head_dim {self.head_dim}")
+        if cos.shape != sin.shape or cos.rank != 3 or cos.shape[1] != x.shape[1] or cos.shape[2] < self.n_rot // 2:
+            raise ShapeError(f"rope: for x {x} the tables are [B,S,{self.n_rot // 2}], got {cos} and {sin}")
+        return (x,)
+
+    def eval(self, x: Array, cos: Array, sin: Array) -> Array:
+        half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
+        wide = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
+        first, second, rest = wide[..., :half], wide[..., half : self.n_rot], wide[..., self.n_rot :]
+        c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
+        parts = [first * c - second * s, second * c + first * s]
+        parts += [rest] if self.n_rot < self.head_dim else []
+        return jnp.concatenate(parts, axis=-1).reshape(x.shape).astype(x.dtype)
+
+    def text(self) -> str:
+        return f"rope(d={self.head_dim}, n_rot={self.n_rot})"
+
+
+@dataclass(frozen=True)
+class CacheUpdate(Mir):
+    """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
+
+    Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped.
+    """
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        cache, new = operands[:2]
+        if cache.dtype != new.dtype or cache.shape[2:] != new.shape[2:]:
+            raise ShapeError(f"cache_update: rows {new} do not fit the cache {cache}")
+        return (cache,)
+
+    def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
+        step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+        slot = jnp.where(step < lengths[:, None], start[:, None] + step, jnp.iinfo(jnp.int32).max)
+        row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
+        return cache.at[row, slot].set(new, mode="drop")

@@ -1,0 +1,184 @@
+"""Matrix products and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.ops.pointwise import UNARY, same_rank
+from rlx_jax.ir.types import TensorType
+
+Array = jax.Array
+
+
+def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
+    """The checks of `x · w` where axis `contract` (0 or 1) of `w` is summed over."""
+    if w.rank != 2 or x.rank < 1:
+        raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}")
+    if x.shape[-1] != w.shape[contract]:
+        raise ShapeError(f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}")
+    if x.dtype != w.dtype:
+        raise DTypeError(f"{op}: x is {x}, w is {w}; cast one of them")
+
+
+@dataclass(frozen=True)
+class MatMul(Mir):
+    """`x · w` with a rank-2 `w`: x `[…, K]`; w `[K, N]` (`contract=0`) or `[N, K]` (`contract=1`) → `[…, N]`.
+
+    The orientation is the Layout's choice. `precision` pins the algorithm of this one product
+    ("default", "high", "highest"), whatever jax's global configuration says.
+    """
+
+    contract: int = 0
+    precision: str = "default"
+    f32_result: bool = False
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        x, w = operands
+        check_product("matmul", x, w, self.contract)
+        dtype = jnp.dtype(jnp.float32) if self.f32_result else x.dtype
+        return (TensorType((*x.shape[:-1], w.shape[1 - self.contract]), dtype),)
+
+    def eval(self, x: Array, w: Array) -> Array:
+        dims = (((x.ndim - 1,), (self.contract,)), ((), ()))
+        dtype = jnp.float32 if self.f32_result else x.dtype
+        return lax.dot_general(x, w, dims, precision=lax.Precision(self.precision), preferred_element_type=dtype)
+
+    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        return 2 * results[0].size * int(operands[0].shape[-1])
+
+    def text(self) -> str:
+        notes = [f"contract={self.contract}"] if self.contract else []
+        notes += [f"precision={self.precision}"] if self.precision != "default" else []
+        notes += ["f32"] if self.f32_result else []
+        return f"matmul({', '.join(notes)})" if notes else "matmul"
+
+
+@dataclass(frozen=True)
+class BatchMatMul(Mir):
+    """NumPy's `a @ b`: `[…, M, K] × […, K, N]`, leading axes broadcast."""
+
+    precision: str = "default"
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        a, b = operands
+        if a.dtype != b.dtype:
+            raise DTypeError(f"matmul: operands are {a} and {b}; cast one of them")
+        if min(a.rank, b.rank) < 1 or a.shape[-1] != b.shape[-2 if b.rank > 1 else 0]:
+            raise ShapeError(f"matmul: the inner axes of {a} and {b} differ")
+        return super().infer(types, *operands)
+
+    def eval(self, a: Array, b: Array) -> Array:
+        if min(a.ndim, b.ndim) > 1:
+            a, b = same_rank(a, b)
+        return jnp.matmul(a, b, precision=lax.Precision(self.precision))
+
+    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        return 2 * results[0].size * int(operands[0].shape[-1])
+
+
+@dataclass(frozen=True)
+class FusedMatMulBiasAct(Mir):
+    """`act(x · w + b)`: the `direct` form of a Linear with bias. b `[N]`; `activation` from `UNARY`, "" for none."""
+
+    contract: int = 0
+    activation: str = ""
+    precision: str = "default"
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        x, w, b = operands
+        check_product("linear", x, w, self.contract)
+        if b.shape != (w.shape[1 - self.contract],) or b.dtype != x.dtype:
+            raise ShapeError(f"linear: the bias of w {w} is [{w.shape[1 - self.contract]}], got {b}")
+        return (TensorType((*x.shape[:-1], w.shape[1 - self.contract]), x.dtype),)
+
+    def eval(self, x: Array, w: Array, b: Array) -> Array:
+        y = MatMul(self.contract, self.precision).eval(x, w)
+        y = jnp.add(*same_rank(y, b))
+        return UNARY[self.activation](y) if self.activation else y
+
+    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        return 2 * results[0].size * int(operands[0].shape[-1])
+
+    def text(self) -> str:
+        notes = [f"contract={self.contract}"] if self.contract else []
+        notes += [f"precision={self.precision}"] if self.precision != "default" else []
+        name = "fused_mm_bias" + (f"_{self.activation}" if self.activation else "")
+        return f"{name}({', '.join(notes)})" if notes else name
+
+
+@dataclass(frozen=True)
+class FusedSwiGLU(Mir):
+    """`silu(gate) ⊙ up` from one operand `[…, 2F]` = gate ‖ up → `[…, F]`."""
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        return (TensorType((*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        half = x.shape[-1] // 2
+        return jax.nn.silu(x[..., :half]) * x[..., half:]
+
+    def text(self) -> str:
+        return "fused_swiglu(gate_first=true)"
+
+
+def _check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
+    for scale in scales:
+        if scale.shape != x.shape[-1:]:
+            raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}]; got {scale}")
+
+
+@dataclass(frozen=True)
+class RmsNormOp(Mir):
+    """`x · (mean(x²) + ε)^(−1/2) ⊙ γ [+ β]` over the last axis; the statistic is taken in f32.
+
+    As in Hugging Face's Llama the normalised value is rounded to x's dtype before γ is applied
+    (visible in bf16 only).
+    """
+
+    eps: float
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        _check_norm("rms_norm", operands[0], operands[1:])
+        return (operands[0],)
+
+    def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
+        wide = x.astype(jnp.float32)
+        normed = (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
+        y = jnp.multiply(*same_rank(normed, gamma))
+        return y if beta is None else jnp.add(*same_rank(y, beta))
+
+    @classmethod
+    def name(cls) -> str:
+        return "rms_norm"
+
+
+@dataclass(frozen=True)
+class LayerNormOp(Mir):
+    """`(x − mean x) · (var x + ε)^(−1/2) ⊙ γ + β` over the last axis, biased two-pass variance, in f32."""
+
+    eps: float
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        _check_norm("layer_norm", operands[0], operands[1:])
+        return (operands[0],)
+
+    def eval(self, x: Array, gamma: Array, beta: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        gamma, beta = (a.astype(jnp.float32) for a in (gamma, beta))
+        return jnp.add(*same_rank(jnp.multiply(*same_rank(normed, gamma)), beta)).astype(x.dtype)
+
+    @classmethod
+    def name(cls) -> str:
+        return "layer_norm"
+
+

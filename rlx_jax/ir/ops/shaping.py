@@ -1,0 +1,244 @@
+"""Ops that move elements: axes, slices, concatenation, gathers; and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.types import DimLike, TensorType, is_static
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class AxisOf:
+    """In a `Reshape` target: as long as axis `axis` of the operand."""
+
+    axis: int
+
+    def __str__(self) -> str:
+        return f"@{self.axis}"
+
+
+@dataclass(frozen=True)
+class Reshape(Mir):
+    """Reshape to `target`, whose entries are ints, axes of the operand (`AxisOf`), or one -1.
+
+    A target never names a symbol, so that binding symbols needs no substitution.
+    """
+
+    target: tuple[int | AxisOf, ...]
+
+    def _dims(self, shape: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
+        dims = [shape[t.axis] if isinstance(t, AxisOf) else t for t in self.target]
+        if any(is_static(d) and d < 0 for d in dims):
+            hole = next(i for i, d in enumerate(dims) if is_static(d) and d < 0)
+            rest = math.prod(d for i, d in enumerate(dims) if i != hole)
+            dims[hole] = math.prod(shape) // rest
+        return tuple(dims)
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        if sum(1 for t in self.target if t == -1) > 1:
+            raise ShapeError(f"reshape: more than one -1 in {self.target}")
+        dims = self._dims(x.shape)
+        # jax accepts a symbolic target without comparing element counts.
+        if math.prod(dims) != math.prod(x.shape):
+            raise ShapeError(f"reshape: {x} has {math.prod(x.shape)} elements, the target {dims} {math.prod(dims)}")
+        return (TensorType(dims, x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        return x.reshape(self._dims(x.shape))
+
+    def text(self) -> str:
+        return f"reshape([{', '.join(map(str, self.target))}])"
+
+
+def split_axis(rank: int, axis: int, sizes: tuple[int, ...]) -> Reshape:
+    """Reshape one axis of a rank-`rank` operand into several; one size may be -1."""
+    axis %= rank
+    return Reshape((*(AxisOf(i) for i in range(axis)), *sizes, *(AxisOf(i) for i in range(axis + 1, rank))))
+
+
+def merge_axes(rank: int, axis: int) -> Reshape:
+    """Merge axes `axis` and `axis + 1` of a rank-`rank` operand."""
+    axis %= rank
+    return Reshape((*(AxisOf(i) for i in range(axis)), -1, *(AxisOf(i) for i in range(axis + 2, rank))))
+
+
+@dataclass(frozen=True)
+class Transpose(Mir):
+    """Permute the axes."""
+
+    perm: tuple[int, ...]
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        if sorted(self.perm) != list(range(x.rank)):
+            raise ShapeError(f"transpose: {self.perm} is not a permutation of the axes of {x}")
+        return (TensorType(tuple(x.shape[i] for i in self.perm), x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        return jnp.transpose(x, self.perm)
+
+    def text(self) -> str:
+        return f"transpose({list(self.perm)})"
+
+
+@dataclass(frozen=True)
+class Narrow(Mir):
+    """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
+
+    axis: int
+    start: int
+    length: int
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        size = x.shape[self.axis]
+        if is_static(size) and not (0 <= self.start % size and (self.start % size) + self.length <= size):
+            raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
+        axis = self.axis % x.rank
+        return (TensorType((*x.shape[:axis], self.length, *x.shape[axis + 1 :]), x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        size = x.shape[self.axis]
+        start = self.start if self.start >= 0 else size + self.start
+        return jax.lax.slice_in_dim(x, start, start + self.length, axis=self.axis)
+
+    def text(self) -> str:
+        return f"narrow({self.axis}, {self.start}, {self.length})"
+
+
+@dataclass(frozen=True)
+class Slice(Mir):
+    """`x[key]` for a key of ints, slices of ints, `None` and `...`."""
+
+    key: tuple[Any, ...]  # ints, None, Ellipsis and (start, stop, step) triples: slices cannot be hashed
+
+    def eval(self, x: Array) -> Array:
+        return x[tuple(slice(*k) if isinstance(k, tuple) else k for k in self.key)]
+
+    def text(self) -> str:
+        def one(k: Any) -> str:
+            if isinstance(k, tuple):
+                return ":".join("" if v is None else str(v) for v in k).removesuffix(":")
+            return "..." if k is Ellipsis else str(k)
+
+        return f"slice[{', '.join(one(k) for k in self.key)}]"
+
+
+@dataclass(frozen=True)
+class Concat(Mir):
+    """Join operands along `axis`."""
+
+    axis: int
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        if len({t.dtype for t in operands}) > 1:
+            raise DTypeError(f"concat: operands have dtypes {', '.join(map(str, operands))}")
+        return super().infer(types, *operands)
+
+    def eval(self, *arrays: Array) -> Array:
+        return jnp.concatenate(arrays, axis=self.axis)
+
+
+@dataclass(frozen=True)
+class Gather(Mir):
+    """Rows of a table: `table[ids]`, table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
+
+    Ids are checked on the host before a model is called; here an id out of range reads the nearest row.
+    """
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        table, ids = operands
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise DTypeError(f"gather: ids are integers, got {ids}")
+        return (TensorType((*ids.shape, *table.shape[1:]), table.dtype),)
+
+    def eval(self, table: Array, ids: Array) -> Array:
+        return jnp.take(table, ids, axis=0, mode="clip")
+
+
+@dataclass(frozen=True)
+class TakeRow(Mir):
+    """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        x, _ = operands
+        return (TensorType((x.shape[0], 1, *x.shape[2:]), x.dtype),)
+
+    def eval(self, x: Array, index: Array) -> Array:
+        at = index.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.take_along_axis(x, at, axis=1, mode="clip")
+
+
+@dataclass(frozen=True)
+class Iota(Mir):
+    """`0, 1, …` along `axis` of the operand, as int32 of shape `[size]`."""
+
+    axis: int
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        return (TensorType((operands[0].shape[self.axis],), np.dtype(np.int32)),)
+
+    def eval(self, x: Array) -> Array:
+        return jnp.arange(x.shape[self.axis], dtype=jnp.int32)
+
+
+REDUCE: dict[str, Callable[..., Array]] = {
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": jnp.prod,
+}
+
+
+@dataclass(frozen=True)
+class Reduce(Mir):
+    """`sum`, `mean`, `max`, `min` or `prod` over `axes`."""
+
+    kind: str
+    axes: tuple[int, ...]
+    keepdims: bool = False
+
+    def eval(self, x: Array) -> Array:
+        return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims)
+
+    def text(self) -> str:
+        return f"reduce_{self.kind}({list(self.axes)}{', keepdims' if self.keepdims else ''})"
+
+
+@dataclass(frozen=True)
+class Softmax(Mir):
+    """`exp(x − max x) / Σ exp(x − max x)` along `axis`, in f32."""
+
+    axis: int = -1
+
+    def eval(self, x: Array) -> Array:
+        return jax.nn.softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class RepeatHeads(Mir):
+    """Repeat each of `heads` heads of width `head_dim` consecutively `times` times: `[…, K·D]` → `[…, K·times·D]`."""
+
+    heads: int
+    times: int
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        return (TensorType((*x.shape[:-1], x.shape[-1] * self.times), x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        split = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        return jnp.repeat(split, self.times, axis=-2).reshape(*x.shape[:-1], x.shape[-1] * self.times)

@@ -1,0 +1,292 @@
+"""Dimensions, tensor types and block paths: the nouns of the IR.
+
+A dimension is an `int` or a symbol of `jax.export` (`batch`, `seq`, `seq + past`). All symbols live
+in one process-wide scope, because JAX refuses to compare dimensions of two `symbolic_shape` calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax import export
+
+from rlx_jax.errors import DTypeError, ShapeError, did_you_mean, quote
+
+_SCOPE = export.SymbolicScope()
+_SYMBOLS: dict[str, Any] = {}
+MAX_DIM = 2**31 - 1
+MAX_RANK = 8
+MAX_ELEMENTS = 2**40
+
+DimLike = Any
+"""An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name)."""
+
+# Short names are what dumps print and profiles accept; the long ones are NumPy's.
+DTYPE_NAMES: dict[str, str] = {
+    "bool": "bool",
+    "u8": "uint8",
+    "i8": "int8",
+    "i16": "int16",
+    "u16": "uint16",
+    "i32": "int32",
+    "u32": "uint32",
+    "i64": "int64",
+    "u64": "uint64",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "c64": "complex64",
+}
+_SHORT = {long: short for short, long in DTYPE_NAMES.items()}
+_BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
+
+
+def as_dtype(dtype: Any) -> np.dtype[Any]:
+    """A NumPy dtype from a short name (`bf16`), a long name or anything NumPy takes.
+
+    Raises:
+        DTypeError: an unknown name.
+    """
+    if isinstance(dtype, str):
+        if dtype not in _BY_NAME:
+            raise DTypeError(f"unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME)}")
+        long = _BY_NAME[dtype]
+        return np.dtype(getattr(ml_dtypes, long) if long.startswith(("bfloat", "float8")) else long)
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        raise DTypeError(f"{quote(dtype)} is not a dtype") from error
+
+
+def short_name(dtype: np.dtype[Any]) -> str:
+    """`f32` for float32, and so on: the name used in dumps."""
+    return _SHORT.get(dtype.name, dtype.name)
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is a real floating type, bf16 and f8 included."""
+    return bool(jax.numpy.issubdtype(dtype, np.floating))
+
+
+def symbol(name: str) -> DimLike:
+    """The symbolic dimension `name`, the same object every time."""
+    if name not in _SYMBOLS:
+        if not name.isidentifier():
+            raise ShapeError(f"a symbolic dimension is a plain identifier, got {quote(name)}")
+        (_SYMBOLS[name],) = export.symbolic_shape(name, scope=_SCOPE)
+    return _SYMBOLS[name]
+
+
+def as_dim(dim: Any, where: str) -> DimLike:
+    """Check one user-given dimension: an identifier, an int in 1 … 2³¹−1, or a symbolic dimension."""
+    if isinstance(dim, Dim):
+        return dim.expr
+    if isinstance(dim, str):
+        return symbol(dim)
+    if export.is_symbolic_dim(dim):
+        return dim
+    if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {quote(dim)}")
+    if not 1 <= int(dim) <= MAX_DIM:
+        raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {dim}")
+    return int(dim)
+
+
+def is_static(dim: DimLike) -> bool:
+    """Whether a dimension is a plain int."""
+    return not export.is_symbolic_dim(dim)
+
+
+def symbols_of(dim: DimLike) -> frozenset[str]:
+    """Names of the symbols in a dimension."""
+    if is_static(dim):
+        return frozenset()
+    text = str(dim)
+    return frozenset(name for name in _SYMBOLS if name in text and _mentions(text, name))
+
+
+def _mentions(text: str, name: str) -> bool:
+    for at in range(len(text)):
+        if text.startswith(name, at):
+            before, after = text[at - 1 : at], text[at + len(name) : at + len(name) + 1]
+            if not (before.isalnum() or before == "_" or after.isalnum() or after == "_"):
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and dtype of a value. Always strongly typed, never JAX's weak types."""
+
+    shape: tuple[DimLike, ...]
+    dtype: np.dtype[Any]
+
+    def __str__(self) -> str:
+        return f"{short_name(self.dtype)}[{','.join(str(d) for d in self.shape)}]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        return all(is_static(d) for d in self.shape)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of all symbols in the shape."""
+        return frozenset().union(*(symbols_of(d) for d in self.shape))
+
+    @property
+    def size(self) -> int:
+        """Number of elements; the shape must be static."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; the shape must be static."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def with_dtype(self, dtype: Any) -> TensorType:
+        return TensorType(self.shape, as_dtype(dtype))
+
+    def bind(self, binding: Mapping[str, int]) -> TensorType:
+        """Replace the dimensions that are a single bound symbol."""
+        return TensorType(tuple(binding.get(str(d), d) if not is_static(d) else d for d in self.shape), self.dtype)
+
+
+def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:
+    """Check a user-given shape and dtype.
+
+    Raises:
+        ShapeError: a rank over 8, a dimension out of range, or over 2⁴⁰ elements.
+    """
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise ShapeError(f"{where}: a shape is a tuple of identifiers and ints, got {quote(shape)}")
+    if len(shape) > MAX_RANK:
+        raise ShapeError(f"{where}: rank {len(shape)} is over the limit of {MAX_RANK}")
+    dims = tuple(as_dim(d, where) for d in shape)
+    elements = math.prod(d for d in dims if is_static(d))
+    if elements > MAX_ELEMENTS:
+        raise ShapeError(f"{where}: {elements} elements are over the limit of {MAX_ELEMENTS}")
+    return TensorType(dims, as_dtype(dtype))
+
+
+class Dim:
+    """A symbolic dimension as user code sees it: arithmetic works, comparing it with a number is an error.
+
+    JAX answers `seq == 1` with a silent False, and a program traced that way is wrong for length 1.
+    """
+
+    __slots__ = ("expr",)
+
+    def __init__(self, expr: DimLike) -> None:
+        self.expr = expr
+
+    def _with(self, result: DimLike) -> Dim | int:
+        return int(result) if is_static(result) else Dim(result)
+
+    def __add__(self, other: Any) -> Dim | int:
+        return self._with(self.expr + _expr(other))
+
+    def __sub__(self, other: Any) -> Dim | int:
+        return self._with(self.expr - _expr(other))
+
+    def __mul__(self, other: Any) -> Dim | int:
+        return self._with(self.expr * _expr(other))
+
+    def __floordiv__(self, other: Any) -> Dim | int:
+        return self._with(self.expr // _expr(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Dim | int:
+        return self._with(_expr(other) - self.expr)
+
+    def __neg__(self) -> Dim | int:
+        return self._with(-self.expr)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Dim):
+            return bool(self.expr == other.expr)
+        if isinstance(other, str):
+            return str(self.expr) == other
+        raise ShapeError(self._refusal(other))
+
+    def __hash__(self) -> int:
+        return hash(self.expr)
+
+    def __lt__(self, other: object) -> bool:
+        raise ShapeError(self._refusal(other))
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+    def __bool__(self) -> bool:
+        raise ShapeError(self._refusal("a truth value"))
+
+    def __index__(self) -> int:
+        raise ShapeError(
+            f"the size of symbolic dimension {self.expr} is not known while the flow is traced; "
+            "use the dimension itself in .reshape, or give the input a static size"
+        )
+
+    __int__ = __index__
+
+    def __repr__(self) -> str:
+        return str(self.expr)
+
+    def _refusal(self, other: object) -> str:
+        return (
+            f"symbolic dimension {self.expr} cannot be compared with {other!r} while the flow is traced: "
+            "one program serves every size; declare the input with a static size to specialise"
+        )
+
+
+def _expr(value: Any) -> DimLike:
+    return value.expr if isinstance(value, Dim) else value
+
+
+# -- block paths -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerIndex:
+    """The index segment of a path inside a rolled region: layer `stride * iteration + offset`."""
+
+    stride: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{{{'' if self.stride == 1 else self.stride}i{f'+{self.offset}' if self.offset else ''}}}"
+
+    def at(self, iteration: int) -> int:
+        return self.stride * iteration + self.offset
+
+
+Path = tuple[str | int | LayerIndex, ...]
+"""Where in the user's model: `("layers", 3, "self_attn")`, printed `layers.3.self_attn`."""
+
+
+def path_text(path: Path) -> str:
+    """`layers.3.self_attn`."""
+    return ".".join(str(segment) for segment in path)
+
+
+def bind_path(path: Path, iteration: int | None) -> Path:
+    """Replace the layer index by the number of one iteration."""
+    if iteration is None:
+        return path
+    return tuple(s.at(iteration) if isinstance(s, LayerIndex) else s for s in path)

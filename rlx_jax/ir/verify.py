@@ -1,0 +1,69 @@
+"""The verifier: structure, legality per level, and types inferred again. It runs after every pass, always."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlx_jax.errors import GraphError, RlxError
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Leaf, Mir, Node, TypeCache
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import path_text
+
+LEGAL: dict[str, tuple[type, ...]] = {
+    "hir": (Leaf, Hir, Mir, Repeat),
+    "mir": (Leaf, Mir, Repeat),
+}
+"""Which kinds of op may stand at which level."""
+
+
+def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
+    """Check `graph` and return it.
+
+    Raises:
+        GraphError: all problems found, each with the node, its op and its block path; `stage` names the pass.
+    """
+    problems = list(_problems(graph, level, types))
+    if problems:
+        shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise GraphError(f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}")
+    return graph
+
+
+def _problems(graph: Graph, level: str, types: TypeCache) -> Iterator[str]:
+    for number, node in enumerate(graph.nodes):
+        where = f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'})"
+        broken = [v for v in node.inputs if not 0 <= v.node < number or v.index >= len(graph.nodes[v.node].types)]
+        if broken:
+            yield f"{where}: refers to values that are not before it: {broken}"
+            continue
+        if not isinstance(node.op, LEGAL[level]):
+            yield f"{where}: not legal at the {level} level"
+        yield from (f"{where}: {p}" for p in _type_problems(graph, node, types))
+        for region in node.op.regions():
+            given = tuple(graph.type(v) for v in node.inputs)
+            yield from (f"{where}: {p}" for p in _region_problems(region, given))
+            yield from (f"{where} > {p}" for p in _problems(region, level, types))
+    for value in graph.roots():
+        if not 0 <= value.node < len(graph.nodes) or value.index >= len(graph.nodes[value.node].types):
+            yield f"output {value} does not exist"
+    names = [i.input for i in graph.inputs]
+    yield from (f"input {n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1}))
+
+
+def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[str]:
+    try:
+        inferred = types.infer(node.op, tuple(graph.type(v) for v in node.inputs))
+    except RlxError as error:
+        yield str(error)
+        return
+    if inferred != node.types:
+        yield f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred))}"
+
+
+def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[str]:
+    for node in region.nodes:
+        if isinstance(node.op, BodyInput):
+            if node.op.index >= len(given):
+                yield f"{node.op.text()}: the region has {len(given)} operands"
+            elif node.op.type != given[node.op.index]:
+                yield f"{node.op.text()} is {node.op.type}, the operand is {given[node.op.index]}"

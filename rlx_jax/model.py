@@ -1,0 +1,366 @@
+"""`rlx_jax.compile` and what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
+from rlx_jax.errors import GraphError, MissingWeightError, UnboundInputError, UnsupportedError, WeightShapeError
+from rlx_jax.flow import Weights
+from rlx_jax.inputs import Bounds, bind_names, bind_sizes, bounds_of, check_length, host_value
+from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.text import dump
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.plan import activation_bytes, flops, state_types
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.weights.execute import by_key, load_leaf
+
+LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What a sequence has left behind: `length` `[B]` int32 and arrays by (block path, slot)."""
+
+    length: Any
+    leaves: Mapping[tuple[str, str], Any]
+
+    def arrays(self) -> StateArrays:
+        """All arrays, the length among them, as programs take them."""
+        return {LENGTH: self.length, **self.leaves}
+
+
+LENGTH = ("", "length")
+
+
+def as_state(arrays: StateArrays) -> State:
+    """The inverse of `State.arrays`."""
+    return State(arrays[LENGTH], {k: v for k, v in arrays.items() if k != LENGTH})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compiling cost and what the program needs. Times in seconds, sizes in bytes."""
+
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+    parameter_bytes: int
+    compiles: int
+    refusals: tuple[str, ...]
+    flops: int | None = None
+    donated_bytes: int | None = None
+    peak_bytes: int | None = None
+    estimated_activation_bytes: int | None = None
+
+    def __str__(self) -> str:
+        rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
+        rows += [f"{'parameters':<18} {self.parameter_bytes:,} bytes", f"{'compiles':<18} {self.compiles}"]
+        for name in ("flops", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
+            if (value := getattr(self, name)) is not None:
+                rows.append(f"{name:<18} {value:,}")
+        rows += [f"not rolled: {r}" for r in self.refusals]
+        return "\n".join(rows)
+
+
+def compile(
+    flow: Any,
+    weights: Weights = None,
+    *,
+    profile: CompileProfile | None = None,
+    mesh: Any = None,
+    program: str = "forward",
+    strict: bool = True,
+) -> CompiledModel:
+    """Compile a flow: build, lower and plan it now, and each size when it is first called.
+
+    Args:
+        flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
+        weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
+        profile: else the flow's own, else `auto`.
+        program: `forward`, `prefill` or `extend`.
+        strict: weights that nothing reads are an error.
+
+    Raises:
+        GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
+    """
+    if mesh is not None:
+        raise UnsupportedError("compile(mesh=…) is not built yet; leave it out to run on one device")
+    compiler = open_compiler(flow, weights, profile, strict, merge=False)
+    return finish_model(compiler, program)
+
+
+def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
+    """The model, its parameters streamed in while XLA compiles what is known already."""
+    model = CompiledModel(compiler, program)
+    if not has_data(compiler):
+        return model
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_params, compiler)
+        model.warm()
+        params, seconds = loading.result()
+    model.load_seconds = seconds
+    return model.replace(params=params)
+
+
+def has_data(compiler: Compiler) -> bool:
+    """Whether the source holds numbers, not only shapes."""
+    return compiler.source is not None and not getattr(compiler.source, "shapes_only", False)
+
+
+def load_params(compiler: Compiler) -> tuple[dict[str, jax.Array], float]:
+    """Read every leaf of the layout; the arrays and the seconds it took."""
+    assert compiler.source is not None
+    start = time.perf_counter()
+    params = {name: load_leaf(program, compiler.source) for name, program in compiler.layout.leaves.items()}
+    jax.block_until_ready(params)
+    return params, time.perf_counter() - start
+
+
+@dataclass
+class CompiledModel:
+    """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
+
+    `params` maps leaf names to arrays (None without weights: use `init`, `.apply`, `.lower`).
+    """
+
+    compiler: Compiler = field(repr=False)
+    program: str = "forward"
+    params: dict[str, Any] | None = field(default=None, repr=False)
+    load_seconds: float = 0.0
+    last: ProgramKey | None = field(default=None, repr=False)
+
+    # -- calling -----------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, state: State | None = None, **named: Any) -> Any:
+        """Run the program. One output is returned as an array, several as a dict by name.
+
+        Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
+        for the device. A program with state takes `state=` (donated: do not use it again) and returns `(outputs, state)`.
+        """
+        params = self._params("calling the model")
+        values, key, arrays = self._bind(inputs, named, state)
+        executable = self._executable(key, params, arrays, values)
+        return self._result(*executable.call(params, arrays, values), key)
+
+    def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
+        """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
+
+        Traced inputs cannot be checked: an id out of range reads the nearest row.
+        """
+        values, key, arrays = self._bind(inputs, named, state)
+        _, function = self.compiler.function(key)
+        self.last = key
+        return self._result(*jax.jit(function)(dict(params), arrays, values), key)
+
+    def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
+        """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
+        values, key, arrays = self._bind(inputs, named, state)
+        return self._executable(key, self.param_specs(), arrays, values).lowered
+
+    def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+        self.last = key
+        return self.compiler.executable(key, params, state, inputs)
+
+    def _result(self, outputs: tuple[Any, ...], state: StateArrays, key: ProgramKey) -> Any:
+        names = self._template(key.given, key.last_only).mir.output_names
+        result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
+        return (result, as_state(state)) if state else result
+
+    def _bind(
+        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None, last_only: bool = False
+    ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
+        """Normalise the inputs and find the program they ask for."""
+        flow = self.compiler.flow
+        named = dict(named)
+        lengths = named.pop("lengths", None) if self.program != "forward" else None
+        given = bind_names(flow.inputs, args, named, flow.name)
+        optional = frozenset(d.name for d in flow.inputs if d.optional and d.name in given)
+        template = self._template(optional, last_only)
+        if lengths is not None:
+            given["lengths"] = lengths
+        declared = {i.input: i.type for i in template.mir.inputs}
+        lacking = [name for name in declared if name not in given]
+        if lacking:
+            raise UnboundInputError(f"{flow.name}: {self.program} also needs {', '.join(lacking)}")
+        bounds = self.bounds(template.hir)
+        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
+        sizes = bind_sizes(declared, values, flow.name)
+        check_length(sizes.get("seq", 0), bounds, flow.name)
+        arrays = self._state_arrays(template.mir, state, sizes)
+        key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
+        return values, key, arrays
+
+    def _state_arrays(self, mir: Graph, state: State | None, sizes: dict[str, int]) -> StateArrays:
+        """The state's arrays, checked against the program; their sizes are added to the binding."""
+        types = state_types(mir, self.compiler.settings.scan)
+        if bool(types) != (state is not None):
+            raise GraphError(f"program {self.program} {'needs' if types else 'takes no'} state=; see init_state")
+        if state is None:
+            return {}
+        arrays = state.arrays()
+        if set(arrays) != set(types):
+            raise GraphError(f"the state has leaves {sorted(arrays)}, the program {sorted(types)}")
+        for key, t in types.items():
+            for dim, size in zip(t.shape, arrays[key].shape, strict=True):
+                if sizes.setdefault(str(dim), int(size)) != size and str(dim) == "batch":
+                    raise GraphError(f"the state holds {size} rows, the inputs {sizes['batch']}")
+        return arrays
+
+    def _template(self, given: frozenset[str] = frozenset(), last_only: bool = False) -> Any:
+        return self.compiler.template(self.program, given, last_only)
+
+    def bounds(self, hir: Graph) -> Bounds:
+        """Tables behind the inputs."""
+        if not hasattr(self, "_bounds"):
+            self._bounds = bounds_of(hir)
+        return self._bounds
+
+    def warm(self) -> None:
+        """Compile now if every size is known: a static flow, or one with a binding."""
+        flow = self.compiler.flow
+        template = self._template()
+        declared = {i.input: i.type.bind(flow.binding) for i in template.mir.inputs}
+        if self.program == "forward" and all(t.is_static for t in declared.values()):
+            self.lower(**{name: t.spec for name, t in declared.items()})
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def _params(self, doing: str) -> dict[str, Any]:
+        if self.params is None:
+            raise MissingWeightError(
+                f"{self.compiler.flow.name}: {doing} needs parameters; pass weights= to compile, "
+                "or use model.replace(params=model.init(key))"
+            )
+        return self.params
+
+    def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every leaf."""
+        return {name: t.spec for name, t in self.compiler.layout.types().items()}
+
+    def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
+        """Parameters by checkpoint key, in the checkpoint's shapes and dtypes."""
+        arrays = self._params("weights()") if params is None else params
+        return by_key({program: arrays[name] for name, program in self.compiler.layout.leaves.items()})
+
+    def replace(self, params: Arrays) -> CompiledModel:
+        """The same executables with other numbers.
+
+        Raises:
+            WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
+        """
+        specs = self.param_specs()
+        if set(params) != set(specs):
+            extra, missing = sorted(set(params) - set(specs)), sorted(set(specs) - set(params))
+            raise WeightShapeError(f"replace(params=…): missing leaves {missing[:8]}, unknown leaves {extra[:8]}")
+        for name, spec in specs.items():
+            if tuple(params[name].shape) != spec.shape or params[name].dtype != spec.dtype:
+                got = f"{params[name].dtype}{list(params[name].shape)}"
+                raise WeightShapeError(f"replace(params=…): leaf {name!r} is {spec.dtype}{list(spec.shape)}, got {got}")
+        return replace(self, params=dict(params))
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0."""
+        types = self.compiler.layout.types()
+        keys = jax.random.split(key, max(len(types), 1))
+        return {name: _initial(name, t, k) for (name, t), k in zip(types.items(), keys, strict=False)}
+
+    def init_state(self, batch: int, context: int | None = None) -> State:
+        """An empty state for `batch` rows and `context` cached tokens."""
+        binding = {**self.compiler.flow.binding, "batch": batch} | ({"context": context} if context else {})
+        types = state_types(self._template().mir, self.compiler.settings.scan)
+        if not types:
+            raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
+        bound = {k: t.bind(binding) for k, t in types.items()}
+        open_sizes = sorted({s for t in bound.values() for s in t.symbols})
+        if open_sizes:
+            raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
+        return as_state({k: jnp.zeros(t.shape, t.dtype) for k, t in bound.items()})
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def text(self, level: str, *inputs: Any, **named: Any) -> str:
+        """The program at a level: "hir", "mir", "jaxpr" (symbolic), "lir", "stablehlo", "hlo" (for sizes).
+
+        Sizes are those of the given inputs, else of the last call.
+        """
+        if level not in LEVELS:
+            raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}")
+        template = self._template()
+        if level == "hir":
+            return dump(template.built.hir, "hir", f", fusion={self.compiler.settings.policy}")
+        if level == "mir":
+            return dump(template.mir, "mir")
+        if inputs or named:
+            self.lower(*inputs, **named)
+        if level == "jaxpr":
+            return str(self._jaxpr())
+        if self.last is None:
+            raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
+        lir, _ = self.compiler.function(self.last)
+        if level == "lir":
+            return f"lir @{lir.graph.name}\n  {lir.plan.text()}\n{dump(lir.graph, 'mir')}"
+        executable = self.compiler.executables.get(self.last)
+        if executable is None:
+            raise GraphError(f"text({level!r}): this size was only traced through apply; give inputs: text({level!r}, x)")
+        return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
+
+    def _jaxpr(self) -> Any:
+        from rlx_jax.compile import make_function
+        from rlx_jax.lowering.plan import Lir, Plan
+
+        settings, mir = self.compiler.settings, self._template().mir
+        lir = Lir(mir, Plan(settings.target, settings.scan, settings.donate_state))
+        state = {k: t.spec for k, t in state_types(mir, settings.scan).items()}
+        inputs = {i.input: i.type.spec for i in mir.inputs}
+        return jax.make_jaxpr(make_function(lir, self.compiler.layout))(self.param_specs(), state, inputs)
+
+    def report(self) -> Report:
+        """What compiling cost, and what the program of the last call needs."""
+        template = self._template()
+        seconds = {**template.seconds, "load": self.load_seconds}
+        executable = self.compiler.executables.get(self.last) if self.last else None
+        common: dict[str, Any] = {
+            "nodes": template.nodes,
+            "parameter_bytes": sum(t.nbytes for t in self.compiler.layout.types().values()),
+            "compiles": len(self.compiler.executables),
+            "refusals": template.built.refusals,
+        }
+        if executable is None:
+            return Report(seconds, **common)
+        memory = executable.call.memory_analysis()
+        return Report(
+            {**seconds, **executable.seconds},
+            **common,
+            flops=flops(executable.lir.graph),
+            donated_bytes=memory.alias_size_in_bytes,
+            peak_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes,
+            estimated_activation_bytes=activation_bytes(executable.lir.graph),
+        )
+
+
+def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
+    """A host value checked; tracers and shapes as they are."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        if value.dtype != declared.dtype:
+            raise GraphError(f"input {name}: expected {declared}, got {value.dtype}")
+        return value
+    return host_value(name, value, declared, bounds.ids.get(name))
+
+
+def _initial(name: str, t: TensorType, key: jax.Array) -> jax.Array:
+    """Matrices normal with 1/√fan_in (stored `[out, in]`), biases 0, other vectors 1."""
+    rank = t.rank - 1 if "{" in name and t.rank == 3 else t.rank
+    if rank < 2:
+        return jnp.zeros(t.shape, t.dtype) if name.endswith("bias") else jnp.ones(t.shape, t.dtype)
+    return (jax.random.normal(key, t.shape, jnp.float32) * float(np.prod(t.shape[-1:])) ** -0.5).astype(t.dtype)
+
+

@@ -1,0 +1,225 @@
+"""Which files of a model directory hold the weights, and whether they agree with each other."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    ConfigError,
+    DuplicateWeightError,
+    MissingFileError,
+    MissingWeightError,
+    RlxWarning,
+    UnexpectedWeightError,
+    UnsupportedError,
+    listing,
+    quote,
+)
+from rlx_jax.weights import limits
+from rlx_jax.weights.files import Links, check_name, read_whole, resolve, storage_error
+from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.strict_json import parse_object
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_PICKLE = "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`"
+_OTHER_FORMATS = {
+    ".gguf": "GGUF is not read yet; convert it to safetensors, or pass a mapping of arrays",
+    ".bin": _PICKLE,
+    ".pt": _PICKLE,
+    ".pth": _PICKLE,
+    ".ckpt": _PICKLE,
+    ".npz": "open it with `numpy.load(path, allow_pickle=False)` and pass the arrays as a mapping",
+    ".npy": "open it with `numpy.load(path, allow_pickle=False)` and pass the array in a mapping",
+    ".h5": "open it with h5py and pass the arrays as a mapping",
+    ".msgpack": "open it with `flax.serialization.msgpack_restore` and pass the arrays as a mapping",
+    ".onnx": "convert it to safetensors, or pass a mapping of arrays",
+    ".zip": "archives are not opened; unpack it",
+    ".tar": "archives are not opened; unpack it",
+    ".gz": "archives are not opened; unpack it",
+}
+_ORBAX_MARKERS = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt", "checkpoint"}
+
+
+def open_directory(directory: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
+    """The `.safetensors` files of a model directory, opened.
+
+    The first of these that is there decides, and the rest is not looked at:
+
+    1. `model.safetensors.index.json` and the shards it names;
+    2. `model.safetensors`;
+    3. the only `*.safetensors.index.json`;
+    4. the only `*.safetensors`.
+
+    Raises:
+        MissingFileError: none of them; the message lists what is there.
+        UnsupportedError: weights of another format only.
+        Others: as `open_index` and `SafetensorsFile`.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as cause:
+        raise storage_error(cause, quote(directory)) from cause
+    chosen = _choose(directory, names)
+    if chosen.endswith(INDEX_SUFFIX):
+        return open_index(directory, chosen, strict=strict, links=links)
+    return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
+
+
+def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
+    """The shards that the index file `name` in `directory` refers to, opened and checked against it.
+
+    Raises:
+        ConfigError: the index is malformed or empty, or names something that is not a file.
+        PathEscapeError: it names a file outside the directory, or links are refused.
+        MissingWeightError: shards, or tensors in shards, are missing; all are listed.
+        DuplicateWeightError: a tensor is in two shards.
+        UnexpectedWeightError: a tensor is not in the index; a warning unless `strict`.
+        CheckpointFormatError: `total_size` differs; a warning unless `strict`.
+    """
+    index = _read_index(resolve(directory, name, links), quote(name))
+    paths, missing = {}, []
+    for shard in index.shards:
+        try:
+            paths[shard] = resolve(directory, shard, links)
+        except MissingFileError:
+            missing.append(shard)
+    if missing:
+        count = sum(len(index.shards[shard]) for shard in missing)
+        total = len(index.shards)
+        raise MissingWeightError(
+            f"{quote(name)}: {len(missing)} of {total} shards are missing, with {count} tensors: {listing(missing)}"
+        )
+    with ExitStack() as opened:
+        files = {shard: opened.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
+        _compare(index, files, strict)
+        opened.pop_all()
+    return list(files.values())
+
+
+def refuse_other_format(path: str) -> None:
+    """Raise `UnsupportedError` with advice if the file name is that of another weight format."""
+    advice = _OTHER_FORMATS.get(os.path.splitext(path)[1].lower())
+    if advice:
+        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A checked index file: shard → names of its tensors, and the bytes of all tensors if given."""
+
+    where: str
+    shards: Mapping[str, frozenset[str]]
+    total_size: int | None
+
+
+def _choose(directory: str, names: list[str]) -> str:
+    """The name of the index or the file to open."""
+    for name in ("model" + INDEX_SUFFIX, "model.safetensors"):
+        if name in names:
+            return name
+    where = quote(directory)
+    for suffix in (INDEX_SUFFIX, ".safetensors"):
+        fitting = [name for name in names if name.endswith(suffix)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise MissingFileError(
+                f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; name the one you mean"
+            )
+    if _ORBAX_MARKERS & set(names) or any(".orbax-checkpoint-tmp" in name for name in names):
+        raise UnsupportedError(
+            f"{where}: an orbax checkpoint, which is not read yet; restore it with orbax and pass a mapping of arrays"
+        )
+    for name in names:
+        refuse_other_format(os.path.join(directory, name))
+    raise MissingFileError(f"{where}: no .safetensors file; there is {listing(names) or 'nothing'}")
+
+
+def _read_index(path: str, where: str) -> _Index:
+    raw = read_whole(path, where, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+    content = parse_object(raw, where, ConfigError)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(
+            f"{where}: weight_map: expected an object of tensor name → file name, found {quote(weight_map)}"
+        )
+    limits.at_most(len(weight_map), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
+    shards: dict[str, list[str]] = defaultdict(list)
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ConfigError(f"{where}: weight_map: {quote(tensor)}: expected a file name, found {quote(shard)}")
+        shards[shard].append(tensor)
+    _check_shard_names(shards, where)
+    return _Index(where, {shard: frozenset(tensors) for shard, tensors in shards.items()}, _total_size(content, where))
+
+
+def _check_shard_names(shards: Mapping[str, list[str]], where: str) -> None:
+    seen: dict[str, str] = {}
+    for shard in shards:
+        check_name(shard)
+        if not shard.endswith(".safetensors"):
+            refuse_other_format(shard)
+            raise ConfigError(f"{where}: {quote(shard)}: expected the name of a .safetensors file")
+        folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", shard).casefold())
+        if folded in seen:
+            raise ConfigError(
+                f"{where}: {quote(seen[folded])} and {quote(shard)} differ in case or composed letters only, "
+                "which makes them one file on some systems"
+            )
+        seen[folded] = shard
+
+
+def _total_size(content: dict[str, Any], where: str) -> int | None:
+    """`metadata.total_size` in bytes. Some writers make it a float."""
+    metadata = content.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ConfigError(f"{where}: metadata: expected an object, found {quote(metadata)}")
+    size = metadata.get("total_size")
+    if size is None:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int | float) or size != int(size) or size < 0:
+        raise ConfigError(f"{where}: metadata.total_size: expected a number of bytes, found {quote(size)}")
+    return int(size)
+
+
+def _compare(index: _Index, files: Mapping[str, SafetensorsFile], strict: bool) -> None:
+    """Check the shards' own headers against the index."""
+    holders: dict[str, list[str]] = defaultdict(list)
+    for shard, file in files.items():
+        for tensor in file.tensors:
+            holders[tensor].append(shard)
+    missing = [
+        f"{tensor} of {shard}"
+        for shard, tensors in index.shards.items()
+        for tensor in sorted(tensors)
+        if shard not in holders[tensor]
+    ]
+    if missing:
+        raise MissingWeightError(f"{index.where}: the shards lack {len(missing)} of its tensors: {listing(missing)}")
+    twice = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in holders.items() if len(shards) > 1]
+    if twice:
+        raise DuplicateWeightError(f"{index.where}: {len(twice)} tensors are in two shards: {listing(twice)}")
+    listed = frozenset().union(*index.shards.values())
+    extra = [f"{tensor} in {shards[0]}" for tensor, shards in holders.items() if tensor not in listed]
+    if extra:
+        problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
+        _complain(UnexpectedWeightError, problem, strict)
+    total = sum(info.nbytes for file in files.values() for info in file.tensors.values())
+    if index.total_size not in (None, total):
+        problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"
+        _complain(CheckpointFormatError, problem, strict)
+
+
+def _complain(error: type[UnexpectedWeightError] | type[CheckpointFormatError], problem: str, strict: bool) -> None:
+    if strict:
+        raise error(f"{problem}; pass strict=False to load what the shards hold")
+    warnings.warn(problem, RlxWarning, stacklevel=2)

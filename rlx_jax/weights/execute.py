@@ -1,0 +1,90 @@
+"""Run parameter programs on a weight source, and read them backwards.
+
+Leaves are filled piece by piece: the host holds one leaf and one checkpoint tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import WeightShapeError
+from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource
+
+HostArray = np.ndarray[Any, Any]
+
+
+def load_leaf(program: Program, source: WeightSource) -> jax.Array:
+    """The leaf's array on the default device."""
+    match program:
+        case Key():
+            return jnp.asarray(_read(program, source))
+        case _:
+            out = np.empty(program.type.shape, program.type.dtype)
+            fill(out, program, source)
+            return jnp.asarray(out)
+
+
+def fill(out: HostArray, program: Program, source: WeightSource) -> None:
+    """Write the program's value into `out`, a view of the right shape in the leaf's dtype."""
+    match program:
+        case Key():
+            out[...] = _read(program, source)
+        case Transposed(of=of):
+            fill(out.T, of, source)
+        case Cast(of=Key() as key):
+            out[...] = _read(key, source).astype(out.dtype)
+        case Cast(of=of):
+            inner = np.empty(of.type.shape, of.type.dtype)
+            fill(inner, of, source)
+            out[...] = inner.astype(out.dtype)
+        case Concat(parts=parts, axis=axis):
+            start = 0
+            for part in parts:
+                size = part.type.shape[axis]
+                fill(out[(slice(None),) * axis + (slice(start, start + size),)], part, source)
+                start += size
+        case Stack(parts=parts):
+            for i, part in enumerate(parts):
+                fill(out[i, ...], part, source)
+
+
+def _read(key: Key, source: WeightSource) -> HostArray:
+    data = source.read(key.key)
+    if data.shape != key.type.shape:
+        raise WeightShapeError(
+            f"weight {key.key!r} ({source.where(key.key)}) was {key.type} when the flow was built, is {data.shape} now"
+        )
+    return data
+
+
+def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
+    """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype."""
+    found: dict[str, jax.Array] = {}
+    for program, array in leaves.items():
+        for key, value in _backwards(program, array):
+            found.setdefault(key, value)
+    return found
+
+
+def _backwards(program: Program, array: jax.Array) -> Iterator[tuple[str, jax.Array]]:
+    match program:
+        case Key(key=key):
+            yield key, array
+        case Transposed(of=of):
+            yield from _backwards(of, array.T)
+        case Cast(of=of):
+            yield from _backwards(of, array.astype(of.type.dtype))
+        case Concat(parts=parts, axis=axis):
+            start = 0
+            for part in parts:
+                size = part.type.shape[axis]
+                yield from _backwards(part, jax.lax.slice_in_dim(array, start, start + size, axis=axis))
+                start += size
+        case Stack(parts=parts):
+            for i, part in enumerate(parts):
+                yield from _backwards(part, array[i])

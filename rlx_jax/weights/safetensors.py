@@ -1,0 +1,174 @@
+"""The `.safetensors` format: eight bytes of length, a JSON header, the tensors back to back.
+
+    8 bytes   N, the length of the header, little-endian
+    N bytes   the header, see `safetensors_header`
+    the rest  the tensors, without gaps or overlaps, row-major and little-endian
+
+Our own reader, because the file may come from anyone: each number in the header is checked against
+the bytes that are there before anything of that size is allocated, the data is read (a mapped file
+that shrinks kills the process), BF16 and F8 load, and a part of a tensor costs the bytes of that part.
+It takes only files that the reference implementation takes, and of those not the ones that name a
+tensor twice, have fields that the format does not know, or are over `rlx_jax.weights.limits`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+
+from rlx_jax.errors import MissingWeightError, SafetensorsError, StorageError, WeightShapeError, did_you_mean, quote
+from rlx_jax.weights import limits
+from rlx_jax.weights.files import open_regular, read_at
+from rlx_jax.weights.safetensors_header import Header, parse_header
+
+
+class SafetensorsFile:
+    """One open `.safetensors` file. Opening reads the header only.
+
+    A context manager; the file is closed at the latest when the object goes.
+
+    Attributes:
+        name: the path as given, or the name it has in its directory.
+        tensors: name → `TensorInfo`, in the order of the data.
+        metadata: the strings of `__metadata__`.
+        bytes_read: how many bytes of tensors have been read so far.
+
+    Raises:
+        SafetensorsError: the file is malformed, or not a regular file.
+        DuplicateWeightError: a name is given twice.
+        LimitError: over one of `rlx_jax.weights.limits`.
+        UnsupportedError: a dtype that is not in `DTYPES`.
+        MissingFileError, StorageError: it does not exist, or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
+        self.name = os.fsdecode(path) if name is None else name
+        self._where = quote(self.name)
+        self._descriptor = open_regular(os.fsdecode(path), self._where, SafetensorsError)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self._status = os.fstat(self._descriptor)
+            header = _read_header(self._descriptor, self._status.st_size, self._where)
+        except BaseException:
+            self._close()
+            raise
+        self._counting = threading.Lock()
+        self.bytes_read = 0
+        self.tensors = MappingProxyType(header.tensors)
+        self.metadata = MappingProxyType(header.metadata)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+        """A tensor, or the part of it that `index` selects as in NumPy, as a new C-contiguous array.
+
+        Only the rows that `index[0]` spans are read; the other slices are applied to those.
+
+        Raises:
+            MissingWeightError: no such tensor.
+            WeightShapeError: `index` does not fit the shape.
+            SafetensorsError: the file has shrunk or changed since it was opened, or a BOOL is neither 0 nor 1.
+            StorageError: the file is closed, or cannot be read.
+        """
+        if name not in self.tensors:
+            raise MissingWeightError(f"{self._where}: no tensor {quote(name)}{close_names(name, self.tensors)}")
+        info = self.tensors[name]
+        slices = check_index(index, info.shape, name)
+        if not slices:
+            return self._read_rows(name, info.shape, 0)
+        first, count, rest = _span(slices[0], info.shape[0])
+        rows = self._read_rows(name, (count, *info.shape[1:]), first)
+        return np.ascontiguousarray(rows[(rest, *slices[1:])])
+
+    def close(self) -> None:
+        """Close the file. Reading from it is an error then."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_rows(self, name: str, shape: tuple[int, ...], first: int) -> np.ndarray[Any, Any]:
+        """An array of `shape` that starts at row `first` of a tensor."""
+        if not self._close.alive:
+            raise StorageError(f"{self._where}: the file is closed")
+        info = self.tensors[name]
+        start = info.start + first * math.prod(info.shape[1:]) * info.dtype.itemsize
+        raw = np.empty(math.prod(shape) * info.dtype.itemsize, np.uint8)
+        done = read_at(self._descriptor, raw.data, start, self._where)
+        with self._counting:
+            self.bytes_read += done
+        if done < raw.nbytes:
+            raise SafetensorsError(
+                f"{self._where}: tensor {quote(name)}: the file ends at byte {start + done}, expected "
+                f"{raw.nbytes} bytes from byte {start} on; it has been cut since it was opened"
+            )
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise SafetensorsError(f"{self._where}: the file has been written to since it was opened; open it again")
+        if info.dtype == np.bool_ and raw.max(initial=0) > 1:
+            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {raw.max()}, expected 0 or 1")
+        return raw.view(info.dtype).reshape(shape)
+
+
+def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[slice, ...]:
+    """`index` as a tuple of slices that fit `shape`; trailing axes may be left out.
+
+    Raises:
+        WeightShapeError: more slices than axes, or something else than slices of whole numbers.
+    """
+    slices = () if index is None else index
+    if not isinstance(slices, tuple) or len(slices) > len(shape):
+        raise WeightShapeError(
+            f"{quote(name)}: expected at most {len(shape)} slices for shape {shape}, got {quote(index)}"
+        )
+    for part, dim in zip(slices, shape, strict=False):
+        try:
+            slice.indices(part, dim)
+        except (TypeError, ValueError) as cause:
+            raise WeightShapeError(f"{quote(name)}: {quote(part)} is not a slice of {dim} rows") from cause
+    return slices
+
+
+def close_names(name: str, known: Iterable[str]) -> str:
+    """A suggestion among many names; comparing with 200,000 would take minutes."""
+    last = name.rpartition(".")[2]
+    likely = [k for k in known if k.rpartition(".")[2] == last or abs(len(k) - len(name)) < 3]
+    return did_you_mean(name, likely[:1000])
+
+
+def _read_header(descriptor: int, size: int, where: str) -> Header:
+    if size < 8:
+        raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
+    length = int.from_bytes(_read_bytes(descriptor, 8, 0, where), "little")
+    if length > size - 8:
+        raise SafetensorsError(f"{where}: header says {length} bytes, file has {size - 8} after the length")
+    limits.at_most(length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes")
+    return parse_header(_read_bytes(descriptor, length, 8, where), size - 8 - length, where)
+
+
+def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
+    buffer = bytearray(count)
+    if read_at(descriptor, memoryview(buffer), start, where) < count:
+        raise SafetensorsError(f"{where}: the file was cut while its header was read")
+    return bytes(buffer)
+
+
+def _span(part: slice, dim: int) -> tuple[int, int, slice]:
+    """The rows first … first + count that hold all of `part`, and the slice that takes `part` out of them.
+
+    >>> _span(slice(8, 2, -3), 10)
+    (5, 4, slice(None, None, -3))
+    """
+    rows = range(dim)[part]
+    if not rows:
+        return 0, 0, slice(None)
+    first = min(rows[0], rows[-1])
+    return first, abs(rows[-1] - rows[0]) + 1, slice(None, None, rows.step)

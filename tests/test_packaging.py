@@ -1,0 +1,72 @@
+"""The layout: links and wheel agree, and importing rlx_jax is light and touches no device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+HEAVY = {"flax", "orbax", "safetensors", "tokenizers", "torch", "transformers"}
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(("directory", "package"), WHEEL["force-include"].items())
+def test_link_and_wheel_agree(directory: str, package: str) -> None:
+    assert (ROOT / package).resolve() == (ROOT / directory).resolve()
+
+
+def test_every_link_is_in_the_wheel() -> None:
+    links = {f"rlx_jax/{p.name}" for p in (ROOT / "rlx_jax").iterdir() if p.is_symlink()}
+    assert links == set(WHEEL["force-include"].values())
+
+
+def test_links_are_left_out_of_builds() -> None:
+    assert PYPROJECT["tool"]["hatch"]["build"]["exclude"] == list(WHEEL["force-include"].values())
+
+
+def test_every_directory_with_code_is_a_package() -> None:
+    """A directory without `__init__.py` imports in a checkout and surprises tools."""
+    found = [p.parent for d in ("rlx_jax", *WHEEL["force-include"]) for p in (ROOT / d).rglob("*.py")]
+    assert sorted({str(d.relative_to(ROOT)) for d in found if not (d / "__init__.py").exists()}) == []
+
+
+def test_presets_are_package_data() -> None:
+    shipped = {p.name for p in files("rlx_jax.profiles").iterdir() if p.name.endswith(".rlx.toml")}
+    assert shipped == {p.name for p in (ROOT / "profiles").glob("*.rlx.toml")} != set()
+
+
+def test_core_dependencies_have_a_lower_bound_and_no_upper_one() -> None:
+    for requirement in PYPROJECT["project"]["dependencies"]:
+        assert re.fullmatch(r"[\w-]+>=[\d.]+", requirement), requirement
+
+
+def test_import_is_light() -> None:
+    done = python("-X", "importtime", "-c", "import sys, rlx_jax; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    timed = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "rlx_jax" in loaded & timed, "the probe sees imports"
+    assert HEAVY & (loaded | timed) == set()
+
+
+def test_import_starts_no_backend() -> None:
+    """With a platform that does not exist, whatever asks jax for a device fails; the import does not."""
+    nowhere = {"JAX_PLATFORMS": "no_such_platform"}
+    control = python("-c", "import jax; jax.devices()", **nowhere)
+    assert control.returncode != 0 and "no_such_platform" in control.stderr, "the probe sees a backend start"
+    done = python("-c", "import rlx_jax", **nowhere)
+    assert done.returncode == 0, done.stderr

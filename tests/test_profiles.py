@@ -1,0 +1,539 @@
+"""Compile profiles: the schema, TOML in and out, presets, and what bad input gives."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageError, UnsupportedError
+from rlx_jax.profiles import (
+    LATER,
+    LATER_VALUES,
+    PRESETS,
+    PRESETS_LATER,
+    Backend,
+    CompileProfile,
+    Fusion,
+    Options,
+    Precision,
+    text,
+)
+from rlx_jax.profiles.check import Table
+
+read = CompileProfile.from_toml_str
+
+# Every setting that takes effect, with a value that is not the default.
+SETTINGS: dict[str, Any] = {
+    "fusion.policy": "fusable",
+    "fusion.target": "cuda",
+    "passes.dce": False,
+    "passes.cse": False,
+    "passes.constant_folding": False,
+    "precision.compute": "bf16",
+    "precision.matmul": "highest",
+    "donation.state": False,
+    "layers.roll": "scan",
+    "backend.cpu.merge": True,
+    "backend.cuda.merge": False,
+    "backend.rocm.merge": True,
+    "backend.tpu.merge": False,
+}
+
+
+def at(profile: CompileProfile, path: str) -> Any:
+    value: Any = profile
+    for key in path.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def leaves(table: Table, path: str = "") -> list[str]:
+    found = []
+    for f in fields(table):  # type: ignore[arg-type]  # every Table is a dataclass
+        value = getattr(table, f.name)
+        found += leaves(value, f"{path}{f.name}.") if isinstance(value, Table) else [f"{path}{f.name}"]
+    return found
+
+
+# -- the schema --------------------------------------------------------------------------------
+
+
+def test_settings_above_are_the_whole_schema() -> None:
+    free = {"name", *(f"backend.{b}.compiler_options" for b in ("cpu", "cuda", "rocm", "tpu"))}
+    assert set(leaves(CompileProfile())) == set(SETTINGS) | free
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_toml_and_replace_set_the_same(path: str) -> None:
+    value = SETTINGS[path]
+    spelled = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    from_text, replaced = read(f"{path} = {spelled}"), CompileProfile().replace(**nested(path, value))
+    assert at(from_text, path) == at(replaced, path) == value != at(CompileProfile(), path)
+    assert from_text == replaced != CompileProfile()
+    assert hash(from_text) == hash(replaced) != hash(CompileProfile())
+    others = [p for p in SETTINGS if p != path]
+    assert all(at(replaced, p) == at(CompileProfile(), p) for p in others)
+
+
+def test_an_empty_text_has_the_defaults() -> None:
+    profile = read("")
+    assert profile == CompileProfile() == CompileProfile.auto()
+    assert (profile.name, CompileProfile().name) == ("custom", "auto")
+    assert (profile.fusion.policy, profile.precision.compute, profile.layers.roll) == ("direct", "auto", "auto")
+    assert profile.passes.dce and profile.passes.cse and profile.passes.constant_folding and profile.donation.state
+
+
+def test_a_name_changes_no_program() -> None:
+    named = CompileProfile().replace(name="mine")
+    assert named.name == "mine" and named == CompileProfile() and hash(named) == hash(CompileProfile())
+
+
+def test_replace_merges_tables_and_options() -> None:
+    first = CompileProfile().replace(
+        precision={"compute": "bf16"}, backend={"cpu": {"compiler_options": {"xla_a": 1}, "merge": True}}
+    )
+    second = first.replace(precision={"matmul": "high"}, backend={"cpu": {"compiler_options": {"xla_b": "x"}}})
+    assert second.precision == Precision("bf16", "high")
+    assert second.backend.cpu.merge is True
+    assert second.backend.cpu.compiler_options == {"xla_a": 1, "xla_b": "x"}
+    assert first.backend.cpu.compiler_options == {"xla_a": 1}
+    assert second.replace(precision=Precision(matmul="highest")).precision == Precision("auto", "highest")
+    assert second.replace() == second
+
+
+def test_profiles_are_values() -> None:
+    profile = CompileProfile().replace(backend={"tpu": {"compiler_options": {"xla_a": 0.5}}})
+    with pytest.raises(FrozenInstanceError):
+        profile.fusion = Fusion()  # type: ignore[misc]
+    for twin in (copy.deepcopy(profile), pickle.loads(pickle.dumps(profile))):
+        assert twin == profile and hash(twin) == hash(profile)
+    assert len({profile, CompileProfile(), copy.copy(profile)}) == 2
+
+
+def test_options_of_other_types_are_other_options() -> None:
+    profiles = [
+        CompileProfile().replace(backend={"cpu": {"compiler_options": {"xla_a": v}}}) for v in (True, 1, 1.0, "1")
+    ]
+    assert len(set(profiles)) == 4
+    assert [type(p.backend.cpu.compiler_options["xla_a"]) for p in profiles] == [bool, int, float, str]
+    b_a = read("backend.cpu.compiler_options = {b = 2, a = 1}").backend.cpu.compiler_options
+    assert (
+        list(b_a) == ["a", "b"] and dict(b_a) == {"a": 1, "b": 2} and hash(b_a) == hash(Options((("b", 2), ("a", 1))))
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Fusion(policy="fusible"), r"fusion\.policy: expected 'direct' or 'fusable'.*'fusible'.*did you mean"),  # type: ignore[arg-type]
+        (lambda: Precision(compute="float32"), r"precision\.compute: expected 'auto', 'f32', 'bf16' or 'f16'"),  # type: ignore[arg-type]
+        (lambda: Backend(merge=1), r"backend\.\*\.merge: expected 'auto', true or false, found the integer 1"),  # type: ignore[arg-type]
+        (lambda: CompileProfile(name=""), r"name: expected a printable string"),
+        (lambda: CompileProfile(precision="bf16"), r"precision: expected a table, found the string 'bf16'"),  # type: ignore[arg-type]
+    ],
+)
+def test_constructors_check_too(build: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        build()
+
+
+# -- TOML out ----------------------------------------------------------------------------------
+
+printable = st.text(st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"]) | st.just(" "), max_size=20)
+scalars = (
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | printable
+)
+options = st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True), scalars, max_size=4)
+backends = st.fixed_dictionaries(
+    {}, optional={"merge": st.sampled_from([True, False, "auto"]), "compiler_options": options}
+)
+changes = st.fixed_dictionaries(
+    {"name": printable.filter(bool)},
+    optional={
+        "fusion": st.fixed_dictionaries({"target": st.sampled_from(["auto", "cpu", "cuda", "rocm", "tpu"])}),
+        "passes": st.dictionaries(st.sampled_from(["dce", "cse", "constant_folding"]), st.booleans()),
+        "precision": st.fixed_dictionaries({"matmul": st.sampled_from(["default", "high", "highest"])}),
+        "backend": st.dictionaries(st.sampled_from(["cpu", "cuda", "rocm", "tpu"]), backends),
+    },
+)
+
+
+@given(changes)
+def test_round_trip(change: dict[str, Any]) -> None:
+    profile = CompileProfile().replace(**change)
+    again = read(profile.to_toml())
+    assert again == profile and hash(again) == hash(profile) and again.name == profile.name
+    assert again.to_toml() == profile.to_toml()
+
+
+def test_toml_shows_every_setting() -> None:
+    written = CompileProfile().to_toml()
+    assert written.startswith('name = "auto"\n\n[fusion]\npolicy = "direct"\n')
+    assert all(key in written for key in ("cse = true", 'compute = "auto"', "[backend.rocm]"))
+    assert "compiler_options" not in written  # no empty tables
+
+
+# -- presets -----------------------------------------------------------------------------------
+
+
+def test_presets_are_the_files() -> None:
+    folder = Path(text.__file__).parent
+    assert {p.name.removesuffix(".rlx.toml") for p in folder.glob("*.rlx.toml")} == set(PRESETS)
+    assert len(PRESETS + PRESETS_LATER) == len(set(PRESETS + PRESETS_LATER)) == 16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(name: str) -> None:
+    profile = CompileProfile.preset(name)
+    assert profile.name == name
+    assert profile is getattr(CompileProfile, name)()
+    assert read(profile.to_toml()) == profile
+
+
+@pytest.mark.parametrize("name", PRESETS_LATER)
+def test_preset_that_no_recipe_uses_yet(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' is known, but no recipe uses it yet; there are auto"):
+        CompileProfile.preset(name)
+    with pytest.raises(UnsupportedError):
+        getattr(CompileProfile, name)()
+
+
+@pytest.mark.parametrize("name", ["llama32_decod", "", "../auto", "auto.rlx.toml", "AUTO"])
+def test_unknown_preset(name: str) -> None:
+    with pytest.raises(ProfileError, match="there is no preset .*; there are auto, encoder"):
+        CompileProfile.preset(name)
+
+
+def test_unknown_preset_suggests() -> None:
+    with pytest.raises(ProfileError, match="did you mean 'llama32_decode'"):
+        CompileProfile.preset("lama32_decode")
+
+
+def test_decode_presets_unroll() -> None:
+    assert CompileProfile.llama32_decode().layers.roll == "unroll"
+    assert CompileProfile.llama32_decode().backend.cuda.merge is True
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(LATER))
+def test_settings_without_effect_are_refused(path: str) -> None:
+    written = path.replace("*", "cpu")
+    for attempt in (lambda: read(f"{written} = true"), lambda: CompileProfile().replace(**nested(written, True))):
+        with pytest.raises(UnsupportedError, match="known but not built yet"):
+            attempt()
+
+
+@pytest.mark.parametrize("table", ["attention", "buckets", "backend.metal"])
+def test_tables_without_effect_are_refused_even_empty(table: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{table}: this setting is known but not built yet"):
+        read(f"[{table}]")
+
+
+def test_later_and_schema_are_disjoint() -> None:
+    assert not {p.replace("*", "cpu") for p in LATER} & set(leaves(CompileProfile()))
+
+
+@pytest.mark.parametrize("value", LATER_VALUES["fusion.target"])
+def test_targets_that_are_not_supported(value: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"fusion.target: '{value}' is known but not supported; expected 'auto'"):
+        read(f'fusion.target = "{value}"')
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (
+            "fusion.polcy = 'direct'",
+            r"fusion: unknown key 'polcy'; known here: policy, target; did you mean 'policy'\?",
+        ),
+        ("[fuson]", "unknown key 'fuson'; known here: .*; did you mean 'fusion'"),
+        ("fusion.asert_clean = true", "did you mean 'assert_clean'"),
+        ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
+        ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
+        ("[backend.metl]", "did you mean 'metal'"),
+        ("fusion.target = 'gpu'", r"found the string 'gpu'; did you mean 'cuda' \(NVIDIA\)"),
+        ("compute = 'bf16'", "unknown key 'compute'; known here: .*; did you mean 'precision.compute'"),
+        ('"fusion.policy" = "direct"', "unknown key 'fusion.policy'"),
+        ('"a\\nb" = 1', r"unknown key 'a\\nb'"),
+        ("layers.merge = true", "layers: unknown key 'merge'"),
+        (
+            "precision.compute = 'fp32'",
+            "expected 'auto', 'f32', 'bf16' or 'f16', found the string 'fp32'; did you mean",
+        ),
+        ("precision.compute = ['f32']", "found an array"),
+        ("passes.dce = 1", "passes.dce: expected true or false, found the integer 1"),
+        ("passes.dce = 'true'", "expected true or false, found the string 'true'"),
+        ("passes.dce = nan", "found the number nan"),
+        ("passes.dce = 1979-05-27", "found a date or time"),
+        ("passes.dce = {}", "found a table"),
+        (f"passes.dce = 0x{'f' * 60000}", "found an integer of 240000 bits"),
+        ("backend.cpu.merge = 'yes'", "expected 'auto', true or false, found the string 'yes'"),
+        ("fusion = 'direct'", "fusion: expected a table, found the string 'direct'"),
+        ("[[fusion]]", "fusion: expected a table, found an array"),
+        ("name = 3", "name: expected a printable string of 1 to 1024 characters"),
+        ('name = "a\\nb"', "name: expected a printable string"),
+        ("backend.cpu.compiler_options = 3", "expected a table of XLA options"),
+        (
+            "backend.cpu.compiler_options.a = nan",
+            "compiler_options.a: expected .* a finite number .*, found the number nan",
+        ),
+        ("backend.cpu.compiler_options.a = -inf", "found the number -inf"),
+        ("backend.cpu.compiler_options.a = 9223372036854775808", "64-bit integer"),
+        (f"backend.cpu.compiler_options.a = 0x{'f' * 60000}", "an integer of 240000 bits"),
+        ("backend.cpu.compiler_options.a = [1]", "found an array"),
+        ('backend.cpu.compiler_options.a = "\\u0000"', "a printable string of at most 1024"),
+        ('backend.cpu.compiler_options."a b" = 1', "option name of letters, digits and _, found the string 'a b'"),
+    ],
+)
+def test_refused_with_a_reason(toml: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message) as caught:
+        read(toml)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"a = 1\nb = \xff", r"line 2, column 5: not UTF-8: invalid start byte"),
+        ("fusion.policy = 'direct'".encode("utf-16"), r"line 1, column 1: not UTF-8"),
+        (b"\xef\xbb\xbf[fusion]", r"line 1, column 1: a byte order mark"),
+        (b"[fusion\npolicy = 1", r"line 1, column 8: Expected ']'"),
+        (b"[fusion]\npolicy = ", r"line 2, column 10: Invalid value"),
+        (b"[fusion]\npolicy = 'direct'\npolicy = 'direct'", r"line 3, column 18: Cannot overwrite a value"),
+        (b"[fusion]\n[passes]\n[fusion]", r"line 3, column 8: Cannot declare \('fusion',\) twice"),
+        (b"passes.dce = \x00", r"line 1, column 14: Invalid value"),
+        (b"# \x00", r"line 1, column 3: Found invalid character '\\x00'"),
+        (b"passes.dce = " + b"9" * 5000, r"Exceeds the limit"),
+        (b"#" * 70 * 1024, r"line 1, column 65537: a profile has at most 65536 bytes"),
+        (b"a = " + b"[" * 33, r"line 1, column 37: a profile has at most 32 nested brackets"),
+        (b"a = " + b"{b=" * 33, r"at most 32 nested brackets"),
+        (b"x = 1\n" + b".".join([b"a"] * 18) + b" = 1", r"line 2, column 34: a profile has at most 16 dots in a key"),
+        (b"[" + b" . ".join([b'"."'] * 18) + b"]", r"at most 16 dots in a key"),
+        (b"a = '''\n[[[['''''\nb = " + b"[" * 33, r"line 3, column 37"),
+        (b'a = """\\""""""\nb = ' + b"[" * 33, r"line 2, column 37"),
+    ],
+)
+def test_faults_of_the_text_name_line_and_column(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "bad.rlx.toml"
+    path.write_bytes(data)
+    with pytest.raises(ProfileError, match=message) as caught:
+        CompileProfile.from_toml(path)
+    assert f"compile profile '{path}'"[:100] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        "name = '" + "[" * 500 + "'  # " + "[" * 500,
+        'name = "' + "." * 500 + '\\"' + "{" * 500 + '"',
+        "name = '''" + "''[" * 100 + "'''",
+        'name = """' + '\\"""[' * 100 + '"""""',
+        "backend.cpu.compiler_options = { " + ", ".join(f"a{i} = 1.5" for i in range(50)) + " }",
+        "backend.cpu.compiler_options.a=1.25\nbackend.cpu.compiler_options.b=1.25\n" * 1,
+        "#" * 65000,
+    ],
+)
+def test_limits_do_not_count_strings_comments_and_numbers(toml: str) -> None:
+    read(toml)
+
+
+@pytest.mark.parametrize(
+    "toml",
+    ["[" * 60000, "a." * 30000, '"""' * 20000, '"' * 65000, "a = [" + "1," * 30000, "[a]\n" * 16000, "'" * 65000],
+)
+def test_hostile_texts_end_soon(toml: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ProfileError):
+        read(toml)
+    assert time.perf_counter() - start < 1
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "fast mode.rlx.toml"
+    path.write_text("[precision]\r\ncompute = 'f16'\r\n", encoding="utf-8", newline="")
+    for spelled in (path, str(path), os.fsencode(path)):
+        profile = CompileProfile.from_toml(spelled)  # type: ignore[arg-type]  # bytes paths work as in open()
+        assert profile.precision.compute == "f16" and profile.name == "fast_mode"
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert CompileProfile.from_toml(link) == profile
+
+
+def test_a_missing_file_is_never_the_default(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.rlx.toml", "auto", ""):
+        with pytest.raises(MissingFileError, match="no such file") as caught:
+            CompileProfile.from_toml(path)
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(StorageError, match="expected a regular file"):
+            CompileProfile.from_toml(path)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be read: Not a directory"):
+        CompileProfile.from_toml(tmp_path / "file" / "x.rlx.toml")
+    with pytest.raises(StorageError, match="no path of a file"):
+        CompileProfile.from_toml("a\0b")
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ProfileError, match="expected a string of TOML, found bytes"):
+        read(b"")  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match="not UTF-8"):
+        read("name = '\ud800'")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fuson": {}}, "CompileProfile.replace: unknown key 'fuson'; known here: .*; did you mean 'fusion'"),
+        ({"precision": {"compte": "f32"}}, "precision: unknown key 'compte'; known here: .*; did you mean 'compute'"),
+        ({"precision": {3: "f32"}}, "precision: a key is a string, found the integer 3"),
+        ({"precision": None}, "precision: expected a table, found a value of type NoneType"),
+        ({"precision": Fusion()}, "precision: expected a table, found a value of type Fusion"),
+        ({"passes": {"dce": np.bool_(True)}}, "passes.dce: expected true or false, found a value of type bool"),
+        ({"fusion": {"target": np.zeros(3)}}, "found a value of type ndarray"),
+        ({"backend": {"cpu": {"compiler_options": {"a": np.float64(1)}}}}, "found a value of type float64"),
+        ({"backend": {"cpu": {"compiler_options": {"a": "\ud800"}}}}, "a printable string"),
+        ({"name": "x" * 2000}, "a printable string of 1 to 1024"),
+    ],
+)
+def test_replace_checks_as_toml_does(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        CompileProfile().replace(**change)
+
+
+# -- mutants -----------------------------------------------------------------------------------
+
+FULL = CompileProfile().replace(
+    name="all",
+    precision={"compute": "bf16"},
+    backend={"cpu": {"compiler_options": {"xla_a": True, "xla_b": -3, "xla_c": 1e-5, "xla_d": 'x"\\y'}}},
+)
+SEEDS = [FULL.to_toml().encode(), CompileProfile.llama32_decode().to_toml().encode()]
+PIECES = st.sampled_from(
+    [
+        b"[",
+        b"]",
+        b"[[",
+        b"{",
+        b"}",
+        b'"',
+        b"'",
+        b'"""',
+        b"'''",
+        b"\\",
+        b".",
+        b",",
+        b"=",
+        b"\n",
+        b"\r",
+        b"#",
+        b"\x00",
+        b"\xff",
+    ]
+    + [
+        b"nan",
+        b"inf",
+        b"true",
+        b"1",
+        b"0x",
+        b"1979-05-27T07:32:00Z",
+        b"\\u0000",
+        b"\\ud800",
+        b"\xef\xbb\xbf",
+        "é".encode(),
+    ]
+    + [b"[" * 40, b"a." * 20, b"9" * 5000, b"fusion", b"metal", b"skip = true\n", b"name = 1\n"]
+)
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "delete", "repeat"]),
+        st.integers(0, 2**16),
+        st.integers(0, 40),
+        PIECES | st.binary(max_size=4),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mutant(seed: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
+    for kind, where, length, piece in edits:
+        i = where % (len(seed) + 1)
+        cut = seed[i : i + length]
+        seed = (
+            seed[:i]
+            + {"insert": piece, "delete": b"", "repeat": cut + cut}[kind]
+            + seed[i + (kind != "insert") * length :]
+        )
+    return seed
+
+
+@given(st.sampled_from(SEEDS), EDITS)
+def test_a_mutant_is_refused_or_means_what_it_says(seed: bytes, edits: list[tuple[str, int, int, bytes]]) -> None:
+    data = mutant(seed, edits)
+    try:
+        profile = read(data.decode("utf-8", "surrogateescape"))
+    except RlxError as error:
+        assert isinstance(error, (ProfileError, UnsupportedError))
+        assert str(error).isprintable() and len(str(error)) <= 2048
+    else:
+        assert read(profile.to_toml()) == profile
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    try:
+        text.parse(data, "bytes")
+    except ProfileError:
+        pass
+
+
+json_like = st.recursive(
+    scalars | st.none() | st.floats() | st.integers(),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
+)
+keys = st.sampled_from([*(k for p in [*SETTINGS, *LATER] for k in p.split(".")), "compiler_options"]) | st.text(
+    max_size=5
+)
+
+
+@given(
+    st.dictionaries(
+        keys,
+        json_like | st.dictionaries(keys, json_like | st.dictionaries(keys, json_like, max_size=3), max_size=3),
+        max_size=3,
+    )
+)
+def test_any_replacement_is_refused_or_holds(change: dict[str, Any]) -> None:
+    try:
+        profile = CompileProfile().replace(**change)
+    except (ProfileError, UnsupportedError) as error:
+        assert str(error).isprintable()
+    else:
+        assert read(profile.to_toml()) == profile

@@ -1,0 +1,221 @@
+"""The safetensors reader: each fault by name, legal oddities, and mutants judged by the reference implementation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import struct
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx_jax.errors import (
+    DuplicateWeightError,
+    FormatError,
+    LimitError,
+    MissingFileError,
+    MissingWeightError,
+    RlxError,
+    SafetensorsError,
+    StorageError,
+    UnsupportedError,
+    WeightShapeError,
+)
+from rlx_jax.weights import limits
+from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors_header import DTYPES
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+SEED = int(os.environ.get("RLX_FUZZ_SEED", "1"))
+
+
+def frame(header: Any, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def one(data: bytes = b"1234", **changes: Any) -> bytes:
+    """A file with one tensor `a`, an F32 of four bytes unless `changes` says otherwise."""
+    return frame({"a": {**ENTRY, **changes}}, data)
+
+
+def text(entry: str, data: bytes = b"1234") -> bytes:
+    """The same with the entry spelt out."""
+    return frame(b'{"a": ' + entry.encode() + b"}", data)
+
+
+def open_raw(tmp_path: Path, raw: bytes) -> SafetensorsFile:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    return SafetensorsFile(path)
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def raw_entry(**fields: str) -> str:
+    """An entry whose fields are JSON text."""
+    given_fields = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0, 4]", **fields}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in given_fields.items()) + "}"
+
+
+FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
+    # the length
+    "empty file": (b"", SafetensorsError, "the file has 0 bytes, expected 8"),
+    "seven bytes": (b"\0" * 7, SafetensorsError, "the file has 7 bytes, expected 8"),
+    "header length 0": (frame(b"", b"1234"), SafetensorsError, "expected '{', found the end at byte 8"),
+    "header length 1": (struct.pack("<Q", 1) + one()[8:], SafetensorsError, "expected a name, a string at byte 9"),
+    "header over file": (struct.pack("<Q", 200) + one()[8:], SafetensorsError, "header says 200 bytes, file has 62"),
+    "header 2^63": (struct.pack("<Q", 2**63) + one()[8:], SafetensorsError, "header says 9223372036854775808 bytes"),
+    "header 2^64-1": (b"\xff" * 8 + one()[8:], SafetensorsError, "header says 18446744073709551615 bytes"),
+    # the text
+    "not UTF-8": (frame(b'{"\xff": 1}'), SafetensorsError, "not UTF-8 at byte 10"),
+    "not JSON": (frame(b"{'a': 1}"), SafetensorsError, "at byte 9"),
+    "an array": (frame(b"[]"), SafetensorsError, "expected '{', found '[' at byte 8"),
+    "byte-order mark": (frame(b"\xef\xbb\xbf{}"), SafetensorsError, "byte-order mark at byte 8"),
+    "NUL": (frame(b"{}\0\0"), SafetensorsError, "NUL at byte 10"),
+    "control character": (frame(b'{"a\n": 1}'), SafetensorsError, "at byte 10"),
+    "depth bomb": (frame(b"[" * 200_000), SafetensorsError, "at byte 8"),
+    "depth bomb as entry": (text("[" * 200_000), SafetensorsError, "tensor 'a': expected an object at byte 14"),
+    "depth bomb in entry": (text('{"shape": ' + "[" * 4000 + "}"), SafetensorsError, "at byte"),
+    "depth bomb of objects": (text('{"a":' * 100_000), SafetensorsError, "at byte 14"),
+    "trailing text": (frame(b"{} x"), SafetensorsError, "expected the end of the header, found 'x' at byte 11"),
+    "trailing comma": (frame(b'{"a": %s,}' % json.dumps(ENTRY).encode(), b"1234"), SafetensorsError, "a name"),
+    "unclosed": (frame(b'{"a": %s' % json.dumps(ENTRY).encode(), b"1234"), SafetensorsError, "found the end"),
+    "unclosed string": (frame(b'{"a'), SafetensorsError, "Unterminated string"),
+    "half a surrogate": (frame(rb'{"a\ud800": 1}'), SafetensorsError, "half of a surrogate pair in the string at byte 9"),
+    # names
+    "duplicate tensor": (
+        frame(b'{"a": %s, "a": %s}' % ((json.dumps(ENTRY).encode(),) * 2), b"1234"),
+        DuplicateWeightError,
+        "'a' is given twice, again at byte 74",
+    ),
+    "duplicate, escaped": (
+        frame(rb'{"a": %s, "\u0061": %s}' % ((json.dumps(ENTRY).encode(),) * 2), b"1234"),
+        DuplicateWeightError,
+        "'a' is given twice",
+    ),
+    "duplicate field": (text(raw_entry()[:-1] + ', "dtype": "F32"}'), DuplicateWeightError, "field 'dtype' is given twice"),
+    "duplicate metadata": (frame(b'{"__metadata__": {}, "__metadata__": {}}'), DuplicateWeightError, "'__metadata__' is"),
+    "duplicate in metadata": (frame(b'{"__metadata__": {"k": "", "k": ""}}'), DuplicateWeightError, "'k' is given twice"),
+    "long name": (frame({"a" * 1025: ENTRY}, b"1234"), LimitError, "limits.MAX_NAME_BYTES = 1024"),
+    "long name in bytes": (frame({"é" * 513: ENTRY}, b"1234"), LimitError, "limits.MAX_NAME_BYTES = 1024"),
+    # metadata
+    "metadata null": (frame({"__metadata__": None}), SafetensorsError, "expected '{', found 'n'"),
+    "metadata with number": (frame({"__metadata__": {"k": 1}}), SafetensorsError, "the value of 'k' in '__metadata__'"),
+    "metadata with object": (frame({"__metadata__": {"k": {}}}), SafetensorsError, "the value of 'k' in '__metadata__'"),
+    # fields
+    "entry null": (text("null"), SafetensorsError, "tensor 'a': expected an object"),
+    "entry a list": (text('["F32", [1], [0, 4]]'), SafetensorsError, "tensor 'a': expected an object"),
+    "entry nested": (text('{"dtype": {"x": 1}, "shape": [1]}'), SafetensorsError, "not a flat object"),
+    "entry empty": (text("{}"), SafetensorsError, "tensor 'a': field 'dtype' is missing"),
+    "entry long": (text(raw_entry()[:-1] + " " * 4096 + "}"), SafetensorsError, "limits.MAX_ENTRY_CHARS = 4096"),
+    "missing shape": (text('{"dtype": "F32", "data_offsets": [0, 4]}'), SafetensorsError, "field 'shape' is missing"),
+    "missing offsets": (text('{"dtype": "F32", "shape": [1]}'), SafetensorsError, "field 'data_offsets' is missing"),
+    "unknown field": (one(stride=[1]), SafetensorsError, "tensor 'a': unknown field 'stride'"),
+    "misspelt field": (one(dtpye="F32"), SafetensorsError, "unknown field 'dtpye'; did you mean 'dtype'?"),
+    "dtype a number": (one(dtype=3), SafetensorsError, "dtype: expected a string, found '3'"),
+    "dtype null": (one(dtype=None), SafetensorsError, "dtype: expected a string, found 'null'"),
+    "dtype a list": (one(dtype=["F32"]), SafetensorsError, "dtype: expected a string, found list"),
+    "dtype unknown": (one(dtype="F33"), UnsupportedError, "dtype 'F33' is not supported; these are: BOOL"),
+    "dtype lower case": (one(dtype="f32"), UnsupportedError, "dtype 'f32' is not supported"),
+    "dtype complex": (one(b"12345678", dtype="C64", data_offsets=[0, 8]), UnsupportedError, "dtype 'C64'"),
+    "dtype 4 bits": (one(dtype="F4", shape=[8]), UnsupportedError, "dtype 'F4'"),
+    "dtype 4 bits, odd": (one(dtype="F4", shape=[7]), SafetensorsError, "takes 28 bits, which are not whole bytes"),
+    "dtype 6 bits, odd": (one(dtype="F6_E2M3", shape=[3]), SafetensorsError, "takes 18 bits"),
+    # numbers
+    "size true": (one(shape=[True]), SafetensorsError, "shape: expected whole numbers from 0 to 2**63 - 1, found 'true'"),
+    "size 1.0": (one(shape=[1.0]), SafetensorsError, "found '1.0'"),
+    "size a string": (one(shape=["1"]), SafetensorsError, "shape: expected whole numbers"),
+    "size null": (one(shape=[None]), SafetensorsError, "found 'null'"),
+    "size a list": (one(shape=[[1]]), SafetensorsError, "found list"),
+    "size negative": (one(shape=[-1]), SafetensorsError, "found '-1'"),
+    "size -0": (text(raw_entry(shape="[-0]", data_offsets="[0, 0]"), b""), SafetensorsError, "found '-0.0'"),
+    "size 1e0": (text(raw_entry(shape="[1e0]")), SafetensorsError, "found '1.0'"),
+    "size 1e999": (text(raw_entry(shape="[1e999]")), SafetensorsError, "found 'Infinity'"),
+    "size 01": (text(raw_entry(shape="[01]")), SafetensorsError, "at byte"),
+    "size NaN": (text(raw_entry(shape="[NaN]")), SafetensorsError, "tensor 'a': NaN, Infinity or deep nesting"),
+    "size of 3,000 digits": (text(raw_entry(shape="[" + "9" * 3000 + "]")), SafetensorsError, "expected whole numbers"),
+    "size of 5,000 digits": (text(raw_entry(shape="[" + "9" * 5000 + "]")), SafetensorsError, "limits.MAX_ENTRY_CHARS"),
+    "shape a number": (one(shape=1), SafetensorsError, "shape: expected a list of whole numbers, found '1'"),
+    "shape an object": (text(raw_entry(shape="{}")), SafetensorsError, "not a flat object"),
+    "offset true": (one(b"", shape=[0], data_offsets=[False, False]), SafetensorsError, "data_offsets: expected whole"),
+    "offset a float": (one(data_offsets=[0, 4.0]), SafetensorsError, "found '4.0'"),
+    "offset negative": (one(data_offsets=[-4, 0]), SafetensorsError, "found '-4'"),
+    "offset 2^63": (one(data_offsets=[0, 2**63]), SafetensorsError, "found '9223372036854775808'"),
+    "one offset": (one(data_offsets=[4]), SafetensorsError, "expected [begin, end], found 1 numbers"),
+    "three offsets": (one(data_offsets=[0, 4, 4]), SafetensorsError, "expected [begin, end], found 3 numbers"),
+    "reversed": (one(data_offsets=[4, 0]), SafetensorsError, "begin 4 is after end 0"),
+    "out of bounds": (one(data_offsets=[0, 5]), SafetensorsError, "ends at 5, but the file has 4 bytes of data"),
+    "cut short": (one(b"123"), SafetensorsError, "ends at 4, but the file has 3 bytes of data; a download"),
+    # sizes against offsets
+    "too small": (one(shape=[2]), SafetensorsError, "shape [2] of float32 takes 8 bytes, data_offsets give 4"),
+    "too large": (one(shape=[]), SafetensorsError, "") if False else (one(shape=[0]), SafetensorsError, "takes 0 bytes"),
+    "wraps to 0": (one(b"", shape=[2**31 - 1] * 3, data_offsets=[0, 0]), LimitError, "elements, the limit is fewer"),
+    "wraps modulo 2^64": (one(shape=[2**62 + 1]), LimitError, "dimension 4611686018427387905 is over the limit"),
+    "dimension 2^31": (one(shape=[2**31]), LimitError, "dimension 2147483648 is over the limit of 2147483647"),
+    "elements 2^40": (one(shape=[2**20, 2**20]), LimitError, "1099511627776 elements"),
+    "elements beside a zero": (one(b"", shape=[0, 2**20, 2**20], data_offsets=[0, 0]), LimitError, "1099511627776 elements"),
+    "rank 9": (one(shape=[1] * 9), LimitError, "rank 9 is over the limit of 8"),
+    # tensors against each other
+    "overlap": (
+        frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, b"123456"),
+        SafetensorsError,
+        "tensor 'b' overlaps 'a': it begins at 2, expected 4",
+    ),
+    "same place": (
+        frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 0, 4)}, b"1234"),
+        SafetensorsError,
+        "tensor 'b' overlaps 'a'",
+    ),
+    "empty inside": (
+        frame({"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 2, 2)}, b"1234"),
+        SafetensorsError,
+        "tensor 'b' overlaps 'a'",
+    ),
+    "hole": (
+        frame({"b": entry("U8", [2], 4, 6), "a": entry("U8", [2], 0, 2)}, b"123456"),
+        SafetensorsError,
+        "tensor 'b' leaves 2 unused bytes after 'a'",
+    ),
+    "hole in front": (one(b"00001234", data_offsets=[4, 8]), SafetensorsError, "leaves 4 unused bytes after the header"),
+    "trailing bytes": (one(b"1234" + b"0"), SafetensorsError, "1 bytes after the last tensor ('a') belong to none"),
+    "data without tensors": (frame({}, b"1"), SafetensorsError, "1 bytes after the last tensor (the header)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(tmp_path: Path, name: str) -> None:
+    raw, error, message = FAULTS[name]
+    with pytest.raises(error) as caught:
+        open_raw(tmp_path, raw)
+    assert type(caught.value) is error
+    assert message in str(caught.value)
+    assert "model.safetensors'" in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_faults_are_faults_to_the_reference_too_or_stricter() -> None:
+    """What we refuse beyond the reference is a list that we know."""
+    stricter = set()
+    for name, (raw, _, _) in FAULTS.items():
+        try:
+            safetensors.deserialize(raw)
+            stricter.add(name)
+        except safetensors.SafetensorError:
+            pass
+    assert stricter == STRICTER
