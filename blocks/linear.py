@@ -50,11 +50,13 @@ class GatherAdd:
 
     input_name: str
     weight_key: str
+    shape: tuple[int, int] | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GatherAdd")
         with emit.scope(self.input_name):
-            return x + emit.add(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
+            table = emit.param(self.weight_key, self.shape)
+            return x + emit.add(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def test_live_hidden_states(seed: int, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     hugging_face.write(hugging_face.random_bert(seed), directory)
     model, encoder = hugging_face.load(directory, "AutoModel"), rlx.load(directory)
-    compiled = rlx.compile(rlx.from_pretrained(directory))
+    compiled: Any = rlx.compile(rlx.from_pretrained(directory))
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, model.config.vocab_size, (3, 13)).astype(np.int32)
     assert_close(encoder.hidden_states(tokens), hugging_face.bert_hidden(model, tokens))

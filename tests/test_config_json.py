@@ -68,8 +68,8 @@ def test_any_object_comes_back(
 
 
 FAULTS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "not JSON at byte 0"),
-    "not JSON": (b'{"a": }', "not JSON at byte 6"),
+    "empty": (b"", "not JSON: Expecting value at byte 0"),
+    "not JSON": (b'{"a": }', "not JSON: Expecting value at byte 6"),
     "an array": (b"[1]", "expected a JSON object, found list"),
     "a number": (b"3", "expected a JSON object, found int"),
     "trailing text": (b"{} {}", "at byte 3"),
@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "byte-order mark": (b"\xef\xbb\xbf{}", "byte-order mark"),
     "UTF-16": ('{"a": 1}'.encode("utf-16-le"), "NUL at byte 1"),
     "NUL": (b'{"a": 1}\0', "NUL at byte 8"),
-    "control character": (b'{"a": "\n"}', "not JSON at byte 7"),
+    "control character": (b'{"a": "\n"}', "not JSON: Invalid control character at byte 7"),
     "duplicate": (b'{"a": 1, "a": 1}', "'a' is given twice"),
     "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'r[0].x.type' is given twice"),
     "NaN": (b'{"a": NaN}', "NaN is not a JSON number at byte 6"),

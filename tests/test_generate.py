@@ -425,7 +425,7 @@ def test_live_splits(seed: int, tmp_path: Path) -> None:
     model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
     rng = np.random.default_rng(seed)
     steps = [rng.integers(1, 9, 3), rng.integers(0, 6, 3), rng.integers(0, 4, 3)]
-    total = sum(steps)
+    total = np.sum(steps, axis=0)
     rows = [rng.integers(0, model.config.vocab_size, n).tolist() for n in total]
     want = [logits for _, logits in hugging_face.llama_rows(model, rows)]
     begin, state = np.zeros(3, int), None

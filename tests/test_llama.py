@@ -191,7 +191,7 @@ def test_tied_with_a_head_beside(tmp_path: Path) -> None:
 
 
 def test_tied_with_another_head(tmp_path: Path) -> None:
-    """If config says tied and the stored head differs, the stored one counts (as in transformers 5), or it is refused."""
+    """If config says tied and the stored head differs, it counts (as in transformers 5), or it is refused."""
     directory = checkpoints.copy(TIED, tmp_path / "other")
     head = np.random.default_rng(0).normal(0, 0.2, (113, 40)).astype(np.float32)
     checkpoints.edit_tensors(directory, lambda t: t | {"lm_head.weight": head})

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import rlx_jax as rlx
+from rlx_jax import errors
 from tests.oracles import checkpoints, numpy_reference, texts
 from tests.oracles.comparing import assert_close
 
@@ -92,7 +93,7 @@ def test_lists_of_ids(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
     chosen = [0, 9, 10, 24]
     ids = [tokenizer.encode(texts.fifty()[i]).ids for i in chosen]
     assert_embeddings(minilm.embed(ids), recorded[chosen])
-    with pytest.raises(rlx.errors.TokenIdError):
+    with pytest.raises(errors.TokenIdError):
         minilm.embed([[101, 30522, 102]])
 
 
@@ -104,7 +105,7 @@ def test_no_text(minilm: Any) -> None:
 @pytest.mark.parametrize("bad", [[1, 2], [None], ["a", [101, 102]], ["lone \ud800 surrogate"]], ids=repr)
 def test_what_is_no_text(minilm: Any, bad: Any) -> None:
     """Anything but strings or lists of ids is a request error."""
-    with pytest.raises(rlx.errors.RequestError):
+    with pytest.raises(errors.RequestError):
         minilm.embed(bad)
 
 
@@ -149,7 +150,7 @@ def test_extras_are_right_or_refused(name: str, variants: dict[str, npt.NDArray[
     directory = checkpoints.sentence_directory(BASE, tmp_path / name, **checkpoints.SENTENCE_EXTRAS[name])
     try:
         embeddings = rlx.load(directory).embed(SENTENCES)
-    except (rlx.errors.ConfigError, rlx.errors.UnsupportedError):
+    except (errors.ConfigError, errors.UnsupportedError):
         return
     assert_embeddings(embeddings, variants[name])
 
@@ -164,7 +165,7 @@ def test_other_modules_are_refused(kind: str, tmp_path: Path) -> None:
     modules.append({"idx": 2, "name": "2", "path": "2_Other", "type": kind})
     (directory / "modules.json").write_text(json.dumps(modules), "utf-8")
     (directory / "2_Other").mkdir()
-    with pytest.raises((rlx.errors.ConfigError, rlx.errors.UnsupportedError), match=re.escape(kind or "type")):
+    with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=re.escape(kind or "type")):
         rlx.load(directory).embed(["a"])
 
 
@@ -175,7 +176,7 @@ def test_module_outside_the_directory(tmp_path: Path) -> None:
     modules = json.loads(file.read_text("utf-8"))
     modules[1]["path"] = "../here/1_Pooling"
     file.write_text(json.dumps(modules), "utf-8")
-    with pytest.raises(rlx.errors.FormatError):
+    with pytest.raises(errors.FormatError):
         rlx.load(directory).embed(["a"])
 
 

@@ -51,6 +51,12 @@ _NO_MAX_LENGTH = 2**31
 _PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
 # The classes of transformers that take a tokenizer.json as it is.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Settings of those that have a BertNormalizer, and what it calls them.
+_BERT_SETTINGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -126,22 +132,18 @@ class Tokenizer:
         return text
 
     def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
-        special = bool(special)
+        encode = self._native.encode_batch_fast
         if max_length is None:
-            encode = self._native.encode_batch_fast
-            rows: list[list[int]] = _guard(
-                lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed"
+            return _guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
+        around = self.special_count if special else 0
+        if _whole(max_length, "max_length") < max(1, around):
+            raise RequestError(
+                f"max_length is {max_length}; expected at least {max(1, around)}, special tokens included"
             )
-            return rows
-        room = _whole(max_length, "max_length") - (self.special_count if special else 0)
-        if max_length < 1 or room < 0:
-            least = max(1, self.special_count if special else 0)
-            raise RequestError(f"max_length is {max_length}; expected at least {least}, the special tokens included")
-        return _guard(lambda: [self._cut(row, room, special) for row in self._bare(texts)], "encoding failed")
-
-    def _bare(self, texts: list[str]) -> list[Any]:
-        encodings: list[Any] = self._native.encode_batch_fast(texts, add_special_tokens=False)
-        return encodings
+        return _guard(
+            lambda: [self._cut(row, max_length - around, special) for row in encode(texts, add_special_tokens=False)],
+            "encoding failed",
+        )
 
     # Truncation is a setting of the native object, which concurrent calls would take from each other;
     # so the text's own tokens are cut here, and the special ones come after.
@@ -157,9 +159,10 @@ class Tokenizer:
 def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False) -> Tokenizer | None:
     """The tokenizer of a model directory, or None if it has no `tokenizer.json`.
 
-    Truncation and padding baked into the file are ignored. Where `tokenizer_config.json` and `tokenizer.json`
-    differ about lower case, accents, or begin and end tokens, the former wins, as in transformers. Ids of
-    special tokens come from `generation_config.json`, else `config.json`, else the tokenizer's own files.
+    Which special tokens stand around a text is up to `tokenizer.json`; lower case and accents are up to
+    `tokenizer_config.json` where it names them (both as in transformers 5). Truncation and padding baked into the
+    file are ignored. Ids of special tokens come from `generation_config.json`, else `config.json`, else the
+    tokenizer's own files.
 
     Args:
         directory: the model directory, with its files or, in a Hugging Face cache, links to them.
@@ -183,9 +186,8 @@ def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False
     if document["model"].get("dropout"):
         raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
     _refuse_panics(document, where)
-    by_place = isinstance(
-        document.pop("model").get("vocab"), list
-    )  # the model is large, and only the native one is used
+    # The native object parses the file again; until then, its large part need not stay.
+    by_place = isinstance(document.pop("model").get("vocab"), list)
     native = _guard(lambda: _native_tokenizer(raw), where)
     words, vocab_size = _vocabulary(native, by_place, document, where)
 
@@ -196,7 +198,6 @@ def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False
     _check_declared(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in ("bos", "eos", "pad")}
     _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
-    _guard(lambda: _apply_ends(native, settings, names, words), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
     special_count = _check_works(native, words, where)
@@ -325,45 +326,18 @@ def _native_tokenizer(raw: bytes) -> Any:
 
 
 def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool) -> None:
+    """Lower case and accents as `tokenizer_config.json` says, where it and `tokenizer.json` differ."""
     from tokenizers import normalizers
 
     current = native.normalizer
     if isinstance(current, normalizers.BertNormalizer) and settings.get("tokenizer_class") not in _GENERIC_CLASSES:
-        names = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
-        names["tokenize_chinese_chars"] = "handle_chinese_chars"
-        stated = {theirs: settings[ours] for ours, theirs in names.items() if ours in settings}
-        present = {name: getattr(current, name) for name in (*names.values(), "clean_text")}
-        if present != {**present, **stated}:
-            native.normalizer = normalizers.BertNormalizer(**{**present, **stated})
+        present = {name: getattr(current, name) for name in ("clean_text", *_BERT_SETTINGS.values())}
+        wanted = present | {_BERT_SETTINGS[key]: settings[key] for key in _BERT_SETTINGS if key in settings}
+        if wanted != present:
+            native.normalizer = normalizers.BertNormalizer(**wanted)
     if lowercase:
         parts = [] if native.normalizer is None else [native.normalizer]
         native.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
-
-
-def _apply_ends(
-    native: Any, settings: Mapping[str, Any], names: Mapping[str, str | None], words: Mapping[str, int]
-) -> None:
-    """Make `encode` add begin and end tokens as `add_bos_token` and `add_eos_token` say, if they say something."""
-    from tokenizers import processors
-
-    stated = {role: settings.get(f"add_{role}_token") for role in ("bos", "eos")}
-    if not any(isinstance(value, bool) for value in stated.values()):
-        return
-    probe = native.encode("a")
-    mask = probe.special_tokens_mask
-    first = mask.index(0) if 0 in mask else len(mask)
-    before, after = probe.tokens[:first], [t for t, m in zip(probe.tokens[first:], mask[first:], strict=True) if m]
-    if before not in ([], [names["bos"]]) or after not in ([], [names["eos"]]):
-        return  # [CLS] and [SEP] and the like: classes with these do not know the two settings
-    wanted = {}
-    for role, present in (("bos", before), ("eos", after)):
-        value, name = stated[role], names[role]
-        wanted[role] = present if not isinstance(value, bool) else [name] if value and name else []
-    if [before, after] != [*wanted.values()]:
-        native.post_processor = processors.TemplateProcessing(
-            single=[*wanted["bos"], "$A", *wanted["eos"]],
-            special_tokens=[(name, words[name]) for name in {*wanted["bos"], *wanted["eos"]}],
-        )
 
 
 # -- checks ------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ class _Cursor:
             value, self.at = _DECODER.raw_decode(self.text, start)
         except json.JSONDecodeError as cause:
             self.at = cause.pos
-            self.fail(f"not JSON: {cause.msg}")
+            self.fail(f"not JSON: {cause.msg.removesuffix(' at')}")
         if not is_text(value):
             self.at = start
             self.fail("half of a surrogate pair in the string")
@@ -172,7 +172,7 @@ class _Cursor:
             pairs: tuple[tuple[str, Any], ...] = _DECODER.decode(self.text[self.at : end])
         except json.JSONDecodeError as cause:
             self.at += cause.pos
-            self.fail(f"tensor {quote(name)}: not JSON, or not a flat object: {cause.msg}")
+            self.fail(f"tensor {quote(name)}: not JSON, or not a flat object: {cause.msg.removesuffix(' at')}")
         except (ValueError, RecursionError):
             self.fail(f"tensor {quote(name)}: NaN, Infinity or deep nesting in the entry")
         self.at = end
@@ -246,8 +246,8 @@ def _sizes(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_shown(value)}")
     for item in value:
-        if type(item) is not int or not 0 <= item < 2**63:  # bool is an int to isinstance
-            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**63 - 1, found {_shown(item)}")
+        if type(item) is not int or not 0 <= item < 2**64:  # bool is an int to isinstance
+            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_shown(item)}")
     return tuple(value)
 
 

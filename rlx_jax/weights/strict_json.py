@@ -44,7 +44,8 @@ def parse_object(raw: bytes, where: str, error: type[FormatError]) -> dict[str, 
     try:
         value = json.loads(text, object_pairs_hook=functools.partial(_members, repeated))
     except json.JSONDecodeError as cause:
-        raise error(f"{where}: not JSON at byte {offset(text, cause.pos)}: {cause.msg}") from cause
+        problem = cause.msg.removesuffix(" at")
+        raise error(f"{where}: not JSON: {problem} at byte {offset(text, cause.pos)}") from cause
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
     if repeated:

@@ -1,0 +1,1 @@
+"""Recipes: a checkpoint's config → a flow. One file for each family."""

@@ -1,0 +1,163 @@
+"""Read a Hugging Face `config.json` field by field, and refuse what is left over.
+
+A field that changes the computation and that nothing reads would give wrong numbers in silence, so every field is
+either read by the family, or known to have no part in the forward computation (`INERT`), or refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, quote
+from rlx_jax.weights.config import read_json
+
+MAX_LAYERS = 1024
+MAX_VOCABULARY = 2**24
+MAX_WIDTH = 2**24
+
+INERT = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
+    attention_probs_dropout_prob attn_implementation bos_token_id classifier_dropout directionality
+    dtype embd_pdrop eos_token_id finetuning_task gradient_checkpointing hidden_dropout_prob id2label
+    initializer_factor initializer_range is_encoder_decoder label2id language max_length min_length model_type
+    num_labels output_attentions output_hidden_states output_past pad_token_id pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix problem_type
+    resid_pdrop return_dict sep_token_id task_specific_params tokenizer_class torch_dtype
+    transformers_version transformers.js_config unsloth_fixed unsloth_version use_cache use_return_dict
+    """.split()
+)
+"""Fields without a part in the forward computation at inference."""
+
+# Fields of every config that are harmless at one value and change the computation at others.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False,),
+    "layer_types": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "pretraining_tp": (None, 1),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False,),
+    "torchscript": (False,),
+    "use_bfloat16": (False,),
+}
+
+
+@dataclass
+class Fields:
+    """A config that remembers which of its fields were read."""
+
+    values: Mapping[str, Any]
+    where: str
+    seen: set[str] = field(default_factory=set)
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """The value as it is; an absent field and null are the default."""
+        self.seen.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
+        """An integer in `[low, high]`."""
+        value = self.raw(name, default)
+        if value is None:
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an integer")
+        if value < low:
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected at least {low}")
+        if value > high:
+            raise LimitError(f"{self.where}: field {quote(name)} is {quote(value)}; the limit is {high}")
+        return value
+
+    def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
+        """A finite number over `low`, or from `low` on if not `above`."""
+        value = self.raw(name, default)
+        if value is None:
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a finite number")
+        if value < low or (above and value == low):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {value}; expected {'over' if above else '≥'} {low}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self.raw(name, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a string")
+        return value
+
+    def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+        """One of `choices`, mapped.
+
+        Raises:
+            UnsupportedError: another string.
+        """
+        value = self.text(name, default)
+        if value not in choices:
+            raise UnsupportedError(
+                f"{self.where}: field {quote(name)} is {quote(value)}; supported are {', '.join(choices)}"
+            )
+        return choices[value]
+
+    def group(self, name: str) -> Fields | None:
+        """A nested object."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an object")
+        return Fields(value, f"{self.where}, {name}")
+
+    def finish(self, inert: Iterable[str] = ()) -> None:
+        """Refuse every field that was not read and is not known to be harmless.
+
+        Raises:
+            UnsupportedError: names the field and its value.
+        """
+        if self.raw("auto_map") is not None:
+            warnings.warn(f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2)
+        harmless = INERT | set(inert)
+        for name, value in self.values.items():
+            if name in self.seen or name in harmless:
+                continue
+            if name in NEUTRAL and any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
+                continue
+            raise UnsupportedError(
+                f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not handled"
+            )
+
+
+def read_config(directory: Path) -> Fields:
+    """`config.json` of a model directory.
+
+    Raises:
+        ConfigError: not one strict JSON object. MissingFileError: there is none.
+    """
+    return Fields(read_json(directory / "config.json", what="config"), "config.json")
+
+
+def architecture(config: Fields) -> tuple[str, str]:
+    """`model_type` and the first of `architectures` ("" if the config names none)."""
+    kind = config.text("model_type", "")
+    names = config.raw("architectures", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise ConfigError(f"{config.where}: field 'architectures' is {quote(names)}; expected a list of strings")
+    return kind, names[0] if names else ""

@@ -1,0 +1,289 @@
+"""Reading tensors of a safetensors file: slices, files that change meanwhile, and limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx_jax.errors import (
+    LimitError,
+    MissingFileError,
+    MissingWeightError,
+    RlxError,
+    SafetensorsError,
+    StorageError,
+    WeightShapeError,
+)
+from rlx_jax.weights import limits
+from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors_header import DTYPES
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def frame(header: Any, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def one(data: bytes = b"1234", **changes: Any) -> bytes:
+    """A file with one tensor `a`, an F32 of four bytes unless `changes` says otherwise."""
+    return frame({"a": {**ENTRY, **changes}}, data)
+
+
+def open_raw(tmp_path: Path, raw: bytes) -> SafetensorsFile:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    return SafetensorsFile(path)
+
+
+SLICES = st.builds(
+    slice,
+    st.none() | st.integers(-7, 7),
+    st.none() | st.integers(-7, 7),
+    st.none() | st.integers(-3, 3).filter(bool),
+)
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.lists(SLICES, max_size=4), st.sampled_from(["F32", "BF16", "U8"]))
+def test_slices_are_those_of_numpy(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], slices: list[slice], tag: str
+) -> None:
+    index = tuple(slices[: len(shape)])
+    array = np.arange(math.prod(shape)).astype(DTYPES[tag]).reshape(shape)
+    with open_raw(
+        tmp_path_factory.getbasetemp(), safetensors.numpy.save({"pad": np.ones(3, np.uint8), "a": array})
+    ) as file:
+        part = file.read("a", index)
+        np.testing.assert_array_equal(part, array[index])
+        assert part.dtype == array.dtype and part.flags.c_contiguous
+        assert file.bytes_read <= array.nbytes
+        if index and shape[0]:
+            rows = range(shape[0])[index[0]]
+            assert file.bytes_read == ((max(rows) - min(rows) + 1) * array.nbytes // shape[0] if rows else 0)
+
+
+def test_only_the_rows_are_read(tmp_path: Path) -> None:
+    array = np.arange(4000, dtype=np.float32).reshape(1000, 4)
+    file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
+    assert file.bytes_read == 0
+    np.testing.assert_array_equal(file.read("a", (slice(10, 12),)), array[10:12])
+    assert file.bytes_read == 32
+    np.testing.assert_array_equal(file.read("a", (slice(998, None), slice(1, 2))), array[998:, 1:2])
+    assert file.bytes_read == 64
+    file.read("a")
+    assert file.bytes_read == 64 + 16000
+
+
+@pytest.mark.parametrize(
+    "index", [(slice(None),) * 3, (0,), (..., slice(1)), slice(1), (slice(0.5),), (slice(0, 2, 0),)]
+)
+def test_index_that_does_not_fit(tmp_path: Path, index: Any) -> None:
+    file = open_raw(tmp_path, safetensors.numpy.save({"a": np.ones((2, 2))}))
+    with pytest.raises(WeightShapeError, match="'a'"):
+        file.read("a", index)
+
+
+def test_missing_tensor_names_close_ones(tmp_path: Path) -> None:
+    file = open_raw(tmp_path, safetensors.numpy.save({"model.norm.weight": np.ones(2), "x.bias": np.ones(1)}))
+    with pytest.raises(MissingWeightError, match="no tensor 'model.nrm.weight'; did you mean 'model.norm.weight'"):
+        file.read("model.nrm.weight")
+
+
+def test_bool_is_zero_or_one(tmp_path: Path) -> None:
+    file = open_raw(tmp_path, one(b"\0\1\2\1", dtype="BOOL", shape=[4]))
+    np.testing.assert_array_equal(file.read("a", (slice(0, 2),)), [False, True])
+    with pytest.raises(SafetensorsError, match="tensor 'a': BOOL holds 2, expected 0 or 1"):
+        file.read("a")
+
+
+def test_closed(tmp_path: Path) -> None:
+    with open_raw(tmp_path, one()) as file:
+        file.read("a")
+    with pytest.raises(StorageError, match="model.safetensors': the file is closed"):
+        file.read("a")
+    file.close()
+    assert file.tensors["a"].shape == (1,)
+
+
+def test_no_descriptor_is_left_behind(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    for raw in (one(), one(dtype="X"), b"", one(shape=[2])):
+        try:
+            open_raw(tmp_path, raw)
+        except RlxError:
+            pass
+    assert len(os.listdir("/dev/fd")) == before
+
+
+# -- files that change or fail -----------------------------------------------------------------
+
+
+def test_truncated_after_opening(tmp_path: Path) -> None:
+    array = np.arange(100, dtype=np.float32)
+    file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 100)
+    with pytest.raises(SafetensorsError, match="tensor 'a': the file ends at byte .* it has been cut"):
+        file.read("a")
+
+
+def test_rewritten_after_opening(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    file = open_raw(tmp_path, one())
+    with path.open("r+b") as other:
+        other.seek(-1, os.SEEK_END)
+        other.write(b"!")
+    os.utime(path, ns=(0, 0))  # clocks of file systems are coarse
+    with pytest.raises(SafetensorsError, match="written to since it was opened"):
+        file.read("a")
+
+
+def test_replaced_after_opening(tmp_path: Path) -> None:
+    """A rename leaves the file that is open as it was."""
+    file = open_raw(tmp_path, one())
+    (tmp_path / "new").write_bytes(one(b"4321"))
+    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
+    assert file.read("a").tobytes() == b"1234"
+
+
+def test_short_reads_and_errors_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, preadv = open_raw(tmp_path, one(b"12345678", shape=[2], data_offsets=[0, 8])), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:3]], at))
+    assert file.read("a").tobytes() == b"12345678"
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError, match="model.safetensors': Input/output error"):
+        file.read("a")
+    with pytest.raises(StorageError, match="Input/output error"):
+        open_raw(tmp_path, one())
+
+
+def test_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    cases: list[tuple[str | Path, type[RlxError], str]] = [
+        (tmp_path / "fifo.safetensors", SafetensorsError, "expected a regular file, found a FIFO"),
+        (tmp_path, SafetensorsError, "found a directory"),
+        ("/dev/zero", SafetensorsError, "found a device"),
+        (tmp_path / "absent.safetensors", MissingFileError, "no such file"),
+        ("nul\0", MissingFileError, "no such file"),
+    ]
+    for path, error, message in cases:
+        with pytest.raises(error, match=message):
+            SafetensorsFile(path)
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+def test_lying_lengths_cost_no_memory(tmp_path: Path) -> None:
+    lies = [
+        struct.pack("<Q", 99_999_999) + b"{}",
+        struct.pack("<Q", 2**62) + b"{}",
+        one(b"", shape=[2**30], data_offsets=[0, 2**32]),
+        one(b"", shape=[2**31 - 1, 500], data_offsets=[0, 4 * 500 * (2**31 - 1)]),
+    ]
+    for raw in lies:
+        (tmp_path / "model.safetensors").write_bytes(raw)
+        tracemalloc.start()
+        with pytest.raises(SafetensorsError):
+            SafetensorsFile(tmp_path / "model.safetensors")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
+
+
+def test_header_over_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", limits.MAX_HEADER_BYTES + 1))
+    os.truncate(path, limits.MAX_HEADER_BYTES + 100)  # sparse
+    with pytest.raises(
+        LimitError, match="header's length in bytes is 100000001, over the limit limits.MAX_HEADER_BYTES"
+    ):
+        SafetensorsFile(path)
+
+
+def test_many_tensors(tmp_path: Path) -> None:
+    """20,000 tensors load, in memory that is bounded by the header; the limit on their number can be met."""
+    header = json.dumps(
+        {f"layers.{i}.weight": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(20_000)}
+    ).encode()
+    tracemalloc.start()
+    file = open_raw(tmp_path, frame(header, b"x" * 20_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(file.tensors) == 20_000 and peak < 2**20 + 8 * len(header)
+
+
+@pytest.mark.parametrize("limit", ["MAX_TENSORS", "MAX_METADATA_ENTRIES", "MAX_STRING_CHARS"])
+def test_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    raw = frame(
+        {
+            "__metadata__": {"aa": "b" * 30, "c": "d"},
+            "a": ENTRY,
+            "b": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]},
+        },
+        b"1234",
+    )
+    monkeypatch.setattr(limits, limit, 1 if limit != "MAX_STRING_CHARS" else 20)
+    with pytest.raises(LimitError, match=f"over the limit limits.{limit} = "):
+        open_raw(tmp_path, raw)
+    monkeypatch.setattr(limits, limit, 50)
+    assert len(open_raw(tmp_path, raw).tensors) == 2
+
+
+def test_wide_text_costs_no_more_than_narrow(tmp_path: Path) -> None:
+    """One emoji makes every character of a Python string four bytes."""
+    raw = frame('{"{}😀": 1}'.replace("{}", "a" * 10_000_000).encode())
+    tracemalloc.start()
+    with pytest.raises(LimitError, match="limits.MAX_STRING_CHARS"):
+        open_raw(tmp_path, raw)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20 + 8 * len(raw)
+
+
+def nested(field: str, depth: int) -> bytes:
+    """A header in which `field` of the only tensor is a list in lists."""
+    return json.dumps({"a": {**ENTRY, field: "?"}}).replace('"?"', "[" * depth + "]" * depth).encode()
+
+
+def test_nesting_never_recurses_too_deep(tmp_path: Path) -> None:
+    """At each depth, whatever the recursion limit is: parsing, and printing what was parsed, both recurse."""
+    before = sys.getrecursionlimit()
+    try:
+        for limit in (before, 10**6):
+            sys.setrecursionlimit(limit)
+            for depth in [*range(2, 1200, 7), 2000]:
+                for field in ("shape", "dtype", "data_offsets"):
+                    with pytest.raises(SafetensorsError):
+                        open_raw(tmp_path, frame(nested(field, depth), b"1234"))
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_errors_are_built_in_ones_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        open_raw(tmp_path, b"")
+    with pytest.raises(FileNotFoundError):
+        SafetensorsFile(tmp_path / "absent")
+
+
+def test_long_text_from_the_file_is_cut(tmp_path: Path) -> None:
+    with pytest.raises(SafetensorsError) as caught:
+        open_raw(tmp_path, frame({"a" * 1000: {"\u202e\x1b[31m" + "b" * 3000: 1}}))
+    assert len(str(caught.value)) < 600 + len(str(tmp_path)) and str(caught.value).isprintable()
