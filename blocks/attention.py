@@ -101,7 +101,9 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
     """The mask operand that a mask kind needs, from a declared input or the `attn_mask` register."""
     if not mask.operand:
         if input_name is not None:
-            raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, but its mask {mask} takes no operand")
+            raise GraphError(
+                f"{emit.path}: {stage} has mask_input={input_name!r}, but its mask {mask} takes no operand"
+            )
         return ()
     if input_name is not None:
         return (emit.flow_input(input_name),)

@@ -73,7 +73,9 @@ class RopeTables:
         cos, sin = (np.asarray(t, np.float32) for t in (cos, sin))
         for name, table in (("cos", cos), ("sin", sin)):
             if table.nbytes > MAX_TABLE:
-                raise ShapeError(f"RopeTables: {name} has {table.nbytes} bytes, the limit is {MAX_TABLE}; use RopeTables.theta")
+                raise ShapeError(
+                    f"RopeTables: {name} has {table.nbytes} bytes, the limit is {MAX_TABLE}; use RopeTables.theta"
+                )
             if table.size != max_positions * half_dim:
                 raise ShapeError(f"RopeTables: {name} has shape {table.shape}, expected [{max_positions}, {half_dim}]")
         return RopeTables((), max_positions, cos.reshape(-1, half_dim), sin.reshape(-1, half_dim))
@@ -105,5 +107,7 @@ def rope_registers(emit: Emit, stage: str) -> tuple[FlowValue, FlowValue]:
     """cos and sin of the last RopeTables stage."""
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is None or sin is None:
-        raise GraphError(f"{emit.path}: {stage} needs rotary tables; put a RopeTables stage before it (.rope_tables(…))")
+        raise GraphError(
+            f"{emit.path}: {stage} needs rotary tables; put a RopeTables stage before it (.rope_tables(…))"
+        )
     return cos, sin

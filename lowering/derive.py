@@ -129,7 +129,9 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     assert isinstance(op, hir.Attention)
     where = path_text(node.origin.path)
     if not op.causal:
-        raise DeriveError(f"{where}: attention is not causal: a token would read later ones, so {d.program} has no meaning")
+        raise DeriveError(
+            f"{where}: attention is not causal: a token would read later ones, so {d.program} has no meaning"
+        )
     if op.extra:
         raise DeriveError(
             f"{where}: attention reads the operand {op.extra[0]!r}; {d.program} masks by lengths, "
@@ -239,5 +241,3 @@ def _suffix(graph: Graph, d: Derivation) -> set[int]:
                 if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
                     suffix.add(number)
     return suffix
-
-

@@ -88,20 +88,26 @@ def _unroll(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, .
 
 def _scan(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
     shared = operands[op.carries :]
-    stacked = {Stack(p.programs): env.params[Stack(p.programs)] for p in op.body.params() if len(p.programs) > 1}
+    stacks = [Stack(p.programs) for p in op.body.params() if len(p.programs) > 1]
     keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
 
     def step(carry: Any, xs: Any) -> Any:
         carried, state = carry
-        i, sliced = xs
-        layer = {key: lax.dynamic_index_in_dim(state[key], i, keepdims=False) for key in keys}
-        inner = replace(env, operands=(*carried, *shared), sliced=sliced, state={**env.state, **layer}, iteration=None)
+        i, weights = xs
+        layer = {k: lax.dynamic_index_in_dim(s, i, keepdims=False) for k, s in zip(keys, state, strict=True)}
+        inner = replace(
+            env,
+            operands=(*carried, *shared),
+            sliced=dict(zip(stacks, weights, strict=True)),
+            state={**env.state, **layer},
+            iteration=None,
+        )
         out = interpret(op.body, inner)
-        state = {key: lax.dynamic_update_index_in_dim(state[key], inner.state[key], i, 0) for key in keys}
+        state = [lax.dynamic_update_index_in_dim(s, inner.state[k], i, 0) for k, s in zip(keys, state, strict=True)]
         return (out[: op.carries], state), out[op.carries :]
 
-    init = (operands[: op.carries], {key: env.state[key] for key in keys})
-    steps = jnp.arange(op.count, dtype=jnp.int32)
-    (carries, state), ys = lax.scan(step, init, (steps, stacked))
-    env.state.update(state)
+    init = (operands[: op.carries], [env.state[key] for key in keys])
+    xs = (jnp.arange(op.count, dtype=jnp.int32), [env.params[stack] for stack in stacks])
+    (carries, state), ys = lax.scan(step, init, xs)
+    env.state.update(zip(keys, state, strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))

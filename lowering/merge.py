@@ -15,7 +15,9 @@ def merge_linears(graph: Graph, types: TypeCache) -> Graph:
 
     Only where each weight is a parameter used nowhere else in the program and biases agree.
     """
-    uses = Counter(g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs if isinstance(g.nodes[v.node].op, Param))
+    uses = Counter(
+        g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs if isinstance(g.nodes[v.node].op, Param)
+    )
 
     def enter(graph: Graph) -> Rewrite:
         groups = _groups(graph, uses)
@@ -70,5 +72,3 @@ def _param(graph: Graph, value: Value) -> Param:
 def _concat(params: list[Param], axis: int) -> Param:
     programs = tuple(concat(parts, axis) for parts in zip(*(p.programs for p in params), strict=True))
     return Param(programs, type=programs[0].type)
-
-

@@ -11,7 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Node, Param, TypeCache, Value, constant, everywhere, rewrite
+from rlx_jax.ir.graph import (
+    Builder,
+    Constant,
+    Graph,
+    Input,
+    Node,
+    Param,
+    TypeCache,
+    Value,
+    constant,
+    everywhere,
+    rewrite,
+)
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.types import is_float

@@ -22,22 +22,19 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.extend import core as jex
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the proof went through, and where each output leaf then has the dim.
-
-    An entry of `out_axes` is the axis that carries the dim, or None where the output does not depend on it. A refusal
-    has none, and a `reason`.
-    """
+    """Whether it is proved, with the axis of the dim in each output leaf (None: does not depend on it), or why not."""
 
     token_wise: bool
     reason: str
@@ -77,14 +74,14 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
     return Verdict(True, "", tuple(next(iter(symbol.axes(aval)), None) for aval in closed.out_avals))
 
 
-def _is_about_symbols(error: Exception, leaves: Iterable[Any]) -> bool:
+def _is_about_symbols(error: Exception, leaves: Sequence[Any]) -> bool:
     """Whether tracing failed because a size is a symbol, rather than because the function is wrong at any size."""
     if isinstance(error, jex.InconclusiveDimensionOperation):
         return True
     names = {name for aval in leaves for size in aval.shape for name in re.findall(r"[A-Za-z_]\w*", str(size))}
-    words = "|".join(sorted(names | {"_DimExpr", "dim_as_value"}))
-    expected = TypeError, ValueError, IndexError, NotImplementedError
-    return isinstance(error, expected) and re.search(rf"\b({words})\b", str(error)) is not None
+    words = "|".join(["_DimExpr", "dim_as_value", *names])
+    expected = isinstance(error, (TypeError, ValueError, IndexError, NotImplementedError))
+    return expected and re.search(rf"\b({words})\b", str(error)) is not None
 
 
 # -- what is known of a value ------------------------------------------------------------------
@@ -115,7 +112,7 @@ def _join(a: _State, b: _State) -> _State:
         return a
     if isinstance(b, _Mixed) or a is None or a == b:
         return b
-    return _Mixed(f"positions lie differently in two operands: {a}, {b}")
+    return _Mixed("a branch or loop lays out positions in two ways")  # of operands, `_apply` says more
 
 
 @dataclass(frozen=True)
@@ -184,8 +181,8 @@ class _Equation:
         self.outputs = [atom.aval for atom in eqn.outvars]
         self.dim = dim
         self.axes = [next(iter(dim.axes(aval)), None) for aval in self.inputs]
-        self.lays_out = self.name in ("broadcast_in_dim", "iota")  # may make an axis of the dim where there was none
-        places = self.inputs + self.outputs if self.lays_out else self.inputs
+        # These two may lay something out along the dim where no operand has it; elsewhere that reads its size.
+        places = self.inputs + (self.outputs if self.name in ("broadcast_in_dim", "iota") else [])
         self.where = next((aval for aval in places if dim.axes(aval)), None)
 
     def mixes(self, verb: str) -> _Mixed:
@@ -198,30 +195,27 @@ class _Equation:
 
 def _leaf(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     """An equation without control flow: all its results have one state."""
-    state = next((state for state in states if isinstance(state, _Mixed)), functools.reduce(_join, states, None))
-    if eqn.outvars and not any(isinstance(state, _Mixed) for state in states):
-        view = _Equation(eqn, dim)
-        if isinstance(state, _Mixed):
-            state = view.mixes("lays out in two ways")
-        elif eqn.effects:  # a mutable array takes a value to another position behind the data flow
-            state = view.mixes("has effects, which may join positions of")
-        else:
-            state = _apply(view, state)
+    state: _State = next((state for state in states if isinstance(state, _Mixed)), None)
+    if state is None and eqn.outvars:
+        state = _apply(_Equation(eqn, dim), functools.reduce(_join, states, None), bool(eqn.effects))
     return [state] * len(eqn.outvars)
 
 
-def _apply(eqn: _Equation, state: _State) -> _State:
-    """The state of the results, given the one that the operands agree on."""
+def _apply(eqn: _Equation, state: _State, has_effects: bool) -> _State:
+    """The state of the results, given the one that the operands, none of them mixed, agree on."""
+    verb, keeps = _RULES.get(eqn.name, ("is not known to keep apart", lambda eqn, axis: False))
+    if has_effects:  # behind the data flow: a mutable array may take a value to another position
+        return eqn.mixes("has effects, which may join positions of")
+    if isinstance(state, _Mixed):
+        return eqn.mixes("lays out in two ways")
+    if eqn.where is not None and not keeps(eqn, eqn.dim.axes(eqn.where)[0]):
+        return eqn.mixes(verb)
     for key, value in eqn.params.items():
         nested = isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
         if (nested or eqn.where is None) and eqn.dim.within(value):
             return _Mixed(f"{eqn.name} depends on the size of {eqn.dim.name!r} ({key}={value})")
-    verb = "makes"
-    if eqn.where is not None:
-        verb, keeps = _RULES.get(eqn.name, _UNKNOWN)
-        if not keeps(eqn, eqn.dim.axes(eqn.where)[0]):
-            return eqn.mixes(verb)
-        state = _reshaped(eqn, state) if eqn.name == "reshape" else state
+    if eqn.name == "reshape" and eqn.where is not None:
+        state = _reshaped(eqn, state)
     for aval in eqn.outputs:
         axes = eqn.dim.axes(aval)
         if len(axes) > 1:
@@ -248,7 +242,8 @@ def _reshaped(eqn: _Equation, state: _State) -> _State:
 
 # What the primitive does to the dim where it mixes, and whether it keeps it apart given the axis of the first operand
 # that has it. A result without the dim, or with it twice, is refused in any case, by `_apply`.
-_Rule = tuple[str, Callable[[_Equation, int], bool]]
+_Check = Callable[[_Equation, int], bool]
+_Rule = tuple[str, _Check]
 
 
 def _always(eqn: _Equation, axis: int) -> bool:
@@ -256,12 +251,8 @@ def _always(eqn: _Equation, axis: int) -> bool:
     return True
 
 
-def _not_along(key: str) -> Callable[[_Equation, int], bool]:
-    def keeps(eqn: _Equation, axis: int) -> bool:
-        axes = eqn.params[key]
-        return axis not in (axes if isinstance(axes, (tuple, list)) else (axes,))
-
-    return keeps
+def _not_along(key: str) -> _Check:
+    return lambda eqn, axis: axis not in np.ravel(eqn.params[key])
 
 
 def _in_full(eqn: _Equation, axis: int, size: Any) -> bool:
@@ -269,18 +260,13 @@ def _in_full(eqn: _Equation, axis: int, size: Any) -> bool:
 
 
 def _slice(eqn: _Equation, axis: int) -> bool:
-    strides = eqn.params["strides"]
-    full = eqn.params["start_indices"][axis] == 0 and _in_full(eqn, axis, eqn.params["limit_indices"][axis])
-    return full and (strides is None or strides[axis] == 1)
+    start, limit, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
+    return start[axis] == 0 and _in_full(eqn, axis, limit[axis]) and (strides is None or strides[axis] == 1)
 
 
 def _reduce_window(eqn: _Equation, axis: int) -> bool:
     keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     return all(eqn.params[key][axis] == 1 for key in keys) and not any(eqn.params["padding"][axis])
-
-
-def _conv(eqn: _Equation, axis: int) -> bool:
-    return eqn.axes == [eqn.params["dimension_numbers"].lhs_spec[0], None] and eqn.params["batch_group_count"] == 1
 
 
 def _gather(eqn: _Equation, axis: int) -> bool:
@@ -302,16 +288,12 @@ def _scatter(eqn: _Equation, axis: int) -> bool:
         return False
     batching, windows = list(numbers.operand_batching_dims), list(numbers.update_window_dims)
     if operand_axis in batching:
-        written = [
-            a for a in range(eqn.inputs[2].ndim) if a not in windows
-        ]  # one for each axis of indices but the last
         pair = numbers.scatter_indices_batching_dims[batching.index(operand_axis)]
-        return bool(indices_axis == pair and updates_axis == written[pair])
+        scattered = [a for a in range(eqn.inputs[2].ndim) if a not in windows]  # as the axes of indices but the last
+        return bool(indices_axis == pair and updates_axis == scattered[pair])
     window = [a for a in range(eqn.inputs[0].ndim) if a not in (*numbers.inserted_window_dims, *batching)]
-    if indices_axis is not None or operand_axis not in window:
-        return False
-    full = _in_full(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
-    return full and windows[window.index(operand_axis)] == updates_axis
+    alike = indices_axis is None and operand_axis in window and windows[window.index(operand_axis)] == updates_axis
+    return alike and _in_full(eqn, operand_axis, eqn.inputs[2].shape[updates_axis])
 
 
 _ELEMENTWISE = """
@@ -323,21 +305,18 @@ _ELEMENTWISE = """
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 
-_UNKNOWN: _Rule = ("is not known to keep apart", lambda eqn, axis: False)
+
+def _each_of(names: str, verb: str, keeps: _Check = _always) -> dict[str, _Rule]:
+    return dict.fromkeys(names.split(), (verb, keeps))
+
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys([*_ELEMENTWISE.split(), "broadcast_in_dim", "transpose", "stack"], ("joins", _always)),
-    **dict.fromkeys(
-        "reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin".split(),
-        ("reduces over", _always),
-    ),
-    **dict.fromkeys(
-        "reduce_window reduce_window_sum reduce_window_max reduce_window_min".split(), ("slides over", _reduce_window)
-    ),
-    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), ("accumulates along", _not_along("axis"))),
-    **dict.fromkeys(
-        "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), ("writes positions of", _scatter)
-    ),
+    **_each_of("broadcast_in_dim transpose stack" + _ELEMENTWISE, "joins"),
+    **_each_of("reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor", "reduces over"),
+    **_each_of("argmax argmin", "reduces over"),
+    **_each_of("reduce_window reduce_window_sum reduce_window_max reduce_window_min", "slides over", _reduce_window),
+    **_each_of("cumsum cumprod cummax cummin cumlogsumexp", "accumulates along", _not_along("axis")),
+    **_each_of("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", "writes positions of", _scatter),
     "squeeze": ("removes", _always),
     "unstack": ("takes apart", _always),
     "dot_general": ("contracts", _always),
@@ -356,7 +335,12 @@ _RULES: dict[str, _Rule] = {
     "dynamic_slice": ("takes a part of", lambda eqn, axis: _in_full(eqn, axis, eqn.params["slice_sizes"][axis])),
     "dynamic_update_slice": ("writes a part of", lambda eqn, axis: _in_full(eqn, axis, eqn.inputs[1].shape[axis])),
     "gather": ("picks from", _gather),
-    "conv_general_dilated": ("slides over or contracts", _conv),
+    "conv_general_dilated": (
+        "slides over or contracts",
+        lambda eqn, axis: (
+            eqn.axes == [eqn.params["dimension_numbers"].lhs_spec[0], None] and eqn.params["batch_group_count"] == 1
+        ),
+    ),
 }
 
 
@@ -365,10 +349,6 @@ _RULES: dict[str, _Rule] = {
 
 def _call(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     return _run(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], states, dim)
-
-
-def _each(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
-    return states
 
 
 def _cond(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
@@ -394,7 +374,7 @@ def _scan(eqn: Any, states: list[_State], dim: _Dim) -> list[_State]:
     else:
         num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry, xs = states[:num_consts], states[num_consts:][:num_carry], states[num_consts + num_carry :]
-    return _settled(carry, lambda carry: _run(params["jaxpr"], [*consts, *carry, *xs], dim))
+    return _settled(carry, lambda carry: _run(params["jaxpr"], consts + carry + xs, dim))
 
 
 def _settled(carry: list[_State], body: Callable[[list[_State]], list[_State]]) -> list[_State]:
@@ -408,9 +388,9 @@ def _settled(carry: list[_State], body: Callable[[list[_State]], list[_State]]) 
 
 
 _CONTROL: dict[str, Callable[[Any, list[_State], _Dim], list[_State]]] = {
-    **dict.fromkeys("jit pjit closed_call core_call call eval_jaxpr remat2 checkpoint composite".split(), _call),
-    **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], _call),
-    **dict.fromkeys(["optimization_barrier", "device_put"], _each),
+    **dict.fromkeys("jit pjit call closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call".split(), _call),
+    **dict.fromkeys("remat2 checkpoint composite".split(), _call),
+    **dict.fromkeys(["optimization_barrier", "device_put"], lambda eqn, states, dim: states),
     "cond": _cond,
     "while": _while,
     "scan": _scan,

@@ -3,10 +3,18 @@
 from rlx_jax.emit import Emit as Emit
 from rlx_jax.emit import FlowValue as FlowValue
 from rlx_jax.errors import RlxError as RlxError
+from rlx_jax.flow import BuiltModel as BuiltModel
 from rlx_jax.flow import LayerStack as LayerStack
 from rlx_jax.flow import ModelFlow as ModelFlow
+from rlx_jax.generate.causal import CausalLM as CausalLM
+from rlx_jax.generate.encoder import Encoder as Encoder
+from rlx_jax.generate.load import load as load
+from rlx_jax.generate.sampler import Sampler as Sampler
 from rlx_jax.model import CompiledModel as CompiledModel
 from rlx_jax.model import compile as compile
+from rlx_jax.models.bert import BertFlow as BertFlow
+from rlx_jax.models.families import from_pretrained as from_pretrained
+from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.weights.source import open_weights as open_weights
 

@@ -10,6 +10,7 @@ and nowhere below: passes, layout and plan get values.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, UnexpectedWeightError, UnsupportedError, listing
+from rlx_jax.errors import GraphError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
 from rlx_jax.flow import BuiltModel, ModelFlow, Weights
+from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.derive import derive
+from rlx_jax.lowering.donation import Donation, examine
 from rlx_jax.lowering.interpret import Env, interpret
 from rlx_jax.lowering.layout import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -118,6 +121,7 @@ class Template:
     built: BuiltModel
     hir: Graph
     mir: Graph
+    bounds: Bounds
     types: TypeCache
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
@@ -147,7 +151,7 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
     mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
     for name in settings.passes:
         mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
-    return Template(built, hir, mir, types, seconds, nodes)
+    return Template(built, hir, mir, bounds_of(hir), types, seconds, nodes)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
@@ -178,6 +182,22 @@ class Executable:
     call: jax.stages.Compiled
     lowered: jax.stages.Lowered
     seconds: Mapping[str, float]
+    donation: Donation | None = None
+
+
+def prove_donation(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
+    """The state is consumed in place, or this is an error.
+
+    Raises:
+        GraphError: bytes that are not aliased. Larger temporaries or copies of a cache are a warning.
+    """
+    donation = examine(lir, compiled)
+    problems = donation.problems()
+    if problems and donation.aliased_bytes < donation.state_bytes:
+        raise GraphError(f"{lir.graph.name}: the state is not updated in place: {'; '.join(problems)}")
+    if problems:
+        warnings.warn(f"{lir.graph.name}: {'; '.join(problems)}", RlxWarning, stacklevel=2)
+    return donation
 
 
 # -- one model, all of its programs ------------------------------------------------------------
@@ -201,9 +221,7 @@ class Compiler:
         if key not in self.templates:
             start = time.perf_counter()
             built = self.flow.build(self.source, given)
-            self.templates[key] = make_template(
-                built, self.settings, program, last_only, time.perf_counter() - start
-            )
+            self.templates[key] = make_template(built, self.settings, program, last_only, time.perf_counter() - start)
         return self.templates[key]
 
     def function(self, key: ProgramKey) -> tuple[Lir, Function]:
@@ -225,20 +243,18 @@ class Compiler:
             traced = time.perf_counter()
             compiled = lowered.compile()
             seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-            self.executables[key] = Executable(lir, compiled, lowered, seconds)
+            donation = prove_donation(lir, compiled) if donate else None
+            self.executables[key] = Executable(lir, compiled, lowered, seconds, donation)
         return self.executables[key]
 
 
-def open_compiler(
-    flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool
-) -> Compiler:
+def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool) -> Compiler:
     """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data."""
     start = time.perf_counter()
     flow = as_flow(flow)
     built = flow.build(weights)
     build_s = time.perf_counter() - start
-    if strict:
-        check_unread(built)
+    check_unread(built, strict)
     settings = settings_for(profile or built.profile or CompileProfile(), built.source, built.keys_read, merge)
     template = make_template(built, settings, "forward", False, build_s)
     compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
@@ -261,11 +277,11 @@ def as_flow(flow: Any) -> ModelFlow:
     raise GraphError(f"compile takes a ModelFlow, a recipe or a BuiltModel, got {type(flow).__name__}")
 
 
-def check_unread(built: BuiltModel) -> None:
+def check_unread(built: BuiltModel, strict: bool) -> None:
     """Every key of the source is read, or left on purpose.
 
     Raises:
-        UnexpectedWeightError: lists the others.
+        UnexpectedWeightError: lists the others; a warning if not `strict`.
     """
     if built.source is None:
         return
@@ -275,10 +291,9 @@ def check_unread(built: BuiltModel) -> None:
         key for key in built.source.keys()
         if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
     ]  # fmt: skip
-    if unread:
-        raise UnexpectedWeightError(
-            f"{built.name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}; "
-            "check the flow, or pass strict=False"
-        )
-
-
+    if not unread:
+        return
+    message = f"{built.name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
+    if strict:
+        raise UnexpectedWeightError(f"{message}; check the flow, or pass strict=False")
+    warnings.warn(message, RlxWarning, stacklevel=2)

@@ -91,7 +91,9 @@ class Emit:
 
     def _own(self, value: FlowValue) -> Value:
         if not isinstance(value, FlowValue):
-            raise GraphError(f"{self.path}: expected a FlowValue, got {type(value).__name__}; wrap numbers with operators")
+            raise GraphError(
+                f"{self.path}: expected a FlowValue, got {type(value).__name__}; wrap numbers with operators"
+            )
         if value.emit is not self:
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
         return value.value
@@ -412,7 +414,9 @@ class FlowValue:
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise GraphError(f"{self.emit.path}: a FlowValue holds no numbers; call JAX functions through emit.jax(fn, value)")
+        raise GraphError(
+            f"{self.emit.path}: a FlowValue holds no numbers; call JAX functions through emit.jax(fn, value)"
+        )
 
     __jax_array__ = __array__
 
@@ -495,5 +499,3 @@ class FlowValue:
     def min(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
         """Minimum over `axis`."""
         return self._reduce("min", axis, keepdims)
-
-

@@ -410,4 +410,3 @@ class LayerStack:
         """Named{Sequence} if named, else Sequence."""
         inner = blocks.Sequence(self.items)
         return blocks.Named(self.name, inner) if self.name else inner
-

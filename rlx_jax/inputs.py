@@ -57,9 +57,7 @@ def bounds_of(graph: Graph) -> Bounds:
     return Bounds(ids, positions)
 
 
-def bind_names(
-    decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str
-) -> dict[str, Any]:
+def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str) -> dict[str, Any]:
     """Inputs by name from a call's positional and named arguments; None for an optional input means absent."""
     names = [d.name for d in decls]
     if len(args) > len(names):
@@ -102,7 +100,9 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
     elif array.dtype.kind in "iu" and declared.dtype.kind in "iu":
         info = np.iinfo(declared.dtype)
         if array.size and (array.min() < info.min or array.max() > info.max):
-            raise DTypeError(f"input {name}: values {array.min()} … {array.max()} do not fit {short_name(declared.dtype)}")
+            raise DTypeError(
+                f"input {name}: values {array.min()} … {array.max()} do not fit {short_name(declared.dtype)}"
+            )
         return array.astype(declared.dtype)
     raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got {array.dtype}; convert it first")
 
@@ -146,7 +146,9 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
         for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
             if is_static(dim):
                 if size != dim:
-                    raise ShapeError(f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}")
+                    raise ShapeError(
+                        f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}"
+                    )
                 continue
             symbol = str(dim)
             if not is_static(size):

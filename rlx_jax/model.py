@@ -15,7 +15,7 @@ import numpy as np
 from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
 from rlx_jax.errors import GraphError, MissingWeightError, UnboundInputError, UnsupportedError, WeightShapeError
 from rlx_jax.flow import Weights
-from rlx_jax.inputs import Bounds, bind_names, bind_sizes, bounds_of, check_length, host_value
+from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, host_value
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType
@@ -146,8 +146,14 @@ class CompiledModel:
         Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
         for the device. A program with state takes `state=` (donated: do not use it again) and returns `(outputs, state)`.
         """
+        return self.run(inputs, named, state)
+
+    def run(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], state: State | None = None, last_only: bool = False
+    ) -> Any:
+        """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`."""
         params = self._params("calling the model")
-        values, key, arrays = self._bind(inputs, named, state)
+        values, key, arrays = self._bind(inputs, named, state, last_only)
         executable = self._executable(key, params, arrays, values)
         return self._result(*executable.call(params, arrays, values), key)
 
@@ -191,7 +197,7 @@ class CompiledModel:
         lacking = [name for name in declared if name not in given]
         if lacking:
             raise UnboundInputError(f"{flow.name}: {self.program} also needs {', '.join(lacking)}")
-        bounds = self.bounds(template.hir)
+        bounds = template.bounds
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sizes.get("seq", 0), bounds, flow.name)
@@ -217,12 +223,6 @@ class CompiledModel:
 
     def _template(self, given: frozenset[str] = frozenset(), last_only: bool = False) -> Any:
         return self.compiler.template(self.program, given, last_only)
-
-    def bounds(self, hir: Graph) -> Bounds:
-        """Tables behind the inputs."""
-        if not hasattr(self, "_bounds"):
-            self._bounds = bounds_of(hir)
-        return self._bounds
 
     def warm(self) -> None:
         """Compile now if every size is known: a static flow, or one with a binding."""
@@ -310,7 +310,9 @@ class CompiledModel:
             return f"lir @{lir.graph.name}\n  {lir.plan.text()}\n{dump(lir.graph, 'mir')}"
         executable = self.compiler.executables.get(self.last)
         if executable is None:
-            raise GraphError(f"text({level!r}): this size was only traced through apply; give inputs: text({level!r}, x)")
+            raise GraphError(
+                f"text({level!r}): this size was only traced through apply; give inputs: text({level!r}, x)"
+            )
         return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
 
     def _jaxpr(self) -> Any:
@@ -362,5 +364,3 @@ def _initial(name: str, t: TensorType, key: jax.Array) -> jax.Array:
     if rank < 2:
         return jnp.zeros(t.shape, t.dtype) if name.endswith("bias") else jnp.ones(t.shape, t.dtype)
     return (jax.random.normal(key, t.shape, jnp.float32) * float(np.prod(t.shape[-1:])) ** -0.5).astype(t.dtype)
-
-

@@ -173,6 +173,47 @@ def test_short_reads_and_errors_of_the_system(tmp_path: Path, monkeypatch: pytes
         open_raw(tmp_path, one())
 
 
+def test_cut_while_the_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(one())
+    preadv = os.preadv
+
+    def cutting(fd: int, buffers: list[memoryview], at: int) -> int:
+        count = preadv(fd, buffers, at)
+        os.truncate(path, 20)
+        return count
+
+    monkeypatch.setattr(os, "preadv", cutting)
+    with pytest.raises(SafetensorsError, match="the file was cut while its header was read"):
+        SafetensorsFile(path)
+
+
+def test_swapped_between_looking_and_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the file that is open, not the one that had the name before."""
+    path, before = tmp_path / "model.safetensors", len(os.listdir("/dev/fd"))
+    path.write_bytes(one())
+    system = os.open
+
+    def swapping(name: str, flags: int) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return system(name, flags)
+
+    monkeypatch.setattr(os, "open", swapping)
+    with pytest.raises(SafetensorsError, match="found a FIFO"):
+        SafetensorsFile(path)
+    path.unlink()
+    path.write_bytes(one())
+
+    def refusing(name: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(StorageError, match="model.safetensors': Permission denied"):
+        SafetensorsFile(path)
+    assert len(os.listdir("/dev/fd")) == before
+
+
 def test_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.safetensors")
     cases: list[tuple[str | Path, type[RlxError], str]] = [

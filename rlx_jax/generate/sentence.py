@@ -74,12 +74,7 @@ _TRANSFORMER_EMPTY = (
     "config_args",
     "config_kwargs",
 )
-_TRANSFORMER_IGNORED = (
-    "unpad_inputs",
-    "query_length",
-    "document_length",
-    "query_expansion",
-)  # for other calls than encode
+_TRANSFORMER_IGNORED = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
 _TRANSFORMER_KEYS = {
     *_TRANSFORMER_DEFAULTS,
     *_TRANSFORMER_EMPTY,
@@ -384,7 +379,9 @@ def _default_prompt(folder: Path) -> str:
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
     if name is None:
         return ""
-    if not isinstance(prompts, dict) or not isinstance(name, str) or name not in prompts:
+    if not isinstance(prompts, dict):
+        raise ConfigError(f"{where}: prompts: expected an object, found {quote(prompts)}")
+    if not isinstance(name, str) or name not in prompts:
         raise ConfigError(f"{where}: default_prompt_name is {quote(name)}; prompts has {listing(prompts)}")
     prompt = prompts[name]
     if prompt is not None and not isinstance(prompt, str):

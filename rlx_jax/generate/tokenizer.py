@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 from rlx_jax.errors import (
     ConfigError,
@@ -114,7 +114,7 @@ class Tokenizer:
             _check_text(text, f"texts[{i}]")
         return self._encode(batch, add_special_tokens, max_length)
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. An id without a token (a padding row of the model) stands for no text.
 
         Args:
@@ -548,7 +548,7 @@ def _whole(value: object, what: str) -> int:
         raise RequestError(f"{what}: expected an int, found {quote(value)}") from None
 
 
-def _as_ids(ids: Iterable[int]) -> list[int]:
+def _as_ids(ids: Iterable[SupportsIndex]) -> list[int]:
     values = ids.tolist() if hasattr(ids, "tolist") else ids  # an array, in one step
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TokenIdError(f"ids: expected a sequence of token ids, found {type(ids).__name__}")

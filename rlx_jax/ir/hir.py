@@ -248,9 +248,7 @@ class Attention(Hir):
 
     def op(self, kv_heads: int, extra: tuple[str, ...] = ()) -> AttentionOp:
         """The MIR op over `kv_heads` heads."""
-        return AttentionOp(
-            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra
-        )
+        return AttentionOp(self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         q, k, v, *rest = operands
@@ -260,7 +258,9 @@ class Attention(Hir):
         return b(self.op(self.heads), q, k, v, *rest)
 
 
-def attention(heads: int, kv_heads: int, mask: MaskKind, causal_keep: bool = False, **kwargs: float | None) -> Attention:
+def attention(
+    heads: int, kv_heads: int, mask: MaskKind, causal_keep: bool = False, **kwargs: float | None
+) -> Attention:
     """`Attention` for a mask kind. A keep mask is AND-ed with causality where the block is causal (`causal_keep`)."""
     causal = mask.kind in ("causal", "sliding_window") or (mask.kind == "custom" and causal_keep)
     extra = (mask.operand,) if mask.operand else ()

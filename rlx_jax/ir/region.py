@@ -333,9 +333,7 @@ class _Region:
 
     def _leaf(self, layer: int, position: int, slot: int) -> Leaf:
         """The leaf at one operand place, with the programs of all iterations."""
-        ops = [
-            self.layers[k * self.period + layer - self.period].refs[position][slot].op for k in range(self.count)
-        ]
+        ops = [self.layers[k * self.period + layer - self.period].refs[position][slot].op for k in range(self.count)]
         first = ops[0]
         assert first is not None
         if not isinstance(first, Param):

@@ -55,7 +55,11 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
 
 
 def _tag(node: Node, number: int, mark: str) -> str:
-    return f'{mark}{number} [param "{leaf_name(node.op.programs[0])}"]' if isinstance(node.op, Param) else f"{mark}{number}"
+    return (
+        f'{mark}{number} [param "{leaf_name(node.op.programs[0])}"]'
+        if isinstance(node.op, Param)
+        else f"{mark}{number}"
+    )
 
 
 def _ref(graph: Graph, value: Value, mark: str) -> str:
@@ -74,7 +78,9 @@ def summary(graph: Graph) -> str:
         table.append((path, shape, f"{count:,}" if count else "", ", ".join(weights)))
     widths = [max(len(row[i]) for row in table) for i in range(3)]
     lines = [f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs)}"]
-    lines += ["  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in table]
+    lines += [
+        "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in table
+    ]
     return "\n".join([*lines, f"  {total:,} parameters"])
 
 
@@ -97,5 +103,3 @@ def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], iteratio
 
 def _types(types: tuple[TensorType, ...]) -> str:
     return ", ".join(map(str, types))
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.graph import BodyInput, Graph, Hir, Leaf, Mir, Node, TypeCache
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Leaf, Mir, Node, StateRead, TypeCache
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import path_text
 
@@ -43,11 +43,23 @@ def _problems(graph: Graph, level: str, types: TypeCache) -> Iterator[str]:
             given = tuple(graph.type(v) for v in node.inputs)
             yield from (f"{where}: {p}" for p in _region_problems(region, given))
             yield from (f"{where} > {p}" for p in _problems(region, level, types))
+    yield from _state_problems(graph)
     for value in graph.roots():
         if not 0 <= value.node < len(graph.nodes) or value.index >= len(graph.nodes[value.node].types):
             yield f"output {value} does not exist"
     names = [i.input for i in graph.inputs]
     yield from (f"input {n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1}))
+
+
+def _state_problems(graph: Graph) -> Iterator[str]:
+    """A state leaf leaves a program with the type it had: anything else cannot be donated."""
+    read = {n.op.leaf: n.op.type for n in graph.nodes if isinstance(n.op, StateRead)}
+    for leaf, value in graph.writes:
+        name = f"state {path_text(leaf.path)}.{leaf.slot}"
+        if leaf not in read:
+            yield f"{name} is written and never read"
+        elif graph.type(value) != read[leaf]:
+            yield f"{name} is read as {read[leaf]} and written as {graph.type(value)}"
 
 
 def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[str]:

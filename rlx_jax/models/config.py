@@ -87,7 +87,9 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a finite number")
         if value < low or (above and value == low):
-            raise ConfigError(f"{self.where}: field {quote(name)} is {value}; expected {'over' if above else '≥'} {low}")
+            raise ConfigError(
+                f"{self.where}: field {quote(name)} is {value}; expected {'over' if above else '≥'} {low}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -133,7 +135,9 @@ class Fields:
             UnsupportedError: names the field and its value.
         """
         if self.raw("auto_map") is not None:
-            warnings.warn(f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
+            )
         harmless = INERT | set(inert)
         for name, value in self.values.items():
             if name in self.seen or name in harmless:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,11 +37,11 @@ class Pretrained:
 
 def _llama(config: Fields, source: WeightSource) -> Pretrained:
     c = llama.LlamaConfig.from_hf(config)
-    shapes = llama.weight_specs(c)
-    leave = list(llama.left_keys(c))
+    # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
     if c.tie_word_embeddings and source.has("lm_head.weight"):
-        leave.append("lm_head.weight")
-    flow = llama.Llama32Flow(c).assemble().with_weights(checked(source, shapes), leave)
+        c = replace(c, tie_word_embeddings=False)
+    weights = checked(source, llama.weight_specs(c))
+    flow = llama.Llama32Flow(c).assemble().with_weights(weights, llama.left_keys(c))
     return Pretrained(flow, "causal", c.vocab_size, c.max_position_embeddings)
 
 

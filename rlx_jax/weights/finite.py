@@ -39,7 +39,8 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
     """
     if on_nonfinite == "ignore" or not (is_float(values.dtype) or values.dtype.kind == "c") or all_finite(values):
         return
-    nans, infinite = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaN
+        nans, infinite = int(np.isnan(values).sum()), int(np.isinf(values).sum())
     found = " and ".join(f"{count} {name}" for count, name in ((nans, "NaN"), (infinite, "infinite")) if count)
     message = f"weight {quote(key)} ({where}): {found} of {values.size} values read"
     if nans and on_nonfinite == "error":

@@ -73,14 +73,18 @@ class AttentionOp(Mir):
         q5 = q.reshape(batch, queries, self.kv_heads, groups, dim)
         k4 = k.reshape(k.shape[0], keys, self.kv_heads, dim)
         v4 = v.reshape(v.shape[0], keys, self.kv_heads, dim)
-        scores = jnp.einsum(
-            "bskgd,btkd->bkgst", q5, k4, precision=precision, preferred_element_type=jnp.float32
-        ) * (self.scale if self.scale is not None else dim**-0.5)
+        scores = jnp.einsum("bskgd,btkd->bkgst", q5, k4, precision=precision, preferred_element_type=jnp.float32) * (
+            self.scale if self.scale is not None else dim**-0.5
+        )
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if "bias" in extra:
             bias = extra["bias"].astype(jnp.float32)
-            heads_first = (bias.shape[0], -1, groups, *bias.shape[2:]) if bias.shape[1] > 1 else (bias.shape[0], 1, 1, *bias.shape[2:])
+            heads_first = (
+                (bias.shape[0], -1, groups, *bias.shape[2:])
+                if bias.shape[1] > 1
+                else (bias.shape[0], 1, 1, *bias.shape[2:])
+            )
             scores = scores + bias.reshape(heads_first)
         allowed = self._allowed(queries, keys, extra)
         weights = masked_softmax(scores, allowed, "keep" in extra or "bias" in extra)

@@ -180,5 +180,3 @@ class LayerNormOp(Mir):
     @classmethod
     def name(cls) -> str:
         return "layer_norm"
-
-

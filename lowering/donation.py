@@ -1,0 +1,63 @@
+"""Proof that a program updates its state in place.
+
+Aliased bytes alone prove little: a scan that copies the whole cache aliases it too, and a dtype drift donates
+nothing without a word. So three things are checked on the compiled program.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jax
+
+from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.lowering.plan import Lir, activation_bytes, state_types
+
+SLACK = 2**20  # bytes of bookkeeping that are no cache
+
+
+@dataclass(frozen=True)
+class Donation:
+    """What the compiled program does with its state. Sizes in bytes."""
+
+    state_bytes: int
+    aliased_bytes: int
+    temp_bytes: int
+    temp_limit: int
+    copies: tuple[str, ...]
+
+    def problems(self) -> list[str]:
+        """What is wrong; empty if the state is updated in place."""
+        found = []
+        if self.aliased_bytes < self.state_bytes:
+            found.append(f"{self.aliased_bytes} of {self.state_bytes} bytes of the state are aliased")
+        if self.temp_bytes > self.temp_limit:
+            found.append(f"{self.temp_bytes} bytes of temporaries, expected at most {self.temp_limit}")
+        found += [f"the cache is copied: {line}" for line in self.copies[:3]]
+        return found
+
+
+def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
+    """Measure a compiled program that was given its state to consume."""
+    types = state_types(lir.graph, lir.plan.scan)
+    memory = compiled.memory_analysis()
+    layers = state_types(lir.graph, False)
+    largest = max((t.nbytes for t in layers.values()), default=0)
+    return Donation(
+        state_bytes=sum(t.nbytes for t in types.values()),
+        aliased_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        # Keys and values of the layer that is being written.
+        temp_limit=activation_bytes(lir.graph) + 2 * largest + SLACK,
+        copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
+    )
+
+
+def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
+    """Instructions of an HLO text that copy an array of a cache's own shape and dtype."""
+    shapes = {
+        f"{short_name(t.dtype).replace('i32', 's32')}[{','.join(map(str, t.shape))}]" for t in types if t.rank > 2
+    }
+    lines = (line.strip() for line in hlo.splitlines())
+    return [x[:120] for x in lines if (m := re.search(r"= (\w+\[[\d,]*\])\S* copy\(", x)) and m.group(1) in shapes]

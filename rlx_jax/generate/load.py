@@ -1,0 +1,78 @@
+"""`rlx_jax.load`: a checkpoint directory as something to call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rlx_jax.errors import ConfigError, quote
+from rlx_jax.generate.causal import CausalLM
+from rlx_jax.generate.encoder import Encoder
+from rlx_jax.generate.sentence import load_pipeline
+from rlx_jax.generate.tokenizer import load_tokenizer, read_optional
+from rlx_jax.models.families import Pretrained, open_pretrained
+from rlx_jax.profiles import CompileProfile
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    profile: CompileProfile | None = None,
+    mesh: Any = None,
+    dtype: str | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> Any:
+    """A Hugging Face or sentence-transformers directory as a `CausalLM` or an `Encoder`; `config.json` decides.
+
+    Args:
+        profile: else `auto`.
+        dtype: the compute dtype, short for `precision.compute` of the profile: "f32", "bf16", "f16".
+        strict: weights that nothing reads are an error, not a warning.
+        options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`.
+
+    Raises:
+        ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
+    """
+    directory = Path(path)
+    pipeline = load_pipeline(directory) if directory.is_dir() else None
+    root = directory / pipeline.transformer if pipeline else directory
+    pretrained = open_pretrained(root, strict=strict, **options)
+    if dtype is not None:
+        profile = (profile or CompileProfile()).replace(precision={"compute": dtype})
+    common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict}
+    if pretrained.kind == "encoder":
+        tokenizer = load_tokenizer(root, lowercase=bool(pipeline and pipeline.do_lower_case))
+        positions = pretrained.max_positions
+        return Encoder(pretrained.flow, tokenizer=tokenizer, pipeline=pipeline, max_positions=positions, **common)
+    eos = special_ids(root, "eos_token_id", pretrained)
+    bos = special_ids(root, "bos_token_id", pretrained)
+    return CausalLM(
+        pretrained.flow,
+        tokenizer=load_tokenizer(root),
+        max_positions=pretrained.max_positions,
+        eos_ids=eos,
+        bos_id=bos[0] if bos else None,
+        **common,
+    )
+
+
+def special_ids(directory: Path, field: str, pretrained: Pretrained) -> tuple[int, ...]:
+    """Ids under `field` in `generation_config.json`, else in `config.json`; none if neither names one.
+
+    Raises:
+        ConfigError: not an id of the model's vocabulary, or a list of them.
+    """
+    for name in ("generation_config.json", "config.json"):
+        value = read_optional(directory, name).get(field)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < pretrained.vocab_size:
+                raise ConfigError(
+                    f"{name}: field {field!r} is {quote(value)}; expected ids in [0, {pretrained.vocab_size})"
+                )
+        return tuple(ids)
+    return ()

@@ -1,0 +1,134 @@
+"""Check what a request holds, on the host, before anything is padded, cast or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, TokenIdError, quote
+from rlx_jax.inputs import as_host_array, checked_ids
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+
+def token_block(tokens: Any, vocab_size: int, what: str = "tokens") -> Ids:
+    """Token ids `[B, S]` as int32, every id in `[0, vocab_size)`.
+
+    Raises:
+        TokenIdError: not integers, or out of range. RequestError: not a `[B, S]` array with B, S ≥ 1.
+    """
+    array = _ids_array(tokens, what)
+    if array.ndim != 2 or 0 in array.shape:
+        raise RequestError(f"{what}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
+    return checked_ids(array, vocab_size, what).astype(np.int32)
+
+
+def _ids_array(tokens: Any, what: str) -> np.ndarray[Any, Any]:
+    if isinstance(tokens, jax.Array):
+        return np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"{what}: {str(error).splitlines()[0]}") from error
+    if array.dtype.kind not in "iu" and array.size:
+        raise TokenIdError(f"{what}: ids are integers, got {array.dtype}")
+    return as_host_array(what, array)
+
+
+def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
+    """One sequence of token ids as a list.
+
+    Raises:
+        TokenIdError: an entry is not an integer in `[0, vocab_size)`; its position is named.
+    """
+    if isinstance(ids, np.ndarray | jax.Array):
+        if ids.ndim != 1:
+            raise RequestError(f"{what}: expected one sequence of ids, got shape {list(ids.shape)}")
+        ids = np.asarray(ids)
+        ids = ids.tolist() if ids.dtype.kind in "iu" else list(ids)
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
+    for at, i in enumerate(ids):
+        if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
+            raise TokenIdError(f"{what}[{at}]: a token id is an integer, got {quote(i)}")
+        if not 0 <= i < vocab_size:
+            raise TokenIdError(f"{what}[{at}]: id {i} is not in [0, {vocab_size})")
+    return [int(i) for i in ids]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a request brought: texts or id lists, one or several."""
+
+    texts: list[str] | None
+    ids: list[Any] | None
+    single: bool
+
+
+def split_prompts(prompts: Any, flat: bool = True) -> Prompts:
+    """Tell a string, a list of strings, an id list (where `flat`) and a list of id lists apart.
+
+    Raises:
+        RequestError: none of them, or a mix.
+    """
+    if isinstance(prompts, str):
+        return Prompts([prompts], None, True)
+    if isinstance(prompts, np.ndarray | jax.Array):
+        return Prompts(None, [prompts] if prompts.ndim == 1 else list(np.asarray(prompts)), prompts.ndim == 1)
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
+    if prompts and all(isinstance(p, str) for p in prompts):
+        return Prompts(list(prompts), None, False)
+    if flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
+        return Prompts(None, [list(prompts)], True)
+    for i, p in enumerate(prompts):
+        if not isinstance(p, list | tuple | np.ndarray | jax.Array):
+            raise RequestError(
+                f"prompts[{i}]: expected {'token ids' if i else 'a string or token ids'}, got {quote(p)}"
+            )
+    return Prompts(None, list(prompts), False)
+
+
+def row_lengths(lengths: Any, batch: int, seq: int, low: int) -> np.ndarray[Any, Any]:
+    """New valid tokens of each row, int64 `[B]`, between `low` and S; all S if None.
+
+    Raises:
+        BatchMismatchError: another number of rows. RequestError: not integers, or out of range.
+    """
+    if lengths is None:
+        return np.full(batch, seq, np.int64)
+    array = np.asarray(lengths)
+    if array.dtype.kind not in "iu":
+        raise RequestError(f"lengths: expected integers, got {array.dtype}")
+    if array.shape != (batch,):
+        raise BatchMismatchError(f"lengths: expected shape [{batch}], one for each row, got {list(array.shape)}")
+    if (array < low).any() or (array > seq).any():
+        raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
+    return array.astype(np.int64)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int) -> Ids:
+    """Rows padded on the right with 0 to `[B, width]`."""
+    block = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        block[i, : len(row)] = row
+    return block
+
+
+def bucket(size: int, step: int, limit: int | None) -> int:
+    """`size` rounded up so that few different sizes are compiled: to a power of two, from `step` on."""
+    rounded = step
+    while rounded < size:
+        rounded *= 2
+    return rounded if limit is None else max(size, min(rounded, limit))
+
+
+def whole_number(name: str, value: Any, low: int) -> int:
+    """An integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+        raise RequestError(f"{name} is {value!r}; expected an integer of at least {low}")
+    return int(value)

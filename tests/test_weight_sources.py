@@ -1,0 +1,449 @@
+"""Opening weights: mappings, files, directories with shards, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rlx_jax.errors import (
+    ConfigError,
+    DuplicateWeightError,
+    LimitError,
+    MissingFileError,
+    MissingWeightError,
+    NonFiniteWeightError,
+    RlxNumericsWarning,
+    SafetensorsError,
+    StorageError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightError,
+    WeightShapeError,
+)
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.weights.finite import all_finite
+from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.source import MappingSource, SafetensorsSource, open_weights
+
+INDEX = "model.safetensors.index.json"
+W = np.arange(6, dtype=np.float32).reshape(2, 3)
+B = np.ones(3, ml_dtypes.bfloat16)
+SHARDS = {"model-1-of-2.safetensors": {"w": W}, "model-2-of-2.safetensors": {"b": B, "c": W[0]}}
+
+
+def write_shards(
+    directory: Path, shards: Mapping[str, Mapping[str, np.ndarray]] = SHARDS, index: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint directory; `index` overrides parts of the index file."""
+    directory.mkdir(exist_ok=True)
+    for name, tensors in shards.items():
+        save_file(dict(tensors), directory / name, {"format": "pt"})
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    total = sum(array.nbytes for tensors in shards.values() for array in tensors.values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map, **(index or {})}
+    (directory / INDEX).write_text(json.dumps(content))
+    return directory
+
+
+def assert_shards(source: WeightSource) -> None:
+    assert sorted(source.keys()) == ["b", "c", "w"]
+    np.testing.assert_array_equal(source.read("w"), W)
+    np.testing.assert_array_equal(source.read("b"), B)
+    assert source.read("b").dtype == ml_dtypes.bfloat16
+
+
+# -- mappings ----------------------------------------------------------------------------------
+
+
+def test_mapping() -> None:
+    arrays: dict[str, Any] = {
+        "w": W,
+        "b": jnp.asarray(B),
+        "i": np.arange(3),
+        "d": np.ones((), np.float64),
+        "e": np.zeros((0, 4), bool),
+    }
+    source = open_weights(arrays)
+    assert isinstance(source, MappingSource) and isinstance(source, WeightSource)
+    assert source.keys() == ("w", "b", "i", "d", "e")
+    assert source.has("w") and not source.has("x") and source.where("w") == "mapping"
+    for key, array in arrays.items():
+        spec, value = source.spec(key), source.read(key)
+        assert (spec.shape, spec.dtype) == (array.shape, array.dtype) == (value.shape, value.dtype)
+        assert type(value) is np.ndarray
+        np.testing.assert_array_equal(value, array)
+        np.testing.assert_array_equal(source.read(key), array)  # reading removes nothing
+    np.testing.assert_array_equal(source.read("w", (slice(1, 2), slice(None, None, 2))), W[1:2, ::2])
+    np.testing.assert_array_equal(source.read("b", (slice(1, 3),)), B[1:])
+
+
+def test_mapping_is_neither_copied_nor_writable() -> None:
+    array = W.copy()
+    source = open_weights({"w": array})
+    part = source.read("w")
+    assert np.shares_memory(part, array) and array.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        part[0] = 1
+
+
+def test_mapping_with_odd_layouts() -> None:
+    """The bytes of an array may lie in any order; the values read are the same and native."""
+    arrays = {"big": W.astype(">f4"), "transposed": np.asfortranarray(W), "strided": np.repeat(W, 2, 1)[:, ::2]}
+    frozen = W.copy()
+    frozen.flags.writeable = False
+    source = open_weights({**arrays, "frozen": frozen})
+    for key in source.keys():
+        assert source.spec(key).dtype == np.float32 and source.read(key).dtype.isnative
+        np.testing.assert_array_equal(source.read(key), W)
+
+
+def test_mapping_of_shapes_only() -> None:
+    source = open_weights({"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)})
+    assert source.spec("w").shape == (2, 3) and source.spec("w").dtype == jnp.bfloat16
+    with pytest.raises(WeightError, match="'w' has a shape only, no values: it was given as a ShapeDtypeStruct"):
+        source.read("w")
+
+
+@pytest.mark.parametrize(
+    "value, error, message",
+    [
+        ([1.0, 2.0], WeightDTypeError, "expected an array, got 'list'; numpy.asarray makes one"),
+        (1.0, WeightDTypeError, "got 'float'"),
+        (np.float32(1), WeightDTypeError, "got 'float32'"),
+        (None, WeightDTypeError, "got 'NoneType'"),
+        ({"w": W}, WeightDTypeError, "got 'dict'; flatten nested mappings to dotted keys"),
+        (np.array(["a"]), WeightDTypeError, "expected an array of numbers or bools, got dtype '<U1'"),
+        (np.array([None]), WeightDTypeError, "got dtype 'object'"),
+        (np.zeros(1, "M8[s]"), WeightDTypeError, "got dtype 'datetime64"),
+        (np.ma.masked_array([1.0], [True]), WeightDTypeError, "got 'MaskedArray'"),
+        (jax.random.key(0), WeightDTypeError, "got dtype 'key<fry>'"),
+        (jax.ShapeDtypeStruct((2**40,), np.float32), LimitError, "dimension 1099511627776 is over the limit"),
+        (jax.ShapeDtypeStruct((2**31 - 1, 2**31 - 1), np.float32), LimitError, "elements"),
+        (jax.ShapeDtypeStruct((1,) * 9, np.float32), LimitError, "rank 9"),
+        (jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.float32), WeightShapeError, "whole numbers as shape"),
+    ],
+)
+def test_mapping_with_a_wrong_value(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        open_weights({"ok": W, "layer.weight": value})
+    assert "weight 'layer.weight'" in str(caught.value) and message in str(caught.value)
+
+
+def test_mapping_with_a_wrong_key() -> None:
+    with pytest.raises(WeightError, match="expected strings as keys, got '3' of type int"):
+        open_weights({3: W})  # type: ignore[dict-item]
+
+
+def test_missing_key_names_close_ones() -> None:
+    source = open_weights({"layers.0.q_proj.weight": W, "layers.0.k_proj.weight": W, "norm.bias": W})
+    for call in (source.spec, source.read, source.where):
+        with pytest.raises(
+            MissingWeightError, match=r"no weight 'layers.0.q_prj.weight' .* did you mean 'layers.0.q_proj"
+        ):
+            call("layers.0.q_prj.weight")
+    with pytest.raises(MissingWeightError, match="no weight 'x' in the mapping of 3$"):
+        source.read("x")
+
+
+def test_suggestions_stay_fast_among_many() -> None:
+    many = {f"layers.{i}.weight": W for i in range(50_000)}
+    with pytest.raises(MissingWeightError):
+        open_weights(many).read("layers.x.weight")
+
+
+def test_traced_and_deleted_arrays() -> None:
+    @jax.jit
+    def inside(x: jax.Array) -> jax.Array:
+        source = open_weights({"w": x})
+        assert source.spec("w").shape == (2, 3)
+        with pytest.raises(WeightError, match="'w' is traced"):
+            source.read("w")
+        return x
+
+    inside(jnp.asarray(W))
+    elsewhere = jnp.asarray(W)
+    with (
+        mock.patch.object(type(elsewhere), "is_fully_addressable", False),
+        pytest.raises(WeightError, match="on devices of other processes"),
+    ):
+        open_weights({"w": elsewhere}).read("w")
+    gone = jnp.asarray(W) + 1
+    source = open_weights({"w": gone})
+    gone.delete()
+    with pytest.raises(WeightError, match="'w' is deleted"):
+        source.read("w")
+
+
+@pytest.mark.parametrize("index", [(slice(None),) * 3, (0,), slice(1)])
+def test_mapping_with_a_wrong_index(index: Any) -> None:
+    with pytest.raises(WeightShapeError, match="'w'"):
+        open_weights({"w": W}).read("w", index)
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def source_of(kind: str, tmp_path: Path, array: np.ndarray, **options: Any) -> WeightSource:
+    if kind == "mapping":
+        return open_weights({"w": array}, **options)
+    save_file({"w": array}, tmp_path / "model.safetensors")
+    return open_weights(tmp_path / "model.safetensors", **options)
+
+
+@pytest.mark.parametrize("kind", ["mapping", "file"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_nan(tmp_path: Path, kind: str, dtype: str) -> None:
+    array = np.ones((3, 2), dtype)
+    array[2, 1] = array[1, 0] = np.nan
+    where = "mapping" if kind == "mapping" else "model.safetensors"
+    source = source_of(kind, tmp_path, array)
+    with pytest.raises(NonFiniteWeightError, match=rf"weight 'w' \(.*{where}.*\): 2 NaN of 6 values"):
+        source.read("w")
+    with pytest.raises(NonFiniteWeightError, match="1 NaN of 2 values"):
+        source.read("w", (slice(2, 3),))
+    np.testing.assert_array_equal(source.read("w", (slice(0, 1),)), array[:1])
+    with pytest.warns(RlxNumericsWarning, match="2 NaN of 6 values"):
+        source_of(kind, tmp_path, array, on_nonfinite="warn").read("w")
+    assert np.isnan(source_of(kind, tmp_path, array, on_nonfinite="ignore").read("w")).sum() == 2
+
+
+@pytest.mark.parametrize("kind", ["mapping", "file"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+def test_infinity_is_a_warning(tmp_path: Path, kind: str, dtype: str) -> None:
+    array = np.array([1, -np.inf, np.inf], dtype)
+    for policy in ("error", "warn"):
+        with pytest.warns(RlxNumericsWarning, match="'w' .*: 2 infinite of 3 values"):
+            source_of(kind, tmp_path, array, on_nonfinite=policy).read("w")
+    source_of(kind, tmp_path, array, on_nonfinite="ignore").read("w")  # warnings are errors here
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_each_pattern_of_a_small_float(dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    bits = np.arange(256**kind.itemsize, dtype=f"u{kind.itemsize}")
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaN
+        expected = np.isfinite(bits.view(kind))
+    for value, finite in zip(bits.view(kind), expected, strict=True):
+        assert all_finite(np.array([value])) == finite
+
+
+def test_signalling_nan_is_counted_without_a_warning() -> None:
+    array = np.array([0x7F81, 0xFF81, 0x3F80], np.uint16).view(ml_dtypes.bfloat16)
+    with pytest.raises(NonFiniteWeightError, match="2 NaN of 3"):
+        open_weights({"w": array}).read("w")
+
+
+def test_finite_at_the_edges_of_chunks() -> None:
+    for at in (0, 2**18 - 1, 2**18, 2**19 + 4):
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            array = np.zeros((5, (2**19 + 5) // 5 + 1), dtype)
+            assert all_finite(array) and all_finite(array.T) and all_finite(array[:, ::2])
+            array.reshape(-1)[at] = np.inf
+            assert not all_finite(array) and not all_finite(array.T)
+    assert all_finite(np.zeros((0, 3), np.float32)) and all_finite(np.zeros((0, 3), ml_dtypes.bfloat16))
+
+
+def test_integers_are_not_looked_at() -> None:
+    assert open_weights({"w": np.full(3, -1, np.int16), "b": np.ones(2, bool)}).read("w").sum() == -3
+
+
+def test_two_files_with_one_name(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"w": W}, tmp_path / name)
+    files = [SafetensorsFile(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
+    with pytest.raises(DuplicateWeightError, match="'w' is in '.*a.safetensors' and in '.*b.safetensors'"):
+        SafetensorsSource(files)
+
+
+# -- files and directories ---------------------------------------------------------------------
+
+
+def test_one_file(tmp_path: Path) -> None:
+    save_file({"w": W, "b": B}, tmp_path / "any name.safetensors", {"format": "pt"})
+    with open_weights(tmp_path / "any name.safetensors") as source:  # type: ignore[attr-defined]
+        assert isinstance(source, SafetensorsSource) and isinstance(source, WeightSource)
+        assert set(source.keys()) == {"w", "b"} and source.has("w") and not source.has("x")
+        assert source.where("w") == str(tmp_path / "any name.safetensors")
+        assert source.spec("b") == jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+        assert source.files[0].metadata == {"format": "pt"}
+        np.testing.assert_array_equal(source.read("w", (slice(1, 2), slice(0, 2))), W[1:2, :2])
+        with pytest.raises(MissingWeightError, match="no weight 'x' in the checkpoint of 2"):
+            source.spec("x")
+    with pytest.raises(StorageError, match="closed"):
+        source.read("w")
+
+
+@pytest.mark.parametrize("form", ["directory", "index", "str", "relative"])
+def test_shards(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_shards(tmp_path / "model")
+    monkeypatch.chdir(directory)
+    paths: dict[str, Any] = {
+        "directory": directory,
+        "index": directory / INDEX,
+        "str": str(directory),
+        "relative": INDEX,
+    }
+    source = open_weights(paths[form])
+    assert_shards(source)
+    assert source.where("c") == "model-2-of-2.safetensors"
+
+
+def test_opening_reads_no_tensor(tmp_path: Path) -> None:
+    source = open_weights(write_shards(tmp_path / "model"))
+    assert isinstance(source, SafetensorsSource)
+    for key in source.keys():
+        source.spec(key)
+        source.has(key)
+    assert source.bytes_read == 0
+    source.read("w", (slice(1, 2),))
+    assert source.bytes_read == 12
+    source.read("b")
+    assert source.bytes_read == 18
+
+
+def test_threads_share_a_source(tmp_path: Path) -> None:
+    source = open_weights(write_shards(tmp_path / "model"))
+    assert isinstance(source, SafetensorsSource)
+    with ThreadPoolExecutor(8) as pool:
+        arrays = list(pool.map(source.read, ["w", "c"] * 200))
+    assert all(np.array_equal(array, W if i % 2 == 0 else W[0]) for i, array in enumerate(arrays))
+    assert source.bytes_read == 200 * (W.nbytes + W[0].nbytes)
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """Index, then model.safetensors, then the only index, then the only file."""
+    save_file({"only": W}, tmp_path / "weights.safetensors")
+    assert open_weights(tmp_path).keys() == ("only",)
+    save_file({"y": W}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(MissingFileError, match="no model.safetensors, and 2 others: 'consolidated.safetensors'"):
+        open_weights(tmp_path)
+    other = {"metadata": {}, "weight_map": {"only": "weights.safetensors"}}
+    (tmp_path / "diffusion_model.safetensors.index.json").write_text(json.dumps(other))
+    assert open_weights(tmp_path).keys() == ("only",)
+    save_file({"single": W}, tmp_path / "model.safetensors")
+    assert open_weights(tmp_path).keys() == ("single",)
+    assert_shards(open_weights(write_shards(tmp_path)))
+    (tmp_path / INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(ConfigError, match="weight_map: expected an object"):  # never "the other one instead"
+        open_weights(tmp_path)
+
+
+def test_nothing_usable(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no .safetensors file; there is nothing"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MissingFileError, match="there is 'config.json'"):
+        open_weights(tmp_path)
+    with pytest.raises(MissingFileError, match="no such file or directory; nothing is downloaded"):
+        open_weights(tmp_path / "absent")
+    with pytest.raises(MissingFileError, match="no such file"):
+        open_weights("nul\0byte")
+
+
+@pytest.mark.parametrize(
+    "name, advice",
+    [
+        ("model.gguf", "GGUF is not read yet"),
+        ("pytorch_model.bin", "a pickle, which runs code .*safetensors.torch.save_file"),
+        ("model.pt", "pickle"),
+        ("consolidated.00.pth", "pickle"),
+        ("weights.npz", "allow_pickle=False"),
+        ("model.ZIP", "archives are not opened"),
+        ("flax_model.msgpack", "as a mapping"),
+    ],
+)
+def test_other_formats(tmp_path: Path, name: str, advice: str) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedError, match=advice) as caught:
+            open_weights(path)
+        assert name in str(caught.value)
+
+
+def test_orbax_and_unknown_files(tmp_path: Path) -> None:
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(UnsupportedError, match="an orbax checkpoint, .* pass a mapping of arrays"):
+        open_weights(tmp_path)
+    with pytest.raises(UnsupportedError, match="expected a directory or a .safetensors file"):
+        open_weights(tmp_path / "_CHECKPOINT_METADATA")
+
+
+def test_special_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="'model.safetensors': expected a regular file, found a FIFO"):
+        open_weights(tmp_path)
+    with pytest.raises(SafetensorsError, match="a FIFO"):
+        open_weights(tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(ConfigError, match="a FIFO"):
+        open_weights(tmp_path)
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def test_max_bytes(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "model")
+    for weights in (shards, {"w": W, "b": B, "c": W[0]}, {"w": jax.ShapeDtypeStruct((42,), np.int8)}):
+        open_weights(weights, max_bytes=42)
+        with pytest.raises(LimitError, match="the size of all weights in bytes is 42, over the limit max_bytes = 41"):
+            open_weights(weights, max_bytes=41)
+
+
+def test_a_source_comes_back_as_it_is() -> None:
+    source = open_weights({"w": W})
+    assert open_weights(source) is source
+    with pytest.raises(WeightError, match="open already; give the options where you open them"):
+        open_weights(source, on_nonfinite="ignore")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"on_nonfinite": "warning"},
+            "on_nonfinite: expected one of error, warn, ignore, got 'warning'; did you mean 'warn'",
+        ),
+        ({"on_nonfinite": None}, "on_nonfinite: expected one of"),
+        ({"links": "reject"}, "links: expected one of follow, refuse, got 'reject'"),
+        ({"max_bytes": -1}, "max_bytes: expected a number of bytes, got '-1'"),
+        ({"max_bytes": True}, "max_bytes: expected a number of bytes"),
+        ({"max_bytes": 1e9}, "max_bytes: expected a number of bytes"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        open_weights({"w": W}, **options)
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="verify"):
+        open_weights({"w": W}, verify="sha256")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("weights", [None, 3, [W], W, object()])
+def test_weights_of_a_wrong_kind(weights: Any) -> None:
+    with pytest.raises(WeightError, match="expected a path, a mapping or a WeightSource, got"):
+        open_weights(weights)
+
+
+def test_nothing_is_warned_about_in_passing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source = open_weights(write_shards(tmp_path / "model"))
+        for key in source.keys():
+            source.read(key)
+        del source
