@@ -71,7 +71,7 @@ class SelfAttnPrefillSpec:
 
 @dataclass(frozen=True)
 class SelfAttnPrefill:
-    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, without the output projection."""
+    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection."""
 
     spec: SelfAttnPrefillSpec
 
@@ -101,9 +101,7 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
     """The mask operand that a mask kind needs, from a declared input or the `attn_mask` register."""
     if not mask.operand:
         if input_name is not None:
-            raise GraphError(
-                f"{emit.path}: {stage} has mask_input={input_name!r}, but its mask {mask} takes no operand"
-            )
+            raise GraphError(f"{emit.path}: {stage} has mask_input={input_name!r}, its mask {mask} takes no operand")
         return ()
     if input_name is not None:
         return (emit.flow_input(input_name),)

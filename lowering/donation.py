@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -41,7 +42,7 @@ class Donation:
 def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     """Measure a compiled program that was given its state to consume."""
     types = state_types(lir.graph, lir.plan.scan)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     layers = state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
     return Donation(

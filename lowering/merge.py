@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Node, Param, Rewrite, TypeCache, Value, rewrite
+from rlx_jax.ir.graph import Builder, Graph, Node, Op, Param, Rewrite, TypeCache, Value, rewrite
 from rlx_jax.ir.param import concat
 
 
@@ -37,7 +37,7 @@ def merge_linears(graph: Graph, types: TypeCache) -> Graph:
     return rewrite(graph, enter, types, "merge_linears")
 
 
-def _groups(graph: Graph, uses: Counter[object]) -> list[list[int]]:
+def _groups(graph: Graph, uses: Counter[Op]) -> list[list[int]]:
     """Node numbers of Linears that can become one, in order."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):

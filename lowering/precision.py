@@ -6,7 +6,7 @@ reductions and softmax in f32 by their own definition; floating outputs leave as
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,14 @@ from rlx_jax.ir.graph import (
     everywhere,
     rewrite,
 )
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.contract import BatchMatMul, FusedMatMulBiasAct, MatMul
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.types import is_float
 
 F32 = np.dtype(np.float32)
+PRODUCTS = (MatMul, BatchMatMul, FusedMatMulBiasAct, AttentionOp)
 
 
 def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
@@ -62,12 +65,11 @@ def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
 
 
 def pin_matmul(graph: Graph, precision: str, types: TypeCache) -> Graph:
-    """Set the `precision` attribute of every op that has one."""
+    """Set the precision of every product, whatever jax's global configuration says."""
     if precision == "default":
         return graph
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        names = {f.name for f in fields(node.op)} if hasattr(node.op, "__dataclass_fields__") else set()
-        return b.add(replace(node.op, precision=precision), *inputs) if "precision" in names else None
+        return b.add(replace(node.op, precision=precision), *inputs) if isinstance(node.op, PRODUCTS) else None
 
     return rewrite(graph, everywhere(fn), types, "pin_matmul")

@@ -1,7 +1,7 @@
 """The compiler on one page.
 
     flow ── build ──▶ HIR ── expand, precision, merge, derive ──▶ HIR of one program
-         ── lower(policy) ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
+         ── lower ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
 
 Each arrow is one function; the verifier runs after every one of them. A profile is read here, in `settings_for`,
 and nowhere below: passes, layout and plan get values.

@@ -103,7 +103,7 @@ class Emit:
         op = constant(array, as_dtype(dtype))
         if len(op.data) > pointwise.MAX_CAPTURED:
             raise GraphError(
-                f"{self.path}: a constant of {len(op.data)} bytes, the limit is {pointwise.MAX_CAPTURED}; make it a weight"
+                f"{self.path}: a constant of {len(op.data)} bytes, over {pointwise.MAX_CAPTURED}; make it a weight"
             )
         return self.wrap(self.builder.leaf(op))
 
@@ -138,7 +138,7 @@ class Emit:
         stored = tensor_type(tuple(spec.shape), spec.dtype, key)
         if shape is not None and tuple(shape) != stored.shape:
             raise WeightShapeError(
-                f"{self.path}: weight {quote(key)} ({self.source.where(key)}) is expected as {list(shape)}, got {stored}"
+                f"{self.path}: weight {quote(key)} ({self.source.where(key)}): expected {list(shape)}, got {stored}"
             )
         return stored
 
@@ -165,7 +165,7 @@ class Emit:
         if name not in self.state.inputs:
             known = list(self.state.inputs)
             raise UnboundInputError(
-                f"{self.path}: the flow declares no input {quote(name)}; it has {listing(known)}{did_you_mean(name, known)}"
+                f"{self.path}: no input {quote(name)} is declared; known: {listing(known)}{did_you_mean(name, known)}"
             )
         return self.state.inputs[name]
 
@@ -279,7 +279,7 @@ class Emit:
     def linear(
         self, x: FlowValue, key: str, bias: str | None = None, transpose: bool = True, activation: str = ""
     ) -> FlowValue:
-        """`act(x W + b)` with the weight under `key`, `[out, in]` as checkpoints store it (`transpose`) or `[in, out]`."""
+        """`act(x W + b)`; the weight under `key` is `[out, in]` (`transpose`) or `[in, out]`."""
         operands = [x, self.param(key)] + ([self.param(bias)] if bias else [])
         return self.add(hir.Linear(int(transpose), bias=bool(bias), activation=activation), *operands)
 

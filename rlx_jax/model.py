@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
 from rlx_jax.errors import GraphError, MissingWeightError, UnboundInputError, UnsupportedError, WeightShapeError
@@ -144,7 +143,8 @@ class CompiledModel:
         """Run the program. One output is returned as an array, several as a dict by name.
 
         Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
-        for the device. A program with state takes `state=` (donated: do not use it again) and returns `(outputs, state)`.
+        for the device. A program with state takes `state=` (donated: not to be used again) and returns
+        `(outputs, state)`.
         """
         return self.run(inputs, named, state)
 
@@ -155,7 +155,7 @@ class CompiledModel:
         params = self._params("calling the model")
         values, key, arrays = self._bind(inputs, named, state, last_only)
         executable = self._executable(key, params, arrays, values)
-        return self._result(*executable.call(params, arrays, values), key)
+        return self._result(executable.call(params, arrays, values), key)
 
     def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
         """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
@@ -165,7 +165,7 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state)
         _, function = self.compiler.function(key)
         self.last = key
-        return self._result(*jax.jit(function)(dict(params), arrays, values), key)
+        return self._result(jax.jit(function)(dict(params), arrays, values), key)
 
     def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
         """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
@@ -176,7 +176,8 @@ class CompiledModel:
         self.last = key
         return self.compiler.executable(key, params, state, inputs)
 
-    def _result(self, outputs: tuple[Any, ...], state: StateArrays, key: ProgramKey) -> Any:
+    def _result(self, results: tuple[tuple[Any, ...], StateArrays], key: ProgramKey) -> Any:
+        outputs, state = results
         names = self._template(key.given, key.last_only).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
         return (result, as_state(state)) if state else result
@@ -338,7 +339,7 @@ class CompiledModel:
         }
         if executable is None:
             return Report(seconds, **common)
-        memory = executable.call.memory_analysis()
+        memory: Any = executable.call.memory_analysis()
         return Report(
             {**seconds, **executable.seconds},
             **common,
@@ -363,4 +364,5 @@ def _initial(name: str, t: TensorType, key: jax.Array) -> jax.Array:
     rank = t.rank - 1 if "{" in name and t.rank == 3 else t.rank
     if rank < 2:
         return jnp.zeros(t.shape, t.dtype) if name.endswith("bias") else jnp.ones(t.shape, t.dtype)
-    return (jax.random.normal(key, t.shape, jnp.float32) * float(np.prod(t.shape[-1:])) ** -0.5).astype(t.dtype)
+    normal: jax.Array = jax.random.normal(key, t.shape, jnp.float32) * float(t.shape[-1]) ** -0.5
+    return normal.astype(t.dtype)

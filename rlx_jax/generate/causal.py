@@ -119,7 +119,7 @@ class CausalLM:
         `lengths` `[B]`: valid tokens of right-padded rows; what stands behind them means nothing.
         """
         block = token_block(tokens, self.vocab_size)
-        row_lengths(lengths, *block.shape, low=1)
+        row_lengths(lengths, block, low=1)
         self._check_positions(block.shape[1], "tokens")
         result: jax.Array = self.model(block)
         return result
@@ -135,7 +135,7 @@ class CausalLM:
         """
         block = token_block(tokens, self.vocab_size)
         batch, seq = block.shape
-        valid = row_lengths(lengths, batch, seq, low=1)
+        valid = row_lengths(lengths, block, low=1)
         self._check_positions(int(valid.max()), "the prompt")
         capacity = self._capacity(seq, int(valid.max()), max_len)
         empty = self._program("prefill").init_state(batch, capacity)
@@ -159,7 +159,7 @@ class CausalLM:
         block = token_block(tokens, self.vocab_size)
         if block.shape[0] != len(state.lengths):
             raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
-        valid = row_lengths(lengths, *block.shape, low=0)
+        valid = row_lengths(lengths, block, low=0)
         self._check_room(state, valid)
         return self._run("extend", state, block, valid, logits)
 

@@ -70,12 +70,12 @@ class Encoder:
         """
         block = token_block(tokens, self.vocab_size)
         self._check_positions(block.shape[1])
-        valid = row_lengths(lengths, *block.shape, low=1)
+        valid = row_lengths(lengths, block, low=1)
         if lengths is None:
             result: jax.Array = self.model(block)
             return result
         keep = (np.arange(block.shape[1])[None] < valid[:, None]).astype(np.int32)
-        result = self.model(block, **{MASK: keep})
+        result = self.model.run((block,), {MASK: keep})
         return result
 
     def embed(self, texts: Any) -> np.ndarray[Any, Any]:

@@ -93,12 +93,13 @@ def split_prompts(prompts: Any, flat: bool = True) -> Prompts:
     return Prompts(None, list(prompts), False)
 
 
-def row_lengths(lengths: Any, batch: int, seq: int, low: int) -> np.ndarray[Any, Any]:
-    """New valid tokens of each row, int64 `[B]`, between `low` and S; all S if None.
+def row_lengths(lengths: Any, block: Ids, low: int) -> np.ndarray[Any, Any]:
+    """New valid tokens of each row of a block `[B, S]`, int64 `[B]`, between `low` and S; all S if None.
 
     Raises:
         BatchMismatchError: another number of rows. RequestError: not integers, or out of range.
     """
+    batch, seq = block.shape
     if lengths is None:
         return np.full(batch, seq, np.int64)
     array = np.asarray(lengths)

@@ -259,12 +259,17 @@ class Attention(Hir):
 
 
 def attention(
-    heads: int, kv_heads: int, mask: MaskKind, causal_keep: bool = False, **kwargs: float | None
+    heads: int,
+    kv_heads: int,
+    mask: MaskKind,
+    causal_keep: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Attention:
     """`Attention` for a mask kind. A keep mask is AND-ed with causality where the block is causal (`causal_keep`)."""
     causal = mask.kind in ("causal", "sliding_window") or (mask.kind == "custom" and causal_keep)
     extra = (mask.operand,) if mask.operand else ()
-    return Attention(heads, kv_heads, causal, mask.window, extra=extra, **kwargs)
+    return Attention(heads, kv_heads, causal, mask.window, scale, softcap, extra)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlx_jax.ir.graph import Graph, Hir, Leaf, Node, Param, Value
-from rlx_jax.ir.param import leaf_name
+from rlx_jax.ir.param import Stack, leaf_name
 from rlx_jax.ir.types import TensorType, path_text
 
 MARK = {"hir": "h", "mir": "%"}
@@ -94,8 +94,8 @@ def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], iteratio
         shape, weights, count = rows.get(path, ("", [], 0))
         for value in node.inputs:
             op = graph.nodes[value.node].op
-            if isinstance(op, Param) and leaf_name(op.programs[0]) not in weights:
-                weights = [*weights, leaf_name(op.programs[0])]
+            if isinstance(op, Param) and (name := leaf_name(Stack(op.programs))) not in weights:
+                weights = [*weights, name]
                 count += op.type.size * len(op.programs)
         times = f" × {iterations}" if iterations > 1 else ""
         rows[path] = (f"{_types(node.types)}{times}", weights, count)

@@ -59,12 +59,12 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     if isinstance(dtype, str):
         if dtype not in _BY_NAME:
             raise DTypeError(f"unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME)}")
-        long = _BY_NAME[dtype]
-        return np.dtype(getattr(ml_dtypes, long) if long.startswith(("bfloat", "float8")) else long)
+        dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(("bfloat", "float8")) else long
     try:
-        return np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise DTypeError(f"{quote(dtype)} is not a dtype") from error
+    return found
 
 
 def short_name(dtype: np.dtype[Any]) -> str:

@@ -80,7 +80,7 @@ class BertFlow:
 
     def assemble(self) -> ModelFlow:
         """The flow, without weights."""
-        c = self.config
+        c, positions = self.config, self.config.max_position_embeddings
         p = f"{self.prefix}.embeddings" if self.prefix else "embeddings"
         ids = ("batch", "seq")
         return (
@@ -92,7 +92,7 @@ class BertFlow:
             .stage(
                 Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
                 GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
-                GatherAdd("position_ids", f"{p}.position_embeddings.weight", (c.max_position_embeddings, c.hidden_size)),
+                GatherAdd("position_ids", f"{p}.position_embeddings.weight", (positions, c.hidden_size)),
                 LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
             )
             .repeat_bert_layers(

@@ -1,0 +1,77 @@
+"""What the benchmarks share: goals, tables, interleaved timing."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class Goals:
+    """Figures held against their goals; `exit` ends the process with 1 if one was missed."""
+
+    def __init__(self) -> None:
+        self.missed: list[str] = []
+
+    def at_most(self, name: str, value: float, limit: float) -> str:
+        """Note the figure and return "ok" or "MISSED", for a table."""
+        if value <= limit:  # false for NaN
+            return "ok"
+        self.missed.append(f"{name}: {value:.4g}, the goal is at most {limit:.4g}")
+        return "MISSED"
+
+    def exit(self) -> None:
+        """End the process: 0 if every goal was met."""
+        for line in self.missed:
+            print(f"missed: {line}", file=sys.stderr)
+        sys.exit(1 if self.missed else 0)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns of text: the first to the left, the others to the right."""
+    cells = [[str(c) for c in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+             for row in cells]  # fmt: skip
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def emit(**figures: Any) -> None:
+    """One JSON line."""
+    print(json.dumps(figures), flush=True)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long one call takes; it must wait for its own result."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, budget: float = float("inf"), seed: int = 0
+) -> dict[str, list[float]]:
+    """Times in seconds by name: every round runs each call once, in a random order, so that noise hits all alike.
+
+    Stops after `rounds`, or when `budget` seconds are spent and three rounds are done.
+    """
+    shuffle = random.Random(seed).shuffle
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() - start > budget:
+            break
+        shuffle(names)
+        for name in names:
+            times[name].append(seconds(calls[name]))
+    return times
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over pairs of ours / theirs."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,810 @@
+"""Every MIR op: its shape rule is its `eval`, and its `eval` is the formula, in NumPy and float64."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
+from rlx_jax.ir import ops
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RopeOp, RopeTable
+from rlx_jax.ir.ops.contract import BatchMatMul, FusedMatMulBiasAct, FusedSwiGLU, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
+from rlx_jax.ir.ops.shaping import (
+    REDUCE,
+    AxisOf,
+    Concat,
+    Gather,
+    Iota,
+    Narrow,
+    Reduce,
+    RepeatHeads,
+    Reshape,
+    Slice,
+    Softmax,
+    TakeRow,
+    Transpose,
+)
+from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
+
+SIZES = {"batch": 2, "seq": 5, "keys": 7}
+F32, BF16, I32 = (as_dtype(name) for name in ("f32", "bf16", "i32"))
+
+
+# -- references --------------------------------------------------------------------------------
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e⁻ˣ)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    """The error function."""
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * sigmoid(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+    "softplus": lambda x: np.log(1 + np.exp(x)),
+    "tanh": np.tanh,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": lambda x: -x,
+    "abs": np.abs,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "atan": np.arctan,
+    "round": np.rint,
+}
+BINARY_REFERENCE: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "max": np.maximum, "min": np.minimum, "pow": np.power,
+}  # fmt: skip
+COMPARE_REFERENCE: dict[str, Any] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+REDUCE_REFERENCE: dict[str, Any] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+
+
+def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Softmax of finite numbers."""
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-5) -> np.ndarray:
+    """x (mean x² + ε)^(−1/2) γ + β."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gamma + beta
+
+
+def layer_norm(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    """(x − mean)(var + ε)^(−1/2) γ + β with the biased variance."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * gamma + beta
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, kv_heads: int, causal: bool = False,
+    window: int | None = None, scale: float | None = None, softcap: float | None = None,
+    keep: np.ndarray | None = None, bias: np.ndarray | None = None, positions: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Attention one score at a time."""
+    batch, queries, width = q.shape
+    keys, dim = k.shape[1], width // heads
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for n in range(heads):
+            here = slice(n * dim, (n + 1) * dim)
+            shared = n // (heads // kv_heads)
+            there = slice(shared * dim, (shared + 1) * dim)
+            for s in range(queries):
+                at = s + keys - queries if positions is None else int(positions[b % len(positions), s])
+                scores: dict[int, float] = {}
+                for t in range(keys):
+                    if (causal or window is not None) and t > at:
+                        continue
+                    if window is not None and t <= at - window:
+                        continue
+                    if keep is not None and keep[b % len(keep), t] < 0.5:
+                        continue
+                    score = float(q[b, s, here] @ k[b, t, there]) * (dim**-0.5 if scale is None else scale)
+                    if softcap is not None:
+                        score = softcap * math.tanh(score / softcap)
+                    if bias is not None:
+                        shape = bias.shape
+                        score += float(bias[b % shape[0], n % shape[1], s % shape[2], t % shape[3]])
+                    if score != -math.inf:
+                        scores[t] = score
+                top = max(scores.values(), default=0.0)
+                total = sum(math.exp(x - top) for x in scores.values())
+                for t, score in scores.items():
+                    out[b, s, here] += math.exp(score - top) / total * v[b, t, there]
+    return out
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: int) -> np.ndarray:
+    """Half-split rotation of packed heads, one pair at a time."""
+    out, half = x.copy(), n_rot // 2
+    for b in range(x.shape[0]):
+        for head in range(x.shape[2] // head_dim):
+            for i in range(half):
+                first, second = head * head_dim + i, head * head_dim + half + i
+                c, s = cos[b % len(cos), :, i], sin[b % len(sin), :, i]
+                out[b, :, first] = x[b, :, first] * c - x[b, :, second] * s
+                out[b, :, second] = x[b, :, second] * c + x[b, :, first] * s
+    return out
+
+
+def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Row i of batch b goes to slot start + i, if it is valid and there is such a slot."""
+    out = cache.copy()
+    for b in range(len(cache)):
+        for i in range(int(lengths[b])):
+            if start[b] + i < cache.shape[1]:
+                out[b, start[b] + i] = new[b, i]
+    return out
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An op, operand types that fit it (`"f32 batch seq 8"`), and what it means."""
+
+    op: Mir
+    operands: tuple[str, ...]
+    means: Callable[..., Any]
+    positive: bool = False
+    below: int = 3  # of integer operands
+    tolerance: float = 3e-6
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        return tuple(operand(text) for text in self.operands)
+
+    def arrays(self, seed: int = 0) -> list[np.ndarray]:
+        """Random operands; symbols have the sizes of `SIZES`."""
+        rng = np.random.default_rng(seed)
+        return [random_array(rng, t.bind(SIZES), self.positive, self.below) for t in self.types]
+
+    def __str__(self) -> str:
+        return f"{type(self.op).__name__}-{self.op.text()}-{'-'.join(self.operands)}".replace(" ", ",")
+
+
+def operand(text: str) -> TensorType:
+    """`"f32 batch seq 8"` as a type."""
+    dtype, *dims = text.split()
+    return tensor_type(tuple(int(d) if d.isdigit() else d for d in dims), dtype, text)
+
+
+def random_array(rng: np.random.Generator, t: TensorType, positive: bool, below: int) -> np.ndarray:
+    """Numbers of type `t`."""
+    if t.dtype == np.bool_:
+        return rng.random(t.shape) < 0.5
+    if t.dtype.kind in "iu":
+        return rng.integers(0, below, t.shape).astype(t.dtype)
+    x = rng.standard_normal(t.shape)
+    return (np.abs(x) + 0.1 if positive else x).astype(t.dtype)
+
+
+def dot(x: np.ndarray, w: np.ndarray, contract: int) -> np.ndarray:
+    """x · w over axis `contract` of w."""
+    return x @ (w if contract == 0 else w.T)
+
+
+def unary_samples() -> Iterator[Sample]:
+    """Every function of one value."""
+    for kind, means in UNARY_REFERENCE.items():
+        positive = kind in ("log", "sqrt", "rsqrt")
+        yield Sample(Unary(kind), ("f32 batch seq 8",), means, positive)
+        yield Sample(Unary(kind), ("bf16 3 4",), means, positive)
+    for kind in ("neg", "abs", "relu"):
+        yield Sample(Unary(kind), ("i32 batch 4",), UNARY_REFERENCE[kind])
+
+
+def binary_samples() -> Iterator[Sample]:
+    """Every function of two values and every comparison."""
+    for kind, means in BINARY_REFERENCE.items():
+        positive = kind in ("div", "pow")
+        yield Sample(Binary(kind), ("f32 batch seq 8", "f32 batch seq 8"), means, positive)
+        yield Sample(Binary(kind), ("f32 batch seq 8", "f32 8"), means, positive)
+        yield Sample(Binary(kind), ("bf16 batch 1 4", "bf16 seq 1"), means, positive)
+        yield Sample(Binary(kind), ("f32", "f32 2 3"), means, positive)
+        if kind != "div":
+            yield Sample(Binary(kind), ("i32 batch seq", "i32"), means)
+    for kind, means in COMPARE_REFERENCE.items():
+        yield Sample(Compare(kind), ("f32 batch seq", "f32"), means)
+        yield Sample(Compare(kind), ("i32 batch 1", "i32 seq"), means)
+
+
+def attention_samples() -> Iterator[Sample]:
+    """Attention with each of its options."""
+    q, k = "batch seq 12", "batch keys"
+    options: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({}, ()),
+        ({"causal": True}, ()),
+        ({"window": 2}, ()),
+        ({"causal": True, "window": 3, "scale": 0.7, "softcap": 1.5}, ()),
+        ({"extra": ("keep",)}, ("i32 batch keys",)),
+        ({"causal": True, "extra": ("keep",)}, ("bool batch keys",)),
+        ({"extra": ("bias",)}, ("f32 batch HEADS seq keys",)),
+        ({"extra": ("bias",), "softcap": 2.0}, ("f32 1 1 seq keys",)),
+        ({"causal": True, "extra": ("keep", "bias")}, ("f32 1 keys", "f32 1 HEADS 1 keys")),
+    ]
+    for heads, kv_heads in ((3, 3), (6, 2), (4, 1)):
+        for given, rest in options:
+            op = AttentionOp(heads, kv_heads, **given)
+            kv = f"{k} {12 // heads * kv_heads}"
+            rest = tuple(text.replace("HEADS", str(heads)) for text in rest)
+
+            def means(q: Any, k: Any, v: Any, *rest: Any, op: AttentionOp = op) -> np.ndarray:
+                extra = dict(zip(op.extra, rest, strict=True))
+                return attention(
+                    q, k, v, heads=op.heads, kv_heads=op.kv_heads, causal=op.causal, window=op.window,
+                    scale=op.scale, softcap=op.softcap, **extra,
+                )  # fmt: skip
+
+            yield Sample(op, (f"f32 {q}", f"f32 {kv}", f"f32 {kv}", *rest), means, below=2)
+    op = AttentionOp(4, 2, causal=True)
+    packed = ("bf16 2 5 8", "bf16 2 5 4", "bf16 2 5 4")
+    yield Sample(op, packed, lambda q, k, v: attention(q, k, v, heads=4, kv_heads=2, causal=True))
+    op = AttentionOp(4, 2, window=3, extra=("positions",))
+    grouped = ("f32 2 2 8", "f32 2 7 4", "f32 2 7 4", "i32 batch 2")
+
+    def at_positions(q: Any, k: Any, v: Any, positions: Any) -> np.ndarray:
+        return attention(q, k, v, heads=4, kv_heads=2, window=3, positions=positions)
+
+    yield Sample(op, grouped, at_positions, below=7)
+    yield Sample(op, (*grouped[:3], "i32 1 2"), at_positions, below=7)
+
+
+def contraction_samples() -> Iterator[Sample]:
+    """Products and norms."""
+    for contract, w in ((0, "f32 8 6"), (1, "f32 6 8")):
+        yield Sample(MatMul(contract), ("f32 batch seq 8", w), lambda x, w, c=contract: dot(x, w, c))
+        yield Sample(MatMul(contract, "highest"), ("f32 8", w), lambda x, w, c=contract: dot(x, w, c))
+        b16 = w.replace("f32", "bf16")
+        yield Sample(MatMul(contract), ("bf16 batch 8", b16), lambda x, w, c=contract: dot(x, w, c))
+        yield Sample(MatMul(contract, f32_result=True), ("bf16 batch 8", b16), lambda x, w, c=contract: dot(x, w, c))
+        for act in ("", "gelu", "silu"):
+            f = UNARY_REFERENCE.get(act, lambda y: y)
+            yield Sample(
+                FusedMatMulBiasAct(contract, act),
+                ("f32 batch seq 8", w, "f32 6"),
+                lambda x, w, b, c=contract, f=f: f(dot(x, w, c) + b),
+            )
+    for a, b in (
+        ("f32 batch seq 8", "f32 batch 8 seq"),
+        ("f32 batch 3 seq 8", "f32 8 4"),
+        ("f32 seq 8", "f32 batch 8 4"),
+        ("bf16 batch 1 2 3", "bf16 5 3 4"),
+        ("f32 batch seq 8", "f32 8"),
+        ("f32 8", "f32 batch 8 seq"),
+    ):
+        yield Sample(BatchMatMul(), (a, b), np.matmul)
+    yield Sample(FusedSwiGLU(), ("f32 batch seq 8",), lambda x: UNARY_REFERENCE["silu"](x[..., :4]) * x[..., 4:])
+    yield Sample(FusedSwiGLU(), ("bf16 3 2",), lambda x: UNARY_REFERENCE["silu"](x[..., :1]) * x[..., 1:])
+    for dtype in ("f32", "bf16"):
+        x, g = f"{dtype} batch seq 8", f"{dtype} 8"
+        yield Sample(RmsNormOp(1e-5), (x, g), rms_norm)
+        yield Sample(RmsNormOp(1e-5), (x, g, g), rms_norm)
+        yield Sample(LayerNormOp(1e-5), (x, g, g), layer_norm)
+    yield Sample(RmsNormOp(0.5), ("f32 8", "f32 8"), lambda x, g: rms_norm(x, g, eps=0.5))
+    yield Sample(LayerNormOp(0.5), ("f32 3 8", "f32 8", "f32 8"), lambda x, g, b: layer_norm(x, g, b, eps=0.5))
+
+
+def sequence_samples() -> Iterator[Sample]:
+    """Rotary embeddings and the cache."""
+    for n_rot, width in ((8, 4), (8, 8), (4, 2), (4, 4)):
+        for rows in ("1", "batch"):
+            yield Sample(
+                RopeOp(8, n_rot),
+                ("f32 batch seq 24", f"f32 {rows} seq {width}", f"f32 {rows} seq {width}"),
+                lambda x, c, s, r=n_rot: rope(x, c, s, 8, r),
+            )
+    yield Sample(RopeOp(4, 4), ("bf16 2 3 8", "f32 1 3 2", "f32 1 3 2"), lambda x, c, s: rope(x, c, s, 4, 4))
+    freqs = (1.0, 0.31, 0.01)
+
+    def table(p: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
+        angles = p[..., None] * np.array(freqs)
+        return np.cos(angles) * factor, np.sin(angles) * factor
+
+    yield Sample(RopeTable(freqs), ("i32 1 seq",), lambda p: table(p, 1.0), below=50, tolerance=1e-5)
+    yield Sample(RopeTable(freqs, 1.2), ("i32 batch seq",), lambda p: table(p, 1.2), below=50, tolerance=1e-5)
+    for cache in ("f32 batch keys 3", "f32 batch keys 2 3"):
+        new = cache.replace("keys", "4")
+        yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
+    yield Sample(CacheUpdate(), ("bf16 2 6 4", "bf16 2 3 4", "i32 2", "i32 2"), cache_update, below=4)
+
+
+def shaping_samples() -> Iterator[Sample]:
+    """Ops that move elements, reductions, selection and casts."""
+    x = "f32 batch seq 8"
+    yield Sample(Reshape((AxisOf(0), AxisOf(1), 2, 4)), (x,), lambda x: x.reshape(2, 5, 2, 4))
+    yield Sample(Reshape((-1, 8)), (x,), lambda x: x.reshape(-1, 8))
+    yield Sample(Reshape((AxisOf(1), AxisOf(0), -1)), (x,), lambda x: x.reshape(5, 2, 8))
+    yield Sample(Reshape((2, -1)), ("i32 4 3",), lambda x: x.reshape(2, 6))
+    yield Sample(Reshape(()), ("f32 1 1",), lambda x: x.reshape(()))
+    yield Sample(Transpose((2, 0, 1)), (x,), lambda x: x.transpose(2, 0, 1))
+    yield Sample(Transpose(()), ("f32",), lambda x: x)
+    yield Sample(Narrow(2, 3, 4), (x,), lambda x: x[:, :, 3:7])
+    yield Sample(Narrow(1, -1, 1), (x,), lambda x: x[:, -1:])
+    yield Sample(Narrow(-1, -3, 2), (x,), lambda x: x[..., 5:7])
+    yield Sample(Slice(((None, None, None), (1, None, None))), ("i32 batch 6",), lambda x: x[:, 1:])
+    yield Sample(Slice((Ellipsis, -1)), (x,), lambda x: x[..., -1])
+    yield Sample(Slice((None, 0)), (x,), lambda x: x[None, 0])
+    yield Sample(Slice(((None, None, None), (None, None, -1), (7, 1, -2))), (x,), lambda x: x[:, ::-1, 7:1:-2])
+    yield Sample(Concat(2), (x, x, "f32 batch seq 1"), lambda *a: np.concatenate(a, 2))
+    yield Sample(Concat(1), ("bf16 batch 3", "bf16 batch 2"), lambda *a: np.concatenate(a, 1))
+    yield Sample(Gather(), ("f32 9 4", "i32 batch seq"), lambda t, i: t[i], below=9)
+    yield Sample(Gather(), ("bf16 9 4 2", "u8 seq"), lambda t, i: t[i], below=9)
+    yield Sample(Gather(), ("f32 9", "i32"), lambda t, i: t[i], below=9)
+    yield Sample(TakeRow(), (x, "i32 batch"), lambda x, i: x[np.arange(2), i][:, None], below=5)
+    yield Sample(TakeRow(), ("f32 batch seq", "i32 batch"), lambda x, i: x[np.arange(2), i][:, None], below=5)
+    yield Sample(Iota(1), (x,), lambda x: np.arange(5))
+    yield Sample(Iota(2), (x,), lambda x: np.arange(8))
+    for kind, means in REDUCE_REFERENCE.items():
+        yield Sample(Reduce(kind, (1,)), (x,), lambda x, f=means: f(x, axis=1))
+        yield Sample(Reduce(kind, (0, 2), keepdims=True), (x,), lambda x, f=means: f(x, axis=(0, 2), keepdims=True))
+        yield Sample(Reduce(kind, (0,)), ("bf16 3 4",), lambda x, f=means: f(x, axis=0))
+    yield Sample(Reduce("sum", (1,)), ("i32 batch seq",), lambda x: x.sum(1))
+    for axis in (-1, 1):
+        yield Sample(Softmax(axis), (x,), lambda x, a=axis: softmax(x, a))
+    yield Sample(Softmax(), ("bf16 batch 8",), softmax)
+    yield Sample(RepeatHeads(2, 3), (x,), lambda x: np.concatenate([x[..., :4]] * 3 + [x[..., 4:]] * 3, -1))
+    yield Sample(RepeatHeads(4, 1), (x,), lambda x: x)
+    yield Sample(Where(), ("bool batch seq", "f32 batch seq", "f32"), np.where)
+    yield Sample(Where(), ("i32 seq 1", "f32 batch 1 4", "f32 4"), lambda c, a, b: np.where(c != 0, a, b))
+    yield Sample(Where(), ("f32 batch", "i32 batch", "i32"), lambda c, a, b: np.where(c != 0, a, b))
+    yield Sample(CastTo(I32), (x,), np.trunc)
+    yield Sample(CastTo(BF16), ("i32 batch seq",), lambda x: x)
+    yield Sample(CastTo(F32), ("bool 3",), lambda x: x)
+    yield Sample(FullLike(1.5, F32), ("i32 batch seq",), lambda x: np.full(x.shape, 1.5))
+    yield Sample(FullLike(2.0, I32), (x,), lambda x: np.full(x.shape, 2))
+    yield Sample(JaxFn(lambda x, y: x * y + 1), (x, x), lambda x, y: x * y + 1)
+    yield Sample(JaxFn(lambda x: (jnp.sin(x), x[:, :, 0])), (x,), lambda x: (np.sin(x), x[:, :, 0]))
+    yield Sample(JaxFn(lambda x: jnp.asarray(2.5)), (x,), lambda x: np.asarray(2.5))
+
+
+SAMPLES = [
+    *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
+    *shaping_samples(),
+]  # fmt: skip
+BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
+
+
+def all_ops() -> set[type[Mir]]:
+    """Every MIR op class of the package."""
+    for module in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
+        importlib.import_module(module.name)
+
+    def below(cls: type[Mir]) -> Iterator[type[Mir]]:
+        for sub in cls.__subclasses__():
+            yield sub
+            yield from below(sub)
+
+    return {cls for cls in below(Mir) if cls.__module__.startswith("rlx_jax.")}
+
+
+def test_every_op_has_a_sample() -> None:
+    """A new op is tested from its first day."""
+    assert {cls.__name__ for cls in all_ops()} == {cls.__name__ for cls in BY_CLASS}
+    assert set(UNARY) == set(UNARY_REFERENCE)
+    assert set(BINARY) == set(BINARY_REFERENCE)
+    assert set(COMPARE) == set(COMPARE_REFERENCE)
+    assert set(REDUCE) == set(REDUCE_REFERENCE)
+
+
+def test_every_op_has_its_formula_as_docstring() -> None:
+    """Frozen dataclasses that say what they mean."""
+    for cls in all_ops():
+        assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("), cls
+        assert cls.__dataclass_params__.frozen, cls  # type: ignore[attr-defined]
+
+
+# -- the law: infer = eval_shape(eval) ---------------------------------------------------------
+
+
+def traced(op: Mir, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+    """The types of `eval`, traced abstractly; none is weak."""
+    leaves = jax.tree.leaves(jax.eval_shape(op.eval, *(t.spec for t in types)))
+    assert not any(leaf.weak_type for leaf in leaves if not isinstance(op, JaxFn)), "weakly typed result"
+    return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_infer_is_eval_shape_of_eval(sample: Sample) -> None:
+    """With symbolic sizes, and with numbers."""
+    for types in (sample.types, tuple(t.bind(SIZES) for t in sample.types)):
+        assert TypeCache().infer(sample.op, types) == traced(sample.op, types)
+
+
+def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorType, ...]]]:
+    """Operand lists near `types`: one too few or too many, another dtype, rank or size."""
+    yield "one operand too few", types[:-1]
+    yield "one operand too many", (*types, types[-1])
+    for i, t in enumerate(types):
+
+        def swapped(new: TensorType, i: int = i) -> tuple[TensorType, ...]:
+            return (*types[:i], new, *types[i + 1 :])
+
+        for dtype in (F32, BF16, I32, np.dtype(bool)):
+            yield f"operand {i} as {dtype}", swapped(TensorType(t.shape, dtype))
+        yield f"operand {i} with an axis more", swapped(TensorType((3, *t.shape), t.dtype))
+        if t.rank:
+            yield f"operand {i} with an axis less", swapped(TensorType(t.shape[1:], t.dtype))
+            yield f"operand {i} as a scalar", swapped(TensorType((), t.dtype))
+        for axis, size in enumerate(t.shape):
+            longer = (*t.shape[:axis], size + 1, *t.shape[axis + 1 :])
+            yield f"operand {i} longer on axis {axis}", swapped(TensorType(longer, t.dtype))
+
+
+@pytest.mark.parametrize("cls", list(BY_CLASS), ids=lambda c: c.__name__)
+def test_infer_refuses_what_eval_cannot_do(cls: type[Mir]) -> None:
+    """Where tracing `eval` fails or gives other types, `infer` raises an RlxError: nothing wrong passes the verifier."""
+    passed: list[str] = []
+    for sample in BY_CLASS[cls][:12]:
+        for what, types in damaged(tuple(t.bind(SIZES) for t in sample.types)):
+            try:
+                got = TypeCache().infer(sample.op, types)
+            except rlx.RlxError:
+                continue
+            try:
+                want: Any = traced(sample.op, types)
+            except Exception as error:
+                want = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            if got != want:
+                passed.append(f"{sample}: {what}: infer says {', '.join(map(str, got))}, eval {want}")
+    assert not passed, f"{len(passed)} wrong calls pass:\n" + "\n".join(passed[:20])
+
+
+WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
+    ("unknown function", Unary("gelluu"), ("f32 2",), GraphError),
+    ("unknown binary", Binary("plus"), ("f32 2", "f32 2"), GraphError),
+    ("unknown comparison", Compare("="), ("f32 2", "f32 2"), GraphError),
+    ("unknown reduction", Reduce("median", (0,)), ("f32 2",), GraphError),
+    ("mixed dtypes", Binary("add"), ("f32 2", "bf16 2"), DTypeError),
+    ("mixed dtypes of a comparison", Compare("lt"), ("f32 2", "i32 2"), DTypeError),
+    ("mixed dtypes of a product", MatMul(), ("f32 2 3", "bf16 3 2"), DTypeError),
+    ("mixed dtypes of branches", Where(), ("bool 2", "f32 2", "i32 2"), DTypeError),
+    ("mixed dtypes of a concat", Concat(0), ("f32 2", "i32 2"), DTypeError),
+    ("integers in a float function", Unary("exp"), ("i32 2",), DTypeError),
+    ("shapes that do not broadcast", Binary("add"), ("f32 2 3", "f32 2"), ShapeError),
+    ("symbols that do not broadcast", Binary("add"), ("f32 batch", "f32 seq"), ShapeError),
+    ("inner sizes", MatMul(), ("f32 2 3", "f32 4 2"), ShapeError),
+    ("inner sizes, transposed", MatMul(1), ("f32 2 3", "f32 3 2"), ShapeError),
+    ("rank of a weight", MatMul(), ("f32 2 3", "f32 1 3 2"), ShapeError),
+    ("inner sizes of a batch product", BatchMatMul(), ("f32 2 3", "f32 2 3"), ShapeError),
+    ("a bias that does not fit", FusedMatMulBiasAct(), ("f32 2 3", "f32 3 4", "f32 3"), ShapeError),
+    ("a norm of another width", RmsNormOp(1e-5), ("f32 2 3", "f32 2"), ShapeError),
+    ("a layer norm of another width", LayerNormOp(1e-5), ("f32 2 3", "f32 3", "f32 2"), ShapeError),
+    ("an odd SwiGLU", FusedSwiGLU(), ("f32 2 3",), ShapeError),
+    ("heads that do not divide", AttentionOp(4, 3), ("f32 1 2 8", "f32 1 2 6", "f32 1 2 6"), GraphError),
+    ("a width that heads do not divide", AttentionOp(3, 3), ("f32 1 2 8", "f32 1 2 8", "f32 1 2 8"), ShapeError),
+    ("k and v that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 1 3 8", "f32 1 2 8"), ShapeError),
+    ("rank of q", AttentionOp(2, 2), ("f32 2 8", "f32 2 8", "f32 2 8"), ShapeError),
+    ("a missing mask", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3, ArityError),
+    ("a mask of another length", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 3",), ShapeError),
+    ("a bias of rank 3", AttentionOp(2, 2, extra=("bias",)), ("f32 1 2 8",) * 3 + ("f32 2 2 2",), ShapeError),
+    ("batches that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 3 2 8", "f32 3 2 8"), ShapeError),
+    ("float positions", RopeTable((1.0,)), ("f32 1 4",), GraphError),
+    ("odd n_rot", RopeOp(8, 3), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
+    ("n_rot over head_dim", RopeOp(4, 8), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
+    ("tables of another length", RopeOp(8, 8), ("f32 1 2 8", "f32 1 3 4", "f32 1 3 4"), ShapeError),
+    ("narrow tables", RopeOp(8, 8), ("f32 1 2 8", "f32 1 2 3", "f32 1 2 3"), ShapeError),
+    ("rows of another dtype", CacheUpdate(), ("f32 2 4 3", "bf16 2 1 3", "i32 2", "i32 2"), GraphError),
+    ("float ids", Gather(), ("f32 4 2", "f32 3"), DTypeError),
+    ("a float row index", TakeRow(), ("f32 2 4 3", "f32 2"), GraphError),
+    ("another element count", Reshape((3, 2)), ("f32 2 4",), ShapeError),
+    ("another symbolic element count", Reshape((AxisOf(0), 7)), ("f32 batch 8",), ShapeError),
+    ("a symbol lost", Reshape((AxisOf(0), 8)), ("f32 batch seq 8",), ShapeError),
+    ("two holes", Reshape((-1, -1)), ("f32 2 4",), ShapeError),
+    ("a hole that does not fit", Reshape((-1, 3)), ("f32 2 4",), ShapeError),
+    ("no permutation", Transpose((0, 0)), ("f32 2 4",), ShapeError),
+    ("a slice past the end", Narrow(0, 2, 3), ("f32 4",), ShapeError),
+    ("a start past the end", Narrow(0, 5, 1), ("f32 3",), ShapeError),
+    ("a start before the beginning", Narrow(0, -4, 1), ("f32 3",), ShapeError),
+    ("an axis that is not there", Softmax(3), ("f32 2 4",), ShapeError),
+    ("a reduced axis that is not there", Reduce("sum", (2,)), ("f32 2 4",), ShapeError),
+    ("an axis to count that is not there", Iota(2), ("f32 2 4",), ShapeError),
+    ("sides that differ", Concat(0), ("f32 2 3", "f32 2 4"), ShapeError),
+    ("heads that do not divide the width", RepeatHeads(3, 2), ("f32 2 8",), ShapeError),
+    ("too many indices", Slice((0, 0)), ("f32 4",), ShapeError),
+    ("an index out of range", Slice((7,)), ("f32 4",), ShapeError),
+]
+
+
+@pytest.mark.parametrize(("op", "operands", "error"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_wrong_operands_are_named(op: Mir, operands: tuple[str, ...], error: type[rlx.RlxError]) -> None:
+    """The error is of the tree, its type says what is wrong, and its message has something to read."""
+    with pytest.raises(error) as caught:
+        TypeCache().infer(op, tuple(operand(text) for text in operands))
+    assert len(str(caught.value)) > 15
+
+
+def test_an_arity_error_says_op_expected_got() -> None:
+    """As attributes and in the message."""
+    with pytest.raises(ArityError) as caught:
+        TypeCache().infer(AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
+    assert (caught.value.op, caught.value.expected, caught.value.got) == ("attention", "4", 3)
+    assert all(part in str(caught.value) for part in ("attention", "4", "3"))
+
+
+# -- the meaning -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_eval_is_the_formula(sample: Sample) -> None:
+    """Against NumPy in float64; bf16 within its rounding, integers and bools exactly."""
+    arrays = sample.arrays()
+    out = jax.tree.leaves(sample.op.eval(*map(jnp.asarray, arrays)))
+    wide = [a.astype(np.float64) if a.dtype in (F32, BF16) else a for a in arrays]
+    want = sample.means(*wide)
+    for got, expected in zip(out, want if isinstance(want, tuple) else (want,), strict=True):
+        exact = got.dtype not in (F32, BF16)
+        bound = 0.0 if exact else 0.03 if BF16 in [a.dtype for a in arrays] else sample.tolerance
+        expected = np.asarray(expected).astype(np.float64)
+        assert got.shape == expected.shape
+        worst = np.abs(np.asarray(got).astype(np.float64) - expected).max(initial=0.0)
+        assert worst <= bound * max(1.0, np.abs(expected).max(initial=0.0)), worst
+
+
+def test_round_is_half_to_even() -> None:
+    """As IEEE 754 and NumPy have it."""
+    got = Unary("round").eval(jnp.array([0.5, 1.5, 2.5, -0.5, -1.5, 2.4]))
+    np.testing.assert_array_equal(got, [0.0, 2.0, 2.0, -0.0, -2.0, 2.0])
+
+
+def test_norms_take_their_statistics_in_f32() -> None:
+    """A bf16 sum of squares of 1,024 numbers would stop growing at 256, and a one-pass variance would cancel."""
+    x = jnp.full((1, 1024), 3, jnp.bfloat16)
+    ones, zeros = jnp.ones(1024, jnp.bfloat16), jnp.zeros(1024, jnp.bfloat16)
+    np.testing.assert_allclose(np.asarray(RmsNormOp(1e-6).eval(x, ones), np.float32), 1.0, rtol=1e-2)
+    far = jnp.asarray(1000 + np.tile([1.0, -1.0], 512)[None], jnp.float32)
+    got = LayerNormOp(1e-6).eval(far, ones.astype(jnp.float32), zeros.astype(jnp.float32))
+    np.testing.assert_allclose(got, np.tile([1.0, -1.0], 512)[None], atol=1e-3)
+
+
+def test_rms_norm_rounds_before_gamma() -> None:
+    """As in Hugging Face's Llama: the normalised value has x's dtype before γ multiplies it."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
+    gamma = (1 + rng.standard_normal(64) / 8).astype(ml_dtypes.bfloat16)
+    wide = x.astype(np.float32)
+    normed = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.float32(1e-5))).astype(ml_dtypes.bfloat16)
+    want = normed.astype(np.float32) * gamma.astype(np.float32)
+    got = np.asarray(RmsNormOp(1e-5).eval(jnp.asarray(x), jnp.asarray(gamma)))
+    np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
+
+
+def test_gather_reads_the_nearest_row_out_of_range() -> None:
+    """Documented; ids are checked on the host before they come here."""
+    table = jnp.arange(8.0).reshape(4, 2)
+    np.testing.assert_array_equal(Gather().eval(table, jnp.array([-5, 99])), [[0.0, 1.0], [6.0, 7.0]])
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def packed(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random f32 operands, as float64 numbers."""
+    return rng.standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
+def run_attention(op: AttentionOp, *arrays: np.ndarray) -> np.ndarray:
+    """The op on f32 operands; integers stay."""
+    cast = (a.astype(np.float32) if a.dtype == np.float64 else a for a in arrays)
+    return np.asarray(op.eval(*map(jnp.asarray, cast)))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (1, 6), (3, 5)])
+def test_causal_is_bottom_right_aligned(queries: int, keys: int) -> None:
+    """The last query stands on the last key: a key after a query's position has no effect on it, one before has."""
+    rng = np.random.default_rng(1)
+    q, k, v = packed(rng, 1, queries, 8), packed(rng, 1, keys, 8), packed(rng, 1, keys, 8)
+    op = AttentionOp(2, 2, causal=True)
+    before = run_attention(op, q, k, v)
+    for t in range(keys):
+        k2, v2 = k.copy(), v.copy()
+        k2[:, t], v2[:, t] = 5.0, -7.0
+        changed = np.any(run_attention(op, q, k2, v2) != before, axis=(0, 2))
+        np.testing.assert_array_equal(changed, [s + keys - queries >= t for s in range(queries)])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_a_window_keeps_w_keys(window: int) -> None:
+    """The query's own position and the w − 1 before it."""
+    rng = np.random.default_rng(2)
+    q, k, v = (packed(rng, 1, 6, 4) for _ in "qkv")
+    op = AttentionOp(1, 1, window=window)
+    before = run_attention(op, q, k, v)
+    reads = np.zeros((6, 6), bool)
+    for t in range(6):
+        v2 = v.copy()
+        v2[:, t] += 1
+        reads[:, t] = np.any(run_attention(op, q, k, v2) != before, axis=(0, 2))
+    distance = np.arange(6)[:, None] - np.arange(6)[None]
+    np.testing.assert_array_equal(reads, (distance >= 0) & (distance < window))
+
+
+def test_a_keep_mask_is_and_ed_with_causality() -> None:
+    """Not in its place; and ½ keeps, less drops."""
+    rng = np.random.default_rng(3)
+    q, k, v = (packed(rng, 2, 4, 8) for _ in "qkv")
+    keep = np.array([[1.0, 0.49, 0.5, 1.0], [1.0, 1.0, 1.0, 0.0]])
+    got = run_attention(AttentionOp(2, 2, causal=True, extra=("keep",)), q, k, v, keep)
+    want = attention(q, k, v, heads=2, kv_heads=2, causal=True, keep=keep)
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+@pytest.mark.parametrize("extra", ["keep", "bias"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_without_keys_gives_zeros(extra: str, causal: bool) -> None:
+    """Whether a mask or −inf drops them all; other rows are not touched, and gradients are finite."""
+    rng = np.random.default_rng(4)
+    q, k, v = (packed(rng, 2, 3, 8) for _ in "qkv")
+    keep = np.array([[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    bias = np.where(keep[:, None, None] > 0, 0.3, -np.inf) * np.ones((2, 2, 3, 3))
+    op = AttentionOp(2, 2, causal=causal, extra=(extra,))
+    given = {"keep": keep, "bias": bias}[extra]
+    got = run_attention(op, q, k, v, given)
+    assert not got[0].any()
+    assert np.array_equal(got[1, 0], np.zeros(8)) == causal  # its first key is dropped
+    want = attention(q, k, v, heads=2, kv_heads=2, causal=causal, **{extra: given})
+    np.testing.assert_allclose(got, want, atol=3e-6)
+    mask = jnp.asarray(given, jnp.float32)
+    grads = jax.grad(lambda *a: op.eval(*a, mask).sum(), (0, 1, 2))(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_queries_before_the_first_key_give_zeros() -> None:
+    """More queries than keys: the first ones stand before all keys. Nothing else is said about rows without keys."""
+    rng = np.random.default_rng(5)
+    q, k, v = packed(rng, 1, 4, 4), packed(rng, 1, 2, 4), packed(rng, 1, 2, 4)
+    got = run_attention(AttentionOp(1, 1, causal=True), q, k, v)
+    np.testing.assert_allclose(got, attention(q, k, v, heads=1, kv_heads=1, causal=True), atol=3e-6)
+
+
+def test_softcap_comes_before_the_mask() -> None:
+    """Capped after it, a masked score would be −c and its key would be read."""
+    rng = np.random.default_rng(6)
+    q, k, v = (10 * packed(rng, 1, 3, 4) for _ in "qkv")
+    keep, bias = np.array([[1, 0, 1]], np.int32), np.full((1, 1, 1, 3), -4.0)
+    for extra, given in (("keep", keep), ("bias", bias)):
+        got = run_attention(AttentionOp(1, 1, softcap=1.0, extra=(extra,)), q, k, v, given)
+        want = attention(q, k, v, heads=1, kv_heads=1, softcap=1.0, **{extra: given})
+        np.testing.assert_allclose(got, want, atol=3e-5)
+
+
+def test_grouped_heads_read_consecutive_keys() -> None:
+    """Query heads 0 and 1 share key head 0, 2 and 3 share key head 1."""
+    rng = np.random.default_rng(7)
+    q, k, v = packed(rng, 1, 3, 8), packed(rng, 1, 3, 4), packed(rng, 1, 3, 4)
+    op = AttentionOp(4, 2, causal=True)
+    before = run_attention(op, q, k, v)
+    v[:, :, 2:] += 1
+    changed = np.any(run_attention(op, q, k, v) != before, axis=(0, 1))
+    np.testing.assert_array_equal(changed, [False] * 4 + [True] * 4)
+
+
+def test_huge_scores_stay_finite() -> None:
+    """The softmax subtracts the largest score."""
+    q = jnp.full((1, 2, 4), 1e4)
+    for op in (AttentionOp(1, 1, causal=True), AttentionOp(1, 1, extra=("keep",))):
+        rest = [jnp.ones((1, 2))] if op.extra else []
+        assert np.isfinite(op.eval(q, q, jnp.ones((1, 2, 4)), *rest)).all()
+
+
+# -- the cache ---------------------------------------------------------------------------------
+
+
+def test_writes_past_the_capacity_are_dropped_not_clamped() -> None:
+    """A clamped write would overwrite the newest rows of the cache."""
+    cache = np.zeros((4, 3, 2), np.float32)
+    new = np.arange(1, 17, dtype=np.float32).reshape(4, 2, 2)
+    start, lengths = np.array([1, 2, 3, 2**30], np.int32), np.array([2, 2, 2, 1], np.int32)
+    got = np.asarray(CacheUpdate().eval(*map(jnp.asarray, (cache, new, start, lengths))))
+    np.testing.assert_array_equal(got, cache_update(cache, new, start, lengths))
+    np.testing.assert_array_equal(got[1, 2], new[1, 0])
+    assert not got[2:].any() and not got[1, :2].any()
+
+
+def test_padding_is_not_written() -> None:
+    """Rows at `lengths` and after keep what the cache had, a length of 0 writes nothing."""
+    cache, new = np.full((3, 5, 1), 9.0, np.float32), np.ones((3, 3, 1), np.float32)
+    got = CacheUpdate().eval(*map(jnp.asarray, (cache, new, np.zeros(3, np.int32), np.array([0, 2, 3], np.int32))))
+    np.testing.assert_array_equal(np.asarray(got)[..., 0] == 1.0, np.arange(5)[None] < np.array([[0], [2], [3]]))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+GRADIENTS = [
+    *(s for s in BY_CLASS[AttentionOp] if s.op.extra != ("positions",) and "bf16 2 5 8" not in s.operands),  # type: ignore[attr-defined]
+    *(s for cls in (RmsNormOp, LayerNormOp) for s in BY_CLASS[cls] if "bf16" not in s.operands[0]),
+    *BY_CLASS[RopeOp][:8:3], *BY_CLASS[FusedSwiGLU][:1], *BY_CLASS[Softmax][:2],
+    *(s for s in BY_CLASS[FusedMatMulBiasAct][:3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", GRADIENTS[::2], ids=str)
+def test_gradient_is_the_finite_difference(sample: Sample) -> None:
+    """The derivative along a random direction, against central differences of the formula in float64."""
+    rng = np.random.default_rng(9)
+    arrays = sample.arrays(8)
+    wide = [a.astype(np.float64) if a.dtype == F32 else a for a in arrays]
+    moving = [i for i, a in enumerate(arrays) if a.dtype == F32 and a.shape != (1, SIZES["keys"])]
+    step = {i: rng.standard_normal(arrays[i].shape) for i in moving}
+    weight = rng.standard_normal(np.shape(sample.means(*wide)))
+
+    def formula(h: float) -> float:
+        return float((sample.means(*(a + h * step[i] if i in step else a for i, a in enumerate(wide))) * weight).sum())
+
+    def program(*values: Any) -> Any:
+        given = dict(zip(moving, values, strict=True))
+        out = sample.op.eval(*(given.get(i, jnp.asarray(a)) for i, a in enumerate(arrays)))
+        return (out * jnp.asarray(weight, jnp.float32)).sum()
+
+    grads = jax.jit(jax.grad(program, tuple(range(len(moving)))))(*(jnp.asarray(arrays[i]) for i in moving))
+    got = sum(float((np.asarray(g, np.float64) * step[i]).sum()) for g, i in zip(grads, moving, strict=True))
+    want = (formula(1e-5) - formula(-1e-5)) / 2e-5
+    size = sum(float(np.abs(np.asarray(g, np.float64) * step[i]).sum()) for g, i in zip(grads, moving, strict=True))
+    assert abs(got - want) <= 2e-5 * size + 1e-6
+
+
+# -- costs -------------------------------------------------------------------------------------
+
+
+def test_contractions_count_their_flops() -> None:
+    """Multiply-adds times two; other ops count nothing."""
+    def flops(op: Mir, *operands: str) -> int:
+        types = tuple(operand(text) for text in operands)
+        return op.flops(types, TypeCache().infer(op, types))
+
+    assert flops(MatMul(), "f32 3 5 8", "f32 8 6") == 2 * 3 * 5 * 8 * 6
+    assert flops(MatMul(1), "f32 5 8", "f32 6 8") == 2 * 5 * 8 * 6
+    assert flops(FusedMatMulBiasAct(1, "silu"), "f32 5 8", "f32 6 8", "f32 6") == 2 * 5 * 8 * 6
+    assert flops(BatchMatMul(), "f32 3 5 8", "f32 3 8 6") == 2 * 3 * 5 * 8 * 6
+    assert flops(AttentionOp(4, 2), "f32 3 5 16", "f32 3 7 8", "f32 3 7 8") == 4 * 3 * 5 * 7 * 16
+    assert flops(Binary("add"), "f32 3", "f32 3") == 0
+
+
+# -- user functions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_large_captured_constants_are_refused(nested: bool) -> None:
+    """Over 1 MiB in a jaxpr, those of nested jits included."""
+    table = jnp.ones(2**18 + 1, jnp.float32)
+
+    def fn(x: Any) -> Any:
+        return x + table.sum()
+
+    with pytest.raises(GraphError, match=r"captures \d+ bytes.*emit\.param"):
+        TypeCache().infer(JaxFn(jax.jit(fn) if nested else fn), (operand("f32 3"),))
+
+
+def test_small_captured_constants_are_fine() -> None:
+    """Up to 1 MiB."""
+    table = jnp.ones(2**10, jnp.float32)
+    assert TypeCache().infer(JaxFn(lambda x: x + table.sum()), (operand("f32 3"),)) == (operand("f32 3"),)
