@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.blocks.rope import rope_registers
+from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
@@ -43,7 +43,10 @@ class AttnMask:
 
 @dataclass(frozen=True)
 class SelfAttnPrefillSpec:
-    """Keys and sizes of a SelfAttnPrefill. Weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`; biases are optional."""
+    """Keys and sizes of a SelfAttnPrefill. Weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`; biases are optional.
+
+    `rope_theta` is the base used when no RopeTables stage ran.
+    """
 
     q_key: str
     k_key: str
@@ -56,6 +59,7 @@ class SelfAttnPrefillSpec:
     attn_logit_softcap: float | None = None
     biases: tuple[str, str, str] | None = None
     mask_input: str | None = None
+    rope_theta: float = 10000.0
 
     @staticmethod
     def hf_layer(
@@ -86,7 +90,7 @@ class SelfAttnPrefill:
                 k = emit.linear(x, s.k_key, k_bias)
             with emit.scope("v_proj"):
                 v = emit.linear(x, s.v_key, v_bias)
-            cos, sin = rope_registers(emit, "SelfAttnPrefill")
+            cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
             rope = hir.Rope(s.head_dim, s.head_dim)
             q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
             mask = mask_kind(s.mask)

@@ -11,7 +11,7 @@ from rlx_jax.blocks.control import Named, Sequence
 from rlx_jax.blocks.ffn import SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import RmsNorm
-from rlx_jax.blocks.rope import frequencies, positions_of, rope_registers
+from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
@@ -64,7 +64,7 @@ class LlamaDecoder:
             want = tensor_type(s.hidden_shape, x.dtype, "hidden_shape")
             if want.shape != x.type.shape:
                 raise ShapeError(f"{emit.path}: LlamaDecoder: the input is {x.type}, its spec says {want}")
-        cos, sin = self._tables(emit, x)
+        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         zero = emit.state.zero_beta
         if zero is None or zero.type.shape != x.type.shape[-1:]:
             zero = emit.constant(np.zeros(x.type.shape[-1], np.float32))
@@ -87,16 +87,6 @@ class LlamaDecoder:
             *(emit.param(f"{p}.{name}.bias") for name in biased),
         )  # fmt: skip
 
-    def _tables(self, emit: Emit, x: FlowValue) -> tuple[FlowValue, FlowValue]:
-        """The tables of a RopeTables stage, or the layer's own; not registered, so that all layers stay alike."""
-        if emit.state.rope_cos is not None:
-            return rope_registers(emit, "LlamaDecoder")
-        with emit.scope("rotary_emb"):
-            cos, sin = emit.add_all(
-                hir.RopeAngles(frequencies(self.spec.head_dim, self.spec.rope_theta)), positions_of(emit, x)
-            )
-        return cos, sin
-
 
 def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
     """Layer `index` as one block."""
@@ -109,7 +99,7 @@ def llama_prefill_layer_composed(index: int, spec: LlamaDecoderSpec, mask_input:
     keys = SelfAttnPrefillSpec.hf_layer(p, spec.num_heads, spec.head_dim, spec.num_kv_heads, spec.attention_bias)
     attn = SelfAttnPrefillSpec(
         keys.q_key, keys.k_key, keys.v_key, spec.num_heads, spec.head_dim, spec.num_kv_heads,
-        mask=spec.mask, biases=keys.biases, mask_input=mask_input,
+        mask=spec.mask, biases=keys.biases, mask_input=mask_input, rope_theta=spec.rope_theta,
     )  # fmt: skip
     o_proj = f"{p}.self_attn.o_proj"
     stages = (

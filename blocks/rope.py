@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 
 Frequencies = tuple[float, ...]
@@ -103,11 +103,14 @@ def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
     return emit.add(hir.Positions(), value)
 
 
-def rope_registers(emit: Emit, stage: str) -> tuple[FlowValue, FlowValue]:
-    """cos and sin of the last RopeTables stage."""
+def rope_tables_for(emit: Emit, x: FlowValue, head_dim: int, theta: float) -> tuple[FlowValue, FlowValue]:
+    """cos and sin of the last RopeTables stage, else unscaled ones of base `theta` at the positions of `x`.
+
+    The latter are not registered: each layer writes the same ops, so that layers stay alike and fold into one.
+    """
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
-    if cos is None or sin is None:
-        raise GraphError(
-            f"{emit.path}: {stage} needs rotary tables; put a RopeTables stage before it (.rope_tables(…))"
-        )
+    if cos is not None and sin is not None:
+        return cos, sin
+    with emit.scope("rotary_emb"):
+        cos, sin = emit.add_all(hir.RopeAngles(frequencies(head_dim, theta)), positions_of(emit, x))
     return cos, sin

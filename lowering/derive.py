@@ -33,7 +33,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shaping import Iota, Reshape
-from rlx_jax.ir.types import Path, TensorType, path_text, symbol
+from rlx_jax.ir.types import Path, TensorType, symbol
 from rlx_jax.lowering.lower import as_function
 from rlx_jax.lowering.tokenwise import Verdict, token_wise
 
@@ -127,14 +127,13 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …"""
     op = node.op
     assert isinstance(op, hir.Attention)
-    where = path_text(node.origin.path)
     if not op.causal:
         raise DeriveError(
-            f"{where}: attention is not causal: a token would read later ones, so {d.program} has no meaning"
+            f"attention is not causal: a token would read later ones, so {d.program} has no meaning"
         )
     if op.extra:
         raise DeriveError(
-            f"{where}: attention reads the operand {op.extra[0]!r}; {d.program} masks by lengths, "
+            f"attention reads the operand {op.extra[0]!r}; {d.program} masks by lengths, "
             "make the mask an optional input (default=None)"
         )
     q, k, v = inputs
@@ -174,9 +173,8 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
             continue
         verdict = prove(d, node.op, operands, dim)
         if not verdict.token_wise:
-            where = path_text(node.origin.path) or "flow"
             raise DeriveError(
-                f"{where}: {node.op.text()} is not proved to treat {what} alone: {verdict.reason}. "
+                f"{node.op.text()} is not proved to treat {what} alone: {verdict.reason}. "
                 f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
             )
 

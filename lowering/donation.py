@@ -15,7 +15,7 @@ import jax
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.plan import Lir, activation_bytes, state_types
 
-SLACK = 2**20  # bytes of bookkeeping that are no cache
+SLACK = 2**16  # bytes: alignment and small constants
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,12 @@ def swapped_merge(x: jax.Array) -> jax.Array:
     return (x.reshape(-1, 8) + x.transpose(1, 0, 2).reshape(-1, 8)).reshape(x.shape)
 
 
+def constant_halves(x: jax.Array) -> jax.Array:
+    """Knows the middle of the sequence, although each operand of the concatenation is the same everywhere."""
+    halves = jnp.concatenate([jnp.zeros(x.shape), jnp.ones(x.shape)], axis=1)
+    return x + halves.reshape(*x.shape[:2], 2, 8)[:, :, 0]
+
+
 MIXERS = [
     Case("mean centring", lambda x: x - x.mean(1, keepdims=True), reason="reduce_sum reduces over 'seq' (axis 1 of"),
     Case("max pool", lambda x: x.max(1), reason="reduce_max reduces over"),
@@ -359,6 +365,7 @@ MIXERS = [
     Case("two flattenings", swapped_merge, reason="add lays out in two ways 'seq' (axis 0 of float32[batch*seq,8])"),
     Case("left flattened", lambda x: x.reshape(-1, 8), reason="output 0 does not hold 'seq' as one whole axis"),
     Case("concatenation", lambda x: jnp.concatenate([x, x], axis=1), reason="concatenate concatenates along"),
+    Case("constant halves", constant_halves, reason="concatenate concatenates along"),
     Case("tile", lambda x: jnp.tile(x, (1, 2, 1)), reason="tile repeats"),
     Case("repeat", lambda x: jnp.repeat(x, 2, axis=1), reason="output 0 does not hold 'seq' as one whole axis"),
     Case("capacity of experts", capacity, reason="cumsum accumulates along"),
