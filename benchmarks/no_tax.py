@@ -50,7 +50,7 @@ def figures(program: jax.stages.Compiled) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="rlx_jax against hand-written JAX on the CPU")
-    parser.add_argument("--pairs", type=int, default=300, help="timed runs of each, in turn")
+    parser.add_argument("--pairs", type=int, default=500, help="timed runs of each, in turn")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
 

@@ -15,6 +15,7 @@ from rlx_jax.model import compile as compile
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
+from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.weights.source import open_weights as open_weights
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import GraphError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
-from rlx_jax.flow import BuiltModel, ModelFlow, Weights
+from rlx_jax.flow import Buildable, BuiltModel, ModelFlow, Weights
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
@@ -35,6 +35,7 @@ from rlx_jax.lowering.passes import PASSES
 from rlx_jax.lowering.plan import Lir, Plan
 from rlx_jax.lowering.precision import compute_in, pin_matmul
 from rlx_jax.lowering.specialise import specialise
+from rlx_jax.module import GraphModule
 from rlx_jax.profiles import CompileProfile
 
 Arrays = Mapping[str, Any]
@@ -207,7 +208,7 @@ def prove_donation(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
 class Compiler:
     """Everything that one model has compiled. The only place that compiles."""
 
-    flow: ModelFlow
+    flow: Buildable
     source: WeightSource | None
     settings: Settings
     layout: Layout
@@ -262,9 +263,9 @@ def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, s
     return compiler
 
 
-def as_flow(flow: Any) -> ModelFlow:
-    """A ModelFlow from itself, a recipe, a zero-argument function or a BuiltModel."""
-    if isinstance(flow, ModelFlow):
+def as_flow(flow: Any) -> Buildable:
+    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a BuiltModel."""
+    if isinstance(flow, ModelFlow | GraphModule):
         return flow
     if isinstance(flow, BuiltModel):
         if flow.flow is None:
@@ -274,7 +275,7 @@ def as_flow(flow: Any) -> ModelFlow:
         return as_flow(flow.assemble())
     if callable(flow):
         return as_flow(flow())
-    raise GraphError(f"compile takes a ModelFlow, a recipe or a BuiltModel, got {type(flow).__name__}")
+    raise GraphError(f"compile takes a ModelFlow, a recipe, a BuiltModel or a GraphModule, got {type(flow).__name__}")
 
 
 def check_unread(built: BuiltModel, strict: bool) -> None:

@@ -44,7 +44,7 @@ def minilm_directory() -> Path:
     return directory
 
 
-def table(vectors: np.ndarray) -> str:  # type: ignore[type-arg]
+def table(vectors: np.ndarray) -> str:
     """Cosine similarities of unit vectors `[n, H]`, one row for each sentence."""
     similar = vectors @ vectors.T
     rows = [f"  {i}  " + "  ".join(f"{x:5.2f}" for x in row) + f"   {SENTENCES[i]}" for i, row in enumerate(similar)]

@@ -54,6 +54,21 @@ class ModelRecipe(Protocol):
     def assemble(self) -> ModelFlow: ...
 
 
+class Buildable(Protocol):
+    """What can be compiled: a ModelFlow, or a GraphModule."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]: ...
+
+    @property
+    def binding(self) -> Mapping[str, int]: ...
+
+    def build(self, weights: Weights = None, given: Iterable[str] = ()) -> BuiltModel: ...
+
+
 @dataclass(frozen=True)
 class BuiltModel:
     """A flow after `build`: its HIR and what building it learned. No weight data was read."""

@@ -21,6 +21,7 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.plan import activation_bytes, flops, state_types
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
+from rlx_jax.weights.source import MappingSource
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
@@ -100,6 +101,8 @@ def compile(
 def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
     """The model, its parameters streamed in while XLA compiles what is known already."""
     model = CompiledModel(compiler, program)
+    if not compiler.layout.leaves:
+        return model.replace(params={})
     if not has_data(compiler):
         return model
     with ThreadPoolExecutor(1) as pool:
@@ -112,7 +115,8 @@ def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
 
 def has_data(compiler: Compiler) -> bool:
     """Whether the source holds numbers, not only shapes."""
-    return compiler.source is not None and not getattr(compiler.source, "shapes_only", False)
+    source = compiler.source
+    return source is not None and not (isinstance(source, MappingSource) and source.shapes_only)
 
 
 def load_params(compiler: Compiler) -> tuple[dict[str, jax.Array], float]:

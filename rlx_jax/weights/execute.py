@@ -22,7 +22,7 @@ def load_leaf(program: Program, source: WeightSource) -> jax.Array:
     """The leaf's array on the default device."""
     match program:
         case Key():
-            return jnp.asarray(_read(program, source))
+            return jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
         case _:
             out = np.empty(program.type.shape, program.type.dtype)
             fill(out, program, source)

@@ -113,6 +113,12 @@ class MappingSource:
         for key, value in self._arrays.items():
             _check_value(key, value)
 
+    @property
+    def shapes_only(self) -> bool:
+        """Whether every entry is a `jax.ShapeDtypeStruct`: enough to compile, not to run."""
+        values = self._arrays.values()
+        return bool(values) and all(isinstance(v, jax.ShapeDtypeStruct) for v in values)
+
     def keys(self) -> tuple[str, ...]:
         """The keys, in the mapping's order."""
         return tuple(self._arrays)
