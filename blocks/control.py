@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlx_jax.emit import Emit, FlowValue
@@ -75,13 +75,19 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Custom:
-    """Any function `(emit, value) → value`. `name` is its segment of the block path."""
+    """Any function `(emit, value) → value`. `name` is its segment of the block path.
+
+    `token_wise` says that it treats every token alone; where that cannot be proved it is checked by slicing.
+    """
 
     fn: Callable[[Emit, Any], FlowValue | None]
     name: str | None = None
+    token_wise: bool = False
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        with emit.scope(self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")):
+        builder = emit.builder
+        name = self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")
+        with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.scope(name):
             try:
                 out = self.fn(emit, value)
             except Exception as error:

@@ -9,6 +9,7 @@ and nowhere below: passes, layout and plan get values.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -186,6 +187,18 @@ class Executable:
     donation: Donation | None = None
 
 
+def compile_program(lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+    """Trace and compile with XLA; the state is donated, and that is proved."""
+    donate = (1,) if lir.plan.donate_state and state else ()
+    jitted = jax.jit(function, donate_argnums=donate, compiler_options=dict(lir.plan.compiler_options) or None)
+    start = time.perf_counter()
+    lowered = jitted.lower(params, state, inputs)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    return Executable(lir, compiled, lowered, seconds, prove_donation(lir, compiled) if donate else None)
+
+
 def prove_donation(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     """The state is consumed in place, or this is an error.
 
@@ -215,38 +228,34 @@ class Compiler:
     templates: dict[tuple[str, frozenset[str], bool], Template] = field(default_factory=dict)
     functions: dict[ProgramKey, tuple[Lir, Function]] = field(default_factory=dict)
     executables: dict[ProgramKey, Executable] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
 
     def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
         """The symbolic program; made once."""
         key = (program, given, last_only)
-        if key not in self.templates:
-            start = time.perf_counter()
-            built = self.flow.build(self.source, given)
-            self.templates[key] = make_template(built, self.settings, program, last_only, time.perf_counter() - start)
-        return self.templates[key]
+        with self.lock:
+            if key not in self.templates:
+                start = time.perf_counter()
+                built = self.flow.build(self.source, given)
+                build_s = time.perf_counter() - start
+                self.templates[key] = make_template(built, self.settings, program, last_only, build_s)
+            return self.templates[key]
 
     def function(self, key: ProgramKey) -> tuple[Lir, Function]:
         """The pure function for one choice of sizes; made once."""
-        if key not in self.functions:
-            template = self.template(key.program, key.given, key.last_only)
-            lir = make_lir(template, dict(key.binding), self.settings)
-            self.functions[key] = (lir, make_function(lir, self.layout))
-        return self.functions[key]
+        with self.lock:
+            if key not in self.functions:
+                template = self.template(key.program, key.given, key.last_only)
+                lir = make_lir(template, dict(key.binding), self.settings)
+                self.functions[key] = (lir, make_function(lir, self.layout))
+            return self.functions[key]
 
     def executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
         """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
-        if key not in self.executables:
-            lir, function = self.function(key)
-            donate = (1,) if lir.plan.donate_state and state else ()
-            jitted = jax.jit(function, donate_argnums=donate, compiler_options=dict(lir.plan.compiler_options) or None)
-            start = time.perf_counter()
-            lowered = jitted.lower(params, state, inputs)
-            traced = time.perf_counter()
-            compiled = lowered.compile()
-            seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-            donation = prove_donation(lir, compiled) if donate else None
-            self.executables[key] = Executable(lir, compiled, lowered, seconds, donation)
-        return self.executables[key]
+        with self.lock:
+            if key not in self.executables:
+                self.executables[key] = compile_program(*self.function(key), params, state, inputs)
+            return self.executables[key]
 
 
 def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool) -> Compiler:

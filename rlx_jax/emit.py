@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Op, Origin, Param, Value, constant
+from rlx_jax.ir.graph import Builder, Op, Param, Value, constant
 from rlx_jax.ir.ops import contract, pointwise, shaping
 from rlx_jax.ir.param import Key, WeightSource, cast
 from rlx_jax.ir.types import Dim, TensorType, as_dtype, is_float, is_static, path_text, tensor_type
@@ -66,8 +66,8 @@ class Emit:
     @contextlib.contextmanager
     def scope(self, *segments: str | int) -> Iterator[None]:
         """Add segments to the block path of everything emitted inside."""
-        path = (*self.builder.origin.path, *segments)
-        with self.builder.at(Origin(path, self.builder.origin.label)):
+        origin = self.builder.origin
+        with self.builder.at(replace(origin, path=(*origin.path, *segments))):
             yield
 
     @property

@@ -283,15 +283,17 @@ class ModelFlow:
         head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
         return self.stage(head(vocab_size, hidden_size)).output("logits")
 
-    def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> ModelFlow:
+    def custom(self, fn: Callable[[Emit, Any], FlowValue | None], token_wise: bool = False) -> ModelFlow:
         """Any function `(emit, value) → value`."""
-        return self.stage(blocks.Custom(fn))
+        return self.stage(blocks.Custom(fn, token_wise=token_wise))
 
     plugin = custom
 
-    def custom_named(self, name: str, fn: Callable[[Emit, Any], FlowValue | None]) -> ModelFlow:
+    def custom_named(
+        self, name: str, fn: Callable[[Emit, Any], FlowValue | None], token_wise: bool = False
+    ) -> ModelFlow:
         """As `custom`, with a segment in the block path."""
-        return self.stage(blocks.Custom(fn, name))
+        return self.stage(blocks.Custom(fn, name, token_wise))
 
     plugin_named = custom_named
 

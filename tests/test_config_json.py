@@ -116,6 +116,10 @@ def test_minus_zero_is_no_whole_number(tmp_path: Path) -> None:
     assert read_json(write(tmp_path, b'{"a": -0.0}'))["a"] == 0
 
 
+def test_digits_after_the_point_are_not_counted(tmp_path: Path) -> None:
+    assert read_json(write(tmp_path, b'{"a": 0.' + b"1" * 1000 + b"e-5}"))["a"] == pytest.approx(0.1e-5 / 0.9)
+
+
 def test_depth_does_not_depend_on_the_recursion_limit(tmp_path: Path) -> None:
     path, before = write(tmp_path, b'{"a": ' + b"[" * 1_000_000), sys.getrecursionlimit()
     sys.setrecursionlimit(10**7)

@@ -64,6 +64,8 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
     # the length
     "empty file": (b"", SafetensorsError, "the file has 0 bytes, expected 8"),
     "seven bytes": (b"\0" * 7, SafetensorsError, "the file has 7 bytes, expected 8"),
+    "eight bytes": (b"\0" * 8, SafetensorsError, "expected '{', found the end at byte 8"),
+    "header over file by one": (struct.pack("<Q", 3) + b"{}", SafetensorsError, "header says 3 bytes, file has 2"),
     "header length 0": (frame(b"", b"1234"), SafetensorsError, "expected '{', found the end at byte 8"),
     "header length 1": (struct.pack("<Q", 1) + one()[8:], SafetensorsError, "expected a name, a string at byte 9"),
     "header over file": (struct.pack("<Q", 200) + one()[8:], SafetensorsError, "header says 200 bytes, file has 65"),

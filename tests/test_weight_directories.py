@@ -217,6 +217,7 @@ def test_total_size(tmp_path: Path) -> None:
     ]
     for index in legal:
         assert_shards(open_weights(write_shards(directory, index=index)))
+    open_weights(write_shards(tmp_path / "empty", {"m.safetensors": {"e": W[:0]}}))
 
 
 def test_damaged_shard(tmp_path: Path) -> None:
@@ -231,8 +232,12 @@ def test_damaged_shard(tmp_path: Path) -> None:
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_shards(tmp_path / "model", index={"metadata": {}})
     monkeypatch.setattr(limits, "MAX_TENSORS", 2)
-    with pytest.raises(LimitError, match="limits.MAX_TENSORS = 2"):
+    with pytest.raises(LimitError, match=rf"{INDEX}.* limits.MAX_TENSORS = 2"):
         open_weights(directory)
+    # each shard and the index are within the limit, all shards together are not
+    index = index_of(w="model-1-of-2.safetensors", b="model-2-of-2.safetensors")
+    with pytest.raises(LimitError, match=r"tensors is 3, .* limits.MAX_TENSORS = 2"), pytest.warns(RlxWarning):
+        open_weights(write_shards(directory, index=index), strict=False)
 
 
 # -- links -------------------------------------------------------------------------------------

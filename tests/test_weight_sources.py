@@ -396,11 +396,14 @@ def test_special_files(tmp_path: Path) -> None:
 
 
 def test_max_bytes(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "model")
+    shards, before = write_shards(tmp_path / "model"), len(os.listdir("/dev/fd"))
     for weights in (shards, {"w": W, "b": B, "c": W[0]}, {"w": jax.ShapeDtypeStruct((42,), np.int8)}):
         open_weights(weights, max_bytes=42)
-        with pytest.raises(LimitError, match="the size of all weights in bytes is 42, over the limit max_bytes = 41"):
+        with pytest.raises(
+            LimitError, match="the size of all weights in bytes is 42, over the limit max_bytes = 41"
+        ) as caught:
             open_weights(weights, max_bytes=41)
+        assert len(os.listdir("/dev/fd")) == before and caught  # whose traceback holds the source
 
 
 def test_a_source_comes_back_as_it_is() -> None:

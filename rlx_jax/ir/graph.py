@@ -39,6 +39,7 @@ class Origin:
     path: Path = ()
     label: str = ""
     by: str = ""
+    token_wise: bool = False  # the author of the stage says so; checked by slicing where the proof gives up
 
     def __str__(self) -> str:
         parts = [path_text(self.path) or "—"]

@@ -1,0 +1,636 @@
+"""`ModelFlow`, `LayerStack` and the stages: what each computes, against NumPy, and what each refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec
+from rlx_jax.compile import open_compiler
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    MissingWeightError,
+    NameCollisionError,
+    ShapeError,
+    UnboundInputError,
+    UnboundStreamError,
+    UnexpectedWeightError,
+    WeightShapeError,
+)
+from rlx_jax.flow import InputDecl
+from rlx_jax.ir.graph import Constant, Leaf
+
+B, S, H, V, F = 2, 3, 8, 11, 12
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((B, S, H)).astype(np.float32)
+IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
+Custom = Callable[[Any, Any], Any]
+
+
+def w(*shape: int, seed: int = 0) -> np.ndarray:
+    """A random weight."""
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
+
+
+def x_flow() -> rlx.ModelFlow:
+    """A flow over `x` `[batch, seq, 8]`."""
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+
+
+def ids_flow() -> rlx.ModelFlow:
+    """A flow over `tokens` `[batch, seq]`."""
+    return rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32")
+
+
+def run(flow: rlx.ModelFlow, *inputs: Any, weights: dict[str, np.ndarray] | None = None, **named: Any) -> Any:
+    """Compile and call."""
+    return rlx.compile(flow, weights or {})(*inputs, **named)
+
+
+def close(got: Any, want: np.ndarray, tolerance: float = 3e-6) -> None:
+    """Shape, and values within `tolerance` of the largest one."""
+    got = np.asarray(got)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert np.abs(got.astype(np.float64) - want).max(initial=0) <= tolerance * max(1.0, np.abs(want).max(initial=0))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e⁻ˣ)."""
+    return 1 / (1 + np.exp(-x.astype(np.float64)))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """The exact form."""
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x.astype(np.float64) / math.sqrt(2)))
+
+
+def rms(x: np.ndarray, gamma: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    """RMSNorm in float64."""
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gamma
+
+
+def ln(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    """LayerNorm in float64."""
+    x = x.astype(np.float64)
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * gamma + beta
+
+
+def rope(x: np.ndarray, dim: int, theta: float = 10000.0) -> np.ndarray:
+    """Half-split rotation of packed heads."""
+    half = dim // 2
+    angles = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    wide = x.astype(np.float64).reshape(*x.shape[:2], -1, dim)
+    a, b = wide[..., :half], wide[..., half:]
+    turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+    return np.concatenate(turned, -1).reshape(x.shape)
+
+
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int, allowed: np.ndarray,
+    scale: float | None = None, softcap: float | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Packed attention; `allowed` is `[B|1, S, T]`."""
+    dim = q.shape[-1] // heads
+    out = np.zeros(q.shape)
+    for n in range(heads):
+        m = n // (heads // kv_heads)
+        here, there = slice(n * dim, (n + 1) * dim), slice(m * dim, (m + 1) * dim)
+        scores = q[..., here] @ k[..., there].transpose(0, 2, 1) * (dim**-0.5 if scale is None else scale)
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        scores = np.where(allowed, scores, -np.inf)
+        e = np.exp(scores - scores.max(-1, keepdims=True))
+        out[..., here] = e / e.sum(-1, keepdims=True) @ v[..., there]
+    return out
+
+
+CAUSAL = np.tril(np.ones((1, S, S), bool))
+
+
+# -- the small stages --------------------------------------------------------------------------
+
+
+def test_embed() -> None:
+    """Rows of the table, for ids of any shape and integer dtype."""
+    table = w(V, H)
+    close(run(ids_flow().embed("e"), IDS, weights={"e": table}), table[IDS])
+    close(run(ids_flow().token_embed(), IDS, weights={"model.embed_tokens.weight": table}), table[IDS])
+    flow = rlx.ModelFlow("m").input("ids", ("n",), dtype="uint8").stage(blocks.Embed.token("e"))
+    close(run(flow, IDS[0].astype(np.uint8), weights={"e": table}), table[IDS[0]])
+
+
+def test_gathers() -> None:
+    """`gather_from_input` replaces the active value, `gather_add` adds to it."""
+    table = w(5, H)
+    kinds = RNG.integers(0, 5, (B, S)).astype(np.int32)
+    flow = x_flow().input("kinds", ("batch", "seq"), dtype="int32")
+    close(run(flow.gather_from_input("kinds", "t"), X, kinds, weights={"t": table}), table[kinds])
+    close(run(flow.gather_add("kinds", "t"), X, kinds, weights={"t": table}), X + table[kinds])
+
+
+def test_norms() -> None:
+    """RmsNorm, LayerNorm and final_norm with their epsilons."""
+    g, b = w(H, seed=1), w(H, seed=2)
+    close(run(x_flow().rms_norm("g", 0.1), X, weights={"g": g}), rms(X, g, 0.1))
+    close(run(x_flow().layer_norm("g", "b", 0.1), X, weights={"g": g, "b": b}), ln(X, g, b, 0.1))
+    close(run(x_flow().final_norm(1e-6), X, weights={"model.norm.weight": g}), rms(X, g, 1e-6))
+
+
+def test_zero_beta_is_accepted_and_is_no_parameter() -> None:
+    """Norms need none; where an older flow declares it, the numbers are the same."""
+    g = w(H)
+    model = rlx.compile(x_flow().zero_beta(H).zero_beta_named("zero_beta.head", 4).rms_norm("g"), {"g": g})
+    close(model(X), rms(X, g))
+    assert set(model.params) == {"g"}
+
+
+def test_linear() -> None:
+    """Both orientations, with a bias, and on a rank-1 value."""
+    a, b = w(F, H), w(F)
+    close(run(x_flow().linear("w"), X, weights={"w": a}), X @ a.T)
+    close(run(x_flow().linear("w", transpose=False), X, weights={"w": a.T.copy()}), X @ a.T)
+    close(run(x_flow().linear("w", bias="b"), X, weights={"w": a, "b": b}), X @ a.T + b)
+    close(run(rlx.ModelFlow("m").input("x", (H,)).linear("w"), X[0, 0], weights={"w": a}), X[0, 0] @ a.T)
+
+
+def test_residuals() -> None:
+    """Saved, added, forgotten; saving twice keeps the second."""
+    a = w(H, H)
+    flow = x_flow().residual_save().linear("w").residual_add()
+    close(run(flow, X, weights={"w": a}), X + X @ a.T)
+    flow = x_flow().residual_save().linear("w").residual_save().linear("w").residual_add()
+    close(run(flow, X, weights={"w": a}), X @ a.T + X @ a.T @ a.T)
+    for bad in (x_flow().residual_add(), flow.residual_add()):
+        with pytest.raises(GraphError, match="ResidualAdd.*ResidualSave"):
+            bad.build({"w": a})
+    with pytest.raises(ShapeError, match=r"ResidualAdd.*batch,seq,8.*batch,seq,12"):
+        x_flow().residual_save().linear("w").residual_add().build({"w": w(F, H)})
+
+
+def test_swiglu() -> None:
+    """By keys, and under Hugging Face's names with or without `.mlp` in the prefix."""
+    g, u, d = w(F, H, seed=1), w(F, H, seed=2), w(H, F, seed=3)
+    gate = X @ g.T
+    want = (gate * sigmoid(gate) * (X @ u.T)) @ d.T
+    close(run(x_flow().swiglu("g", "u", "d"), X, weights={"g": g, "u": u, "d": d}), want)
+    named = {f"l.mlp.{n}_proj.weight": a for n, a in (("gate", g), ("up", u), ("down", d))}
+    for prefix in ("l", "l.mlp"):
+        close(run(x_flow().swiglu_hf_mlp(prefix), X, weights=named), want)
+
+
+def test_gelu_ffn() -> None:
+    """Exact GELU under BERT's names; the stage can take the tanh form."""
+    i, o, bi, bo = w(F, H), w(H, F), w(F), w(H)
+    weights = {
+        "p.intermediate.dense.weight": i, "p.intermediate.dense.bias": bi,
+        "p.output.dense.weight": o, "p.output.dense.bias": bo,
+    }  # fmt: skip
+    close(run(x_flow().gelu_ffn("p"), X, weights=weights), gelu(X @ i.T + bi) @ o.T + bo)
+    h = X @ i.T + bi
+    tanh = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    stage = blocks.GeluFfn(*weights, approx_gelu=True)
+    close(run(x_flow().stage(stage), X, weights=weights), tanh @ o.T + bo)
+
+
+@pytest.mark.parametrize(("scale", "softcap", "bias"), [(None, None, False), (0.3, 2.0, True)])
+def test_self_attn_prefill(scale: float | None, softcap: float | None, bias: bool) -> None:
+    """Rotary, causal, grouped; the context is packed `[B,S,N·D]`, without the output projection."""
+    weights = {f"l.self_attn.{n}_proj.weight": w(d, H, seed=i) for i, (n, d) in enumerate(zip("qkv", (24, 12, 12)))}
+    biases = {f"l.self_attn.{n}_proj.bias": w(d, seed=i) for i, (n, d) in enumerate(zip("qkv", (24, 12, 12)))}
+    weights |= biases if bias else {}
+    spec = SelfAttnPrefillSpec.hf_layer("l", 4, 6, 2, bias=bias)
+    spec = SelfAttnPrefillSpec(**{**vars(spec), "score_scale": scale, "attn_logit_softcap": softcap})
+    flow = x_flow().rope_tables(RopeTables.theta(6, 100.0)).self_attn_prefill(spec)
+    q, k, v = (
+        X @ weights[f"l.self_attn.{n}_proj.weight"].T + weights.get(f"l.self_attn.{n}_proj.bias", 0) for n in "qkv"
+    )
+    want = attend(rope(q, 6, 100.0), rope(k, 6, 100.0), v.astype(np.float64), 4, 2, CAUSAL, scale, softcap)
+    close(run(flow, X, weights=weights), want)
+
+
+def test_self_attn_prefill_needs_rope_tables() -> None:
+    """The message says what to add."""
+    with pytest.raises(GraphError, match="RopeTables"):
+        x_flow().self_attn_prefill(SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)).build(
+            {f"l.self_attn.{n}_proj.weight": w(8, H) for n in "qkv"}
+        )
+
+
+def qkv(width: int = 8) -> dict[str, np.ndarray]:
+    """Projections of a SelfAttnPrefill with two heads of width 4."""
+    return {f"l.self_attn.{n}_proj.weight": w(width, H, seed=i) for i, n in enumerate("qkv")}
+
+
+def test_rope_tables_as_data_and_by_theta() -> None:
+    """Row t is position t; a later stage replaces the tables; data that does not fit is refused."""
+    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
+    angles = np.arange(16)[:, None] * 50.0 ** (-np.arange(2) / 2)
+    data = RopeTables.param(16, 2, np.cos(angles), np.sin(angles))
+    theta = RopeTables.theta(4, 50.0)
+    outs = [
+        np.asarray(run(x_flow().stage(*stages).self_attn_prefill(spec), X, weights=qkv()))
+        for stages in ([theta], [data], [RopeTables.theta(4, 9.0), data])
+    ]
+    for other in outs[1:]:
+        close(other, outs[0], 1e-5)
+    with pytest.raises(ShapeError, match="16"):
+        RopeTables.param(16, 3, np.cos(angles), np.sin(angles))
+    with pytest.raises(ShapeError, match="limit"):
+        RopeTables.param(2**18, 2, np.zeros((2**18, 2)), np.zeros((2**18, 2)))
+
+
+def test_rope_tables_read_position_ids_where_declared() -> None:
+    """An optional input: absent, positions are 0, 1, 2 …"""
+    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
+    flow = x_flow().input("position_ids", ("batch", "seq"), dtype="int32", default="positions")
+    model = rlx.compile(flow.rope_tables(RopeTables.theta(4)).self_attn_prefill(spec), qkv())
+    plain = np.asarray(model(X))
+    close(model(X, position_ids=np.tile(np.arange(S, dtype=np.int32), (B, 1))), plain)
+    # Rotary attention sees differences of positions only, so a shift changes nothing, and a stretch does.
+    close(model(X, position_ids=np.tile(np.arange(7, 7 + S, dtype=np.int32), (B, 1))), plain, 2e-5)
+    stretched = np.asarray(model(X, position_ids=np.tile(3 * np.arange(S, dtype=np.int32), (B, 1))))
+    assert np.abs(stretched - plain).max() > 1e-3
+
+
+def test_attn_mask_registers_a_keep_mask() -> None:
+    """From an input, or ones; the attention stages with mask custom read it."""
+    spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
+    spec = SelfAttnPrefillSpec(**{**vars(spec), "mask": "custom"})
+    weights = qkv()
+    q, k, v = (X @ weights[f"l.self_attn.{n}_proj.weight"].T for n in "qkv")
+    keep = np.array([[1, 0, 1], [1, 1, 1]], np.int32)
+    flow = x_flow().input("keep", ("batch", "seq"), dtype="int32").rope_tables(RopeTables.theta(4))
+    got = run(flow.stage(blocks.AttnMask.from_input("keep")).self_attn_prefill(spec), X, keep, weights=weights)
+    close(got, attend(rope(q, 4), rope(k, 4), v, 2, 2, CAUSAL & (keep[:, None] > 0)))
+    got = run(x_flow().rope_tables(RopeTables.theta(4)).attn_mask_ones().self_attn_prefill(spec), X, weights=weights)
+    close(got, attend(rope(q, 4), rope(k, 4), v, 2, 2, CAUSAL))
+    with pytest.raises(UnboundInputError, match="kep.*keep"):
+        flow.stage(blocks.AttnMask.from_input("kep")).build({})
+
+
+def bert_weights(prefix: str = "encoder.layer.0") -> dict[str, np.ndarray]:
+    """One BERT layer."""
+    shapes = {f"attention.self.{n}": (H, H) for n in ("query", "key", "value")}
+    shapes |= {"attention.output.dense": (H, H), "intermediate.dense": (F, H), "output.dense": (H, F)}
+    out = {f"{prefix}.{n}.weight": w(*s, seed=i) / 2 for i, (n, s) in enumerate(shapes.items())}
+    out |= {f"{prefix}.{n}.bias": w(s[0], seed=i) for i, (n, s) in enumerate(shapes.items())}
+    for n in ("attention.output.LayerNorm", "output.LayerNorm"):
+        out |= {f"{prefix}.{n}.weight": 1 + w(H, seed=5) / 4, f"{prefix}.{n}.bias": w(H, seed=6)}
+    return out
+
+
+def bert_layer(weights: dict[str, np.ndarray], x: np.ndarray, keep: np.ndarray | None, heads: int) -> np.ndarray:
+    """A BERT layer in float64."""
+    p = "encoder.layer.0."
+
+    def lin(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ weights[f"{p}{name}.weight"].T.astype(np.float64) + weights[f"{p}{name}.bias"]
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        return ln(x, weights[f"{p}{name}.weight"], weights[f"{p}{name}.bias"], 1e-12)
+
+    q, k, v = (lin(f"attention.self.{n}", x) for n in ("query", "key", "value"))
+    allowed = np.ones((1, S, S), bool) if keep is None else np.broadcast_to(keep[:, None] > 0, (B, S, S))
+    h = norm("attention.output.LayerNorm", lin("attention.output.dense", attend(q, k, v, heads, heads, allowed)) + x)
+    return norm("output.LayerNorm", lin("output.dense", gelu(lin("intermediate.dense", h))) + h)
+
+
+def test_bert_encoder_layer() -> None:
+    """Post-norm, every key read unless the optional mask says no; an undeclared mask is an error."""
+    weights, keep = bert_weights(), np.array([[1, 1, 0], [1, 1, 1]], np.int32)
+    flow = x_flow().input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
+    layer = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", H, 2)
+    model = rlx.compile(flow.bert_encoder_layer(layer), weights)
+    close(model(X), bert_layer(weights, X, None, 2), 1e-5)
+    close(model(X, attention_mask=keep), bert_layer(weights, X, keep, 2), 1e-5)
+    repeated = rlx.compile(flow.repeat_bert_layers(1, "", "bert", H, 2), weights)
+    close(repeated(X, attention_mask=keep), bert_layer(weights, X, keep, 2), 1e-5)
+    with pytest.raises(UnboundInputError, match="attention_mask"):
+        x_flow().bert_encoder_layer(layer).build(weights)
+    with pytest.raises(GraphError, match="3 heads"):
+        blocks.BertEncoderLayerSpec.hf("p", H, 3)
+
+
+def test_pooling_and_gathers_of_tokens() -> None:
+    """The first token, the last, and the one an input names: per row."""
+    close(run(x_flow().cls_token_pool(), X), X[:, 0])
+    close(run(x_flow().gather_last_token_at(), X), X[:, -1:])
+    last = np.array([0, 2], np.int32)
+    declared = x_flow().input("last_token_idx", ("batch",), dtype="int32").gather_last_token_dynamic()
+    close(run(declared, X, last), X[np.arange(B), last][:, None])
+    with pytest.raises(ShapeError, match="ClsTokenPool"):
+        x_flow().cls_token_pool().cls_token_pool().build()
+    with pytest.raises(ShapeError, match="9"):
+        x_flow().cls_token_pool(hidden=9).build()
+
+
+def test_dynamic_last_token_declares_its_input() -> None:
+    """Where the flow does not: the input can then be given by name."""
+    last = np.array([1, 0], np.int32)
+    got = run(x_flow().gather_last_token_dynamic(), X, last_token_idx=last)
+    close(got, X[np.arange(B), last][:, None])
+
+
+def test_lm_head() -> None:
+    """Tied, separate, or under a key; the output is called logits and the widths are checked."""
+    e, head = w(V, H), w(V, H, seed=1)
+    tied = ids_flow().token_embed().lm_head(V, H, tied=True)
+    assert tied.output_name == "logits"
+    close(run(tied, IDS, weights={"model.embed_tokens.weight": e}), e[IDS] @ e.T)
+    both = {"model.embed_tokens.weight": e, "lm_head.weight": head}
+    close(run(ids_flow().token_embed().lm_head(V, H), IDS, weights=both), e[IDS] @ head.T)
+    stage = blocks.LmHead.separate("h", V, H)
+    close(run(ids_flow().embed("e").stage(stage), IDS, weights={"e": e, "h": head}), e[IDS] @ head.T)
+    close(run(ids_flow().embed("e").lm_head(V, H, tied=True), IDS, weights={"e": e}), e[IDS] @ e.T)
+    with pytest.raises(GraphError, match="Embed"):
+        x_flow().lm_head(V, H, tied=True).build()
+    with pytest.raises(ShapeError, match=f"{V + 1}"):
+        ids_flow().embed("e").lm_head(V + 1, H, tied=True).build({"e": e})
+    with pytest.raises(WeightShapeError, match=r"lm_head\.weight"):
+        x_flow().lm_head(V + 1, H).build({"lm_head.weight": head})
+
+
+def test_named_sequence_repeat_and_layer_stack() -> None:
+    """Containers change the block path, not the numbers."""
+    weights = {f"w{i}": w(H, H, seed=i) / 3 for i in range(3)}
+    want = X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T
+    flows = {
+        "sequence": x_flow().sequence([blocks.Linear("w0"), blocks.Linear("w1"), blocks.Linear("w2")]),
+        "repeat": x_flow().repeat_layers(3, lambda i: blocks.Linear(f"w{i}")),
+        "named": x_flow().named_layer("a", blocks.Linear("w0")).linear("w1").linear("w2"),
+        "layer": x_flow().layer("a", lambda s: s.linear("w0").linear("w1")).linear("w2"),
+        "stack": x_flow().stage(rlx.LayerStack().linear("w0").linear("w1").linear("w2").build()),
+        "raw": x_flow().raw_stages([blocks.Linear("w0"), blocks.Linear("w1")]).raw_stage(blocks.Linear("w2")),
+        "when": x_flow().linear("w0").when(True, lambda f: f.linear("w1")).when(False, lambda f: f.linear("w0"))
+        .patch(lambda f: f.linear("w2")),
+    }  # fmt: skip
+    for name, flow in flows.items():
+        model = rlx.compile(flow, weights)
+        close(model(X), want), name
+    text = rlx.compile(flows["layer"], weights).text("hir")
+    assert "a.w0" in text and "a.w1" in text
+    assert "layers.2" in rlx.compile(x_flow().repeat_layers(3, lambda i: blocks.Linear(f"w{i}")), weights).text("lir", X) or (
+        "layers.{i}" in rlx.compile(flows["repeat"], weights).text("hir")
+    )
+
+
+def test_every_layer_stack_method() -> None:
+    """Each is the flow's method of the same name."""
+    weights = {
+        "g": w(H), "b": w(H, seed=1), "t": w(5, H), "w": w(H, H), "up": w(F, H), "gate": w(F, H, seed=1), "down": w(H, F),
+        **{f"l.mlp.{n}_proj.weight": w(*s) for n, s in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}, **qkv(),
+    }  # fmt: skip
+    kinds = RNG.integers(0, 5, (B, S)).astype(np.int32)
+    base = x_flow().input("kinds", ("batch", "seq"), dtype="int32").rope_tables(RopeTables.theta(4))
+
+    def steps(f: Any) -> Any:
+        f = f.layer_norm("g", "b").rms_norm("g").gather_add("kinds", "t").residual_save().linear("w").residual_add()
+        f = f.swiglu("gate", "up", "down").swiglu_hf_mlp("l")
+        return f.self_attn_prefill(SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)).custom(lambda emit, x: emit.tanh(x))
+
+    one = run(steps(base), X, kinds, weights=weights)
+    other = run(base.layer("all", steps), X, kinds, weights=weights)
+    np.testing.assert_array_equal(one, other)
+
+
+def test_outputs_and_names() -> None:
+    """`output`, `hidden_states`, and side outputs after the primary one."""
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("doubled", x + x)
+        return x
+
+    assert x_flow().hidden_states().output_name == "hidden"
+    built = x_flow().custom(side).output("mine").build()
+    assert built.output_names == ("mine", "doubled")
+    assert [str(d) for d in built.primary_shape] == ["batch", "seq", str(H)]
+    got = run(x_flow().custom(side).custom(lambda emit, x: x * 3).output("mine"), X)
+    assert list(got) == ["mine", "doubled"]
+    close(got["mine"], 3 * X)
+    close(got["doubled"], 2 * X)
+    assert not isinstance(run(x_flow().custom(lambda e, x: x * 1), X), dict)
+
+
+def test_side_outputs_keep_their_names_apart() -> None:
+    """A side output may have neither the name of another nor that of the primary one."""
+    def twice(emit: Any, x: Any) -> Any:
+        emit.output("a", x)
+        emit.output("a", x + 1)
+        return x
+
+    with pytest.raises(NameCollisionError, match="'a'"):
+        x_flow().custom(twice).build()
+
+    def primary(emit: Any, x: Any) -> Any:
+        emit.output("output", x * 0)
+        return x
+
+    with pytest.raises(NameCollisionError, match="output"):
+        x_flow().custom(primary).build()
+
+
+# -- the flow of the README --------------------------------------------------------------------
+
+
+def llama_weights(layers: int) -> dict[str, np.ndarray]:
+    """A tied Llama of width 8 with two heads of width 4."""
+    out = {"model.embed_tokens.weight": w(V, H), "model.norm.weight": 1 + w(H) / 4}
+    for i in range(layers):
+        p = f"model.layers.{i}"
+        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
+            out[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i) / 3
+        for n, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
+            out[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i + 9) / 3
+        for n in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{p}.{n}.weight"] = 1 + w(H, seed=i) / 4
+    return out
+
+
+def llama_reference(weights: dict[str, np.ndarray], ids: np.ndarray, layers: int) -> np.ndarray:
+    """Logits in float64."""
+    x = weights["model.embed_tokens.weight"][ids].astype(np.float64)
+    allowed = np.tril(np.ones((1, ids.shape[1], ids.shape[1]), bool))
+    for i in range(layers):
+        g = {k.removeprefix(f"model.layers.{i}."): v for k, v in weights.items()}
+        a = rms(x, g["input_layernorm.weight"])
+        q, k, v = (a @ g[f"self_attn.{n}_proj.weight"].T for n in "qkv")
+        x = x + attend(rope(q, 4), rope(k, 4), v, 2, 1, allowed) @ g["self_attn.o_proj.weight"].T
+        m = rms(x, g["post_attention_layernorm.weight"])
+        gate = m @ g["mlp.gate_proj.weight"].T
+        x = x + (gate * sigmoid(gate) * (m @ g["mlp.up_proj.weight"].T)) @ g["mlp.down_proj.weight"].T
+    return rms(x, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
+
+
+def test_the_flow_of_the_documentation_runs_as_written() -> None:
+    """Build, then compile the result: no zero_beta stage, no rope tables, a tied head."""
+    n, vocab, hidden = 2, V, H
+    weights = llama_weights(n)
+    spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
+    built = (
+        rlx.ModelFlow("model").profile_prefill().input("tokens", ("batch","seq"), dtype="int32").token_embed()
+        .repeat_layers(n, lambda i: blocks.llama_prefill_layer_fused(i, spec)).final_norm(1e-5)
+        .lm_head(vocab, hidden, tied=True).build(weights)
+    )  # fmt: skip
+    model = rlx.compile(built)
+    close(model(IDS), llama_reference(weights, IDS, n), 1e-5)
+    assert built.output_names == ("logits",)
+    assert set(model.params) == set(weights)  # the tied embedding is stored once, under its key
+    stored = sum(a.nbytes for a in model.params.values())
+    assert stored == sum(a.nbytes for a in weights.values()) == model.report().parameter_bytes
+
+
+@pytest.mark.parametrize("profile", ["profile_prefill", "profile_decode", "profile_encoder"])
+def test_profiles_of_a_flow(profile: str) -> None:
+    """The flow's own profile is used, unless `compile` gets another."""
+    flow = getattr(x_flow().linear("w"), profile)()
+    assert flow.profile is not None
+    close(run(flow, X, weights={"w": w(F, H)}), X @ w(F, H).T)
+    other = rlx.CompileProfile().replace(fusion={"policy": "fusable"})
+    assert "fusion=fusable" in rlx.compile(flow, {"w": w(F, H)}, profile=other).text("hir")
+
+
+def test_recipes_and_functions_are_flows() -> None:
+    """Anything that assembles a flow, and a function without arguments."""
+    @dataclass(frozen=True)
+    class Recipe:
+        name: str = "r"
+
+        def assemble(self) -> rlx.ModelFlow:
+            return x_flow().linear("w")
+
+    want = X @ w(F, H).T
+    for flow in (Recipe(), Recipe().assemble, lambda: x_flow().linear("w"), rlx.ModelFlow.from_recipe(Recipe())):
+        close(rlx.compile(flow, {"w": w(F, H)})(X), want)
+    with pytest.raises(rlx.RlxError, match="ModelFlow"):
+        rlx.compile(3)
+
+
+def test_a_flow_without_parameters_needs_no_weights() -> None:
+    """There is nothing to give."""
+    model = rlx.compile(x_flow().custom(lambda emit, x: emit.tanh(x)))
+    close(model(X), np.tanh(X))
+
+
+def test_flows_are_values() -> None:
+    """Each method returns a new flow; the old one is as it was."""
+    base = x_flow()
+    longer = base.linear("w")
+    assert base.stages == () and len(longer.stages) == 1
+    close(run(base.custom(lambda e, x: x + 1), X), X + 1)
+    assert isinstance(base.inputs[0], InputDecl)
+
+
+def test_summary_lists_blocks_shapes_and_weights() -> None:
+    """One row for each part of the model, and the number of parameters."""
+    weights = llama_weights(3)
+    flow = (
+        ids_flow().token_embed()
+        .repeat_layers(3, lambda i: blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(2, 4, 1)))
+        .lm_head(V, H, tied=True)
+    ).stage  # fmt: skip
+    flow = ids_flow().rope_tables(RopeTables.theta(4)).token_embed().repeat_layers(
+        3, lambda i: blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(2, 4, 1))
+    ).final_norm().lm_head(V, H, tied=True)  # fmt: skip
+    text = flow.summary(weights)
+    assert "model.embed_tokens.weight" in text and "q_proj" in text and "lm_head" in text
+    assert f"{sum(a.size for a in weights.values()):,} parameters" in text
+
+
+# -- custom stages -----------------------------------------------------------------------------
+
+OPERATORS: dict[str, tuple[Custom, Callable[[np.ndarray], np.ndarray]]] = {
+    "+": (lambda e, x: x + x, lambda x: x + x),
+    "+ number": (lambda e, x: x + 1, lambda x: x + 1),
+    "number +": (lambda e, x: 1.5 + x, lambda x: x + 1.5),
+    "-": (lambda e, x: x - 2, lambda x: x - 2),
+    "number -": (lambda e, x: 2 - x, lambda x: 2 - x),
+    "*": (lambda e, x: x * x * 3, lambda x: x * x * 3),
+    "/": (lambda e, x: x / 4, lambda x: x / 4),
+    "number /": (lambda e, x: 1 / (x * x + 1), lambda x: 1 / (x * x + 1)),
+    "**": (lambda e, x: x**2, lambda x: x**2),
+    "number **": (lambda e, x: 2**x, lambda x: 2**x),
+    "numpy number": (lambda e, x: np.float32(2) * x + np.float64(1), lambda x: 2 * x + 1),
+    "neg abs": (lambda e, x: abs(-x), np.abs),
+    "@ weight": (lambda e, x: x @ e.param("w"), lambda x: x @ w(H, F)),
+    "@ value": (lambda e, x: x @ x.transpose(0, 2, 1), lambda x: x @ x.transpose(0, 2, 1)),
+    "T": (lambda e, x: x @ e.param("wt").T, lambda x: x @ w(H, F)),
+    "compare": (lambda e, x: e.where(x > 0, x, -1.0), lambda x: np.where(x > 0, x, -1)),
+    "compare all": (
+        lambda e, x: (x >= 0).astype("f32") + (x <= 1).astype("f32") + (x < 2).astype("f32") + (x != 3).astype("f32"),
+        lambda x: (x >= 0) * 1.0 + (x <= 1) + (x < 2) + (x != 3),
+    ),
+    "where": (lambda e, x: e.where(x == x, 0.0, x), lambda x: 0 * x),
+    "maximum": (lambda e, x: e.maximum(x, 0.5) - e.minimum(0.1, x), lambda x: np.maximum(x, 0.5) - np.minimum(x, 0.1)),
+    "sum": (lambda e, x: x.sum(-1), lambda x: x.sum(-1)),
+    "mean": (lambda e, x: x.mean((1, 2), keepdims=True), lambda x: x.mean((1, 2), keepdims=True)),
+    "max min": (lambda e, x: x.max(1) - x.min(1), lambda x: x.max(1) - x.min(1)),
+    "sum of all": (lambda e, x: x.sum(), lambda x: x.sum()),
+    "softmax": (lambda e, x: e.softmax(x, 1), lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True)),
+    "concat": (lambda e, x: e.concat([x, x * 2], 1), lambda x: np.concatenate([x, 2 * x], 1)),
+    "slice": (lambda e, x: x[:, 1:, ::2], lambda x: x[:, 1:, ::2]),
+    "index": (lambda e, x: x[..., 3], lambda x: x[..., 3]),
+    "last": (lambda e, x: x[:, -1], lambda x: x[:, -1]),
+    "reverse": (lambda e, x: x[:, ::-1], lambda x: x[:, ::-1]),
+    "new axis": (lambda e, x: x[:, None], lambda x: x[:, None]),
+    "static slice": (lambda e, x: x[:, :, 2:5], lambda x: x[:, :, 2:5]),
+    "reshape": (lambda e, x: x.reshape(x.shape[0], x.shape[1], 2, 4), lambda x: x.reshape(B, S, 2, 4)),
+    "reshape tuple": (lambda e, x: x.reshape((x.shape[0], -1)), lambda x: x.reshape(B, -1)),
+    "reshape merge": (lambda e, x: x.reshape(x.shape[0] * x.shape[1], H), lambda x: x.reshape(B * S, H)),
+    "reshape swap": (
+        lambda e, x: x.reshape(x.shape[1], x.shape[0], H), lambda x: x.reshape(S, B, H),
+    ),
+    "reshape back": (
+        lambda e, x: x.reshape(-1, H).reshape(x.shape[0], x.shape[1], H), lambda x: x,
+    ),
+    "transpose": (lambda e, x: x.transpose(0, 2, 1), lambda x: x.transpose(0, 2, 1)),
+    "transpose all": (lambda e, x: x.transpose(), lambda x: x.T),
+    "astype": (lambda e, x: x.astype("i32").astype("f32"), np.trunc),
+    "iterate": (lambda e, x: sum(v * (i + 1) for i, v in enumerate(x.transpose(2, 0, 1)[:2])), lambda x: x[..., 0] + 2 * x[..., 1]),
+    "constant": (lambda e, x: x * e.constant(np.arange(8)), lambda x: x * np.arange(8)),
+    "silu": (lambda e, x: e.silu(x) - x * e.sigmoid(x), lambda x: 0 * x),
+    "gelu": (lambda e, x: e.gelu(x), gelu),
+    "gelu tanh": (lambda e, x: e.gelu(x, approximate=True) - e.gelu(x), lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) - gelu(x)),
+    "trig": (lambda e, x: e.sin(x) ** 2 + e.cos(x) ** 2 + e.tanh(x) + e.relu(x), lambda x: 1 + np.tanh(x) + np.maximum(x, 0)),
+    "exp log": (lambda e, x: e.log(e.exp(x)) + e.sqrt(x * x) + e.rsqrt(x * x + 1), lambda x: x + np.abs(x) + 1 / np.sqrt(x * x + 1)),
+    "linear": (lambda e, x: e.linear(x, "wt", "b", transpose=False, activation="relu"), lambda x: np.maximum(x @ w(F, H).T + w(F), 0)),
+    "norms": (lambda e, x: e.rms_norm(x, "g", 1e-5) + e.layer_norm(x, "g", "g", 1e-5), lambda x: rms(x, w(H)) + ln(x, w(H), w(H))),
+    "jax": (lambda e, x: e.jax(lambda a, b: jnp.einsum("bsh,bth->bst", a, b), x, x), lambda x: np.einsum("bsh,bth->bst", x, x)),
+    "jax cumsum": (lambda e, x: e.jax(lambda a: jnp.cumsum(a, 1), x), lambda x: np.cumsum(x, 1)),
+    "jax tuple": (lambda e, x: (lambda a, b: a - b)(*e.jax(lambda t: (t * 3, t), x)), lambda x: 2 * x),
+    "jax list": (lambda e, x: e.jax(lambda t: [t, t + 1], x)[1], lambda x: x + 1),
+    "jax one-tuple": (lambda e, x: e.jax(lambda t: (t + 1,), x)[0], lambda x: x + 1),
+}  # fmt: skip
+CUSTOM_WEIGHTS = {"w": w(H, F), "wt": w(F, H), "b": w(F), "g": w(H)}
+CUSTOM_WEIGHTS["wt"] = CUSTOM_WEIGHTS["w"].T.copy()
+
+
+def operator_results() -> dict[str, Any]:
+    """All of `OPERATORS` as side outputs of one program; those that cannot be built, alone."""
+    def all_of(emit: Any, x: Any) -> Any:
+        for number, (fn, _) in enumerate(OPERATORS.values()):
+            emit.output(f"o{number}", fn(emit, x))
+        return x
+
+    got = rlx.compile(x_flow().custom(all_of), CUSTOM_WEIGHTS, strict=False)(X)
+    return {name: got[f"o{i}"] for i, name in enumerate(OPERATORS)}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_and_methods(name: str) -> None:
+    """A FlowValue computes what NumPy does."""
+    fn, means = OPERATORS[name]
+    weights = {**CUSTOM_WEIGHTS, "wt": w(F, H)} if name == "linear" else CUSTOM_WEIGHTS
+    if name == "linear":
+        means = lambda x: np.maximum(x @ w(F, H).T + w(F), 0)  # noqa: E731
+    got = rlx.compile(x_flow().custom(fn), weights, strict=False)(X)
+    close(got, np.asarray(means(X.astype(np.float64))), 1e-5)
