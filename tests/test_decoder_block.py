@@ -331,7 +331,10 @@ def test_policies_agree() -> None:
     """`direct` groups the queries, `fusable` repeats the keys: the same numbers, another program."""
     layer = Layer(4, 1)
     weights, (x, _) = layer.weights(5), inputs_for(layer, MaskKind.CAUSAL)
-    models = [compiled([LlamaDecoder.layer(0, layer.spec())], weights, layer, MaskKind.CAUSAL, p) for p in ("direct", "fusable")]
+    models = [
+        compiled([LlamaDecoder.layer(0, layer.spec())], weights, layer, MaskKind.CAUSAL, p)
+        for p in ("direct", "fusable")
+    ]
     one, other = (call(m, x, None) for m in models)
     assert_close(one, other.astype(np.float64), 2e-6)
     texts = [m.text("mir") for m in models]

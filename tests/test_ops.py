@@ -770,11 +770,15 @@ def directional() -> list[tuple[float, float, float]]:
     for sample in GRADIENTS:
         arrays = sample.arrays(8)
         wide = [a.astype(np.float64) if a.dtype == F32 else a for a in arrays]
-        moving = [i for i, a in enumerate(arrays) if a.dtype == F32 and a.shape != (1, SIZES["keys"])]  # keep masks stay
+        moving = [
+            i for i, a in enumerate(arrays) if a.dtype == F32 and a.shape != (1, SIZES["keys"])
+        ]  # keep masks stay
         step = {i: rng.standard_normal(arrays[i].shape) for i in moving}
         weight = rng.standard_normal(np.shape(sample.means(*wide)))
 
-        def formula(h: float, sample: Sample = sample, wide: Any = wide, step: Any = step, weight: Any = weight) -> float:
+        def formula(
+            h: float, sample: Sample = sample, wide: Any = wide, step: Any = step, weight: Any = weight
+        ) -> float:
             moved = (a + h * step[i] if i in step else a for i, a in enumerate(wide))
             return float((sample.means(*moved) * weight).sum())
 
@@ -790,7 +794,10 @@ def directional() -> list[tuple[float, float, float]]:
         operands.append([arrays[i] for i in moving])
         steps.append(list(step.values()))
     grads = jax.jit(lambda many: [jax.grad(f)(a) for f, a in zip(programs, many, strict=True)])(operands)
-    terms = [[np.asarray(g, np.float64) * d for g, d in zip(gs, ds, strict=True)] for gs, ds in zip(grads, steps, strict=True)]
+    terms = [
+        [np.asarray(g, np.float64) * d for g, d in zip(gs, ds, strict=True)]
+        for gs, ds in zip(grads, steps, strict=True)
+    ]
     sums = [(sum(t.sum() for t in ts), sum(np.abs(t).sum() for t in ts)) for ts in terms]
     return [(got, want, size) for (got, size), want in zip(sums, differences, strict=True)]
 
@@ -807,6 +814,7 @@ def test_gradient_is_the_finite_difference(number: int) -> None:
 
 def test_contractions_count_their_flops() -> None:
     """Multiply-adds times two; other ops count nothing."""
+
     def flops(op: Mir, *operands: str) -> int:
         types = tuple(operand(text) for text in operands)
         return op.flops(types, TypeCache().infer(op, types))

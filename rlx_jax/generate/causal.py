@@ -13,17 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compile import open_compiler
 from rlx_jax.errors import (
     BatchMismatchError,
-    GraphError,
     NumericsError,
     RequestError,
     SequenceLengthError,
     SessionStateError,
-    UnsupportedError,
 )
 from rlx_jax.flow import Weights
+from rlx_jax.generate.opening import check_positions, open_token_model
 from rlx_jax.generate.requests import (
     Prompts,
     bucket,
@@ -36,7 +34,7 @@ from rlx_jax.generate.requests import (
 )
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.tokenizer import Tokenizer
-from rlx_jax.model import CompiledModel, Report, State, finish_model
+from rlx_jax.model import CompiledModel, Report, State
 from rlx_jax.profiles import CompileProfile
 
 GREEDY = Sampler()
@@ -98,17 +96,10 @@ class CausalLM:
         eos_ids: Sequence[int] = (),
         bos_id: int | None = None,
     ) -> None:
-        if mesh is not None:
-            raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
-        self.model: CompiledModel = finish_model(open_compiler(flow, weights, profile, strict, merge=True))
+        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
         self.tokenizer, self.max_positions = tokenizer, max_positions
         self.eos_ids = tuple(eos_ids) or (tokenizer.eos_ids if tokenizer else ())
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
-        ids = self.model.compiler.flow.inputs[0].name
-        rows = self.model.compiler.template("forward").bounds.ids.get(ids)
-        if rows is None:
-            raise GraphError(f"{self.model.compiler.flow.name}: input {ids!r} of a CausalLM indexes an embedding")
-        self.vocab_size: int = rows
         self._pick = jax.jit(_greedy)
 
     # -- programs ----------------------------------------------------------------------------
@@ -274,8 +265,7 @@ class CausalLM:
         return self.tokenizer
 
     def _check_positions(self, tokens: int, what: str) -> None:
-        if self.max_positions is not None and tokens > self.max_positions:
-            raise SequenceLengthError(f"{what}: {tokens} positions, the model knows {self.max_positions}")
+        check_positions(tokens, self.max_positions, what)
 
     def _capacity(self, seq: int, longest: int, max_len: int | None) -> int:
         if max_len is None:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compile import open_compiler
-from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, UnsupportedError
+from rlx_jax.errors import GraphError, RequestError
 from rlx_jax.flow import Weights
+from rlx_jax.generate.opening import check_positions, open_token_model
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool
 from rlx_jax.generate.tokenizer import Tokenizer
-from rlx_jax.model import CompiledModel, Report, finish_model
+from rlx_jax.model import Report
 from rlx_jax.profiles import CompileProfile
 
 BATCH = 32
@@ -44,19 +44,13 @@ class Encoder:
         strict: bool = True,
         max_positions: int | None = None,
     ) -> None:
-        if mesh is not None:
-            raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
-        self.model: CompiledModel = finish_model(open_compiler(flow, weights, profile, strict, merge=True))
+        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
         self.tokenizer, self.max_positions = tokenizer, max_positions
         self.pipeline = pipeline or SentencePipeline()
         flow = self.model.compiler.flow
         if MASK not in [i.name for i in flow.inputs]:
             raise GraphError(f"{flow.name}: an Encoder's flow declares the input {MASK!r} (default=None)")
         template = self.model.compiler.template("forward")
-        rows = template.bounds.ids.get(flow.inputs[0].name)
-        if rows is None:
-            raise GraphError(f"{flow.name}: input {flow.inputs[0].name!r} of an Encoder indexes an embedding")
-        self.vocab_size: int = rows
         self.width = int(template.built.primary_shape[-1])
         self._pool = jax.jit(functools.partial(pool, pipeline=self.pipeline))
 
@@ -69,7 +63,7 @@ class Encoder:
             TokenIdError, SequenceLengthError, RequestError.
         """
         block = token_block(tokens, self.vocab_size)
-        self._check_positions(block.shape[1])
+        check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block, low=1)
         if lengths is None:
             result: jax.Array = self.model(block)
@@ -92,7 +86,7 @@ class Encoder:
             rows.append(id_list(ids, self.vocab_size, f"texts[{i}]"))
             if not rows[-1]:
                 raise RequestError(f"texts[{i}] has no token ids")
-            self._check_positions(len(rows[-1]))
+            check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
         out = np.zeros((len(rows), self.width * len(self.pipeline.pooling)), np.float32)
         for chosen in _batches([len(r) for r in rows]):
             out[chosen] = self._embed([rows[i] for i in chosen])
@@ -114,10 +108,6 @@ class Encoder:
         hidden = self.hidden_states(pad_rows([*rows, *([0] for _ in range(height - len(rows)))], width), lengths)
         keep = np.arange(width)[None] < lengths[:, None]
         return np.asarray(self._pool(hidden, keep))[: len(rows)]
-
-    def _check_positions(self, tokens: int) -> None:
-        if self.max_positions is not None and tokens > self.max_positions:
-            raise SequenceLengthError(f"tokens: {tokens} positions, the model knows {self.max_positions}")
 
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""

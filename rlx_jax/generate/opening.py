@@ -1,0 +1,40 @@
+"""What `CausalLM` and `Encoder` share: a compiled flow whose first input holds token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlx_jax.compile import open_compiler
+from rlx_jax.errors import GraphError, SequenceLengthError, UnsupportedError
+from rlx_jax.flow import Weights
+from rlx_jax.model import CompiledModel, finish_model
+from rlx_jax.profiles import CompileProfile
+
+
+def open_token_model(
+    flow: Any, weights: Weights, profile: CompileProfile | None, mesh: Any, strict: bool
+) -> tuple[CompiledModel, int]:
+    """Compile a flow with merged projections; the model and its vocabulary size.
+
+    Raises:
+        GraphError: the flow's first input does not index an embedding.
+    """
+    if mesh is not None:
+        raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
+    model = finish_model(open_compiler(flow, weights, profile, strict, merge=True))
+    compiler = model.compiler
+    ids = compiler.flow.inputs[0].name
+    rows = compiler.template("forward").bounds.ids.get(ids)
+    if rows is None:
+        raise GraphError(f"{compiler.flow.name}: the first input, {ids!r}, does not index an embedding")
+    return model, rows
+
+
+def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
+    """A sequence fits the model.
+
+    Raises:
+        SequenceLengthError: names both numbers.
+    """
+    if max_positions is not None and tokens > max_positions:
+        raise SequenceLengthError(f"{what}: {tokens} positions, the model knows {max_positions}")
