@@ -375,7 +375,20 @@ def test_ids_to_decode(minilm: Tokenizer) -> None:
         assert minilm.decode(same) == "hello world"
     assert minilm.decode([]) == ""
     assert minilm.decode([7592, 30522, 2**32 - 1]) == "hello"  # the model may have rows that are padding
-    for wrong in ([-1], [2**32], [1.0], [True], [None], [[1]], np.ones((1, 1), np.int32), np.ones(2), 5, "12", None):
+    for wrong in (
+        [-1],
+        [2**32],
+        [1.0],
+        [True],
+        [None],
+        [[1]],
+        np.ones((1, 1), np.int32),
+        np.ones(2),
+        5,
+        "12",
+        b"12",
+        None,
+    ):
         with pytest.raises(TokenIdError):
             minilm.decode(wrong)
 
@@ -427,6 +440,7 @@ def test_ids_of_special_tokens(tmp_path: Path) -> None:
     own = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
     assert ids("own", tokenizer_config=own) == (1, (2,), None)
     assert ids("map", special_tokens_map=own | {"pad_token": ""}) == (1, (2,), None)
+    assert ids("pad", tokenizer_config=own, config={"pad_token_id": 4}) == (1, (2,), 4)
     assert ids("both", tokenizer_config={"eos_token": "</s>"}, special_tokens_map={"eos_token": "<unk>"})[1] == (2,)
     config = {"eos_token_id": 7, "bos_token_id": 5, "pad_token_id": -1}
     assert ids("config", tokenizer_config=own | {"pad_token": "<unk>"}, config=config) == (5, (7,), 0)
@@ -457,6 +471,7 @@ def test_wrong_ids_of_special_tokens(value: object, tmp_path: Path) -> None:
         ({"truncation_side": "middle"}, ConfigError, "truncation_side: expected 'left' or 'right', found 'middle'"),
         ({"model_max_length": 0}, ConfigError, "model_max_length: expected a positive int, found '0'"),
         ({"model_max_length": 12.5}, ConfigError, "model_max_length"),
+        ({"model_max_length": True}, ConfigError, "model_max_length"),
         ({"model_max_length": "x"}, ConfigError, "model_max_length"),
         ("{", ConfigError, "tokenizer_config.json"),
         ("[]", ConfigError, "expected a JSON object"),
@@ -466,6 +481,10 @@ def test_faults_of_tokenizer_config(config: object, error: type[RlxError], messa
     with pytest.raises(error, match=message) as caught:
         loaded(tmp_path, word_level(), tokenizer_config=config)
     assert "tokenizer_config.json" in str(caught.value)
+
+
+def test_model_max_length(tmp_path: Path) -> None:
+    assert loaded(tmp_path, word_level(), tokenizer_config={"model_max_length": 1}).model_max_length == 1
 
 
 @pytest.mark.parametrize("value", [None, 10**30, 1e30, 2**31])
@@ -482,21 +501,46 @@ def changed(make: Callable[[], Json], *path: str | int, to: object) -> Json:
     return doc
 
 
+def with_charsmap(data: bytes) -> Json:
+    return changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to=base64.b64encode(data).decode())
+
+
+def trie(*units: int) -> bytes:
+    """A charsmap with these first units, of the 256 that a trie has at least, and the texts "é" and "x"."""
+    return struct.pack("<257I", 1024, *units, *[0] * (256 - len(units))) + "é\0x\0".encode()
+
+
 PANICS = {
-    "merge without a token": changed(byte_level, "model", "merges", 0, to=["hello", "world"]),
-    "merge of unknown tokens": changed(byte_level, "model", "merges", 0, to=["h", "§§"]),
-    "merge as text": changed(byte_level, "model", "merges", to=["hello world"]),
+    "merge without a token": changed(byte_level, "model", "merges", 0, to=["hello", "wo"]),
+    "merge as text": changed(byte_level, "model", "merges", to=["hello wo"]),
+    "merge of one text": changed(byte_level, "model", "merges", to=["hello"]),
     "merge of one": changed(byte_level, "model", "merges", 0, to=["h"]),
     "merge of numbers": changed(byte_level, "model", "merges", 0, to=[[1], [2]]),
     "prefix longer than a token": changed(byte_level, "model", "continuing_subword_prefix", to="####"),
-    "charsmap not base64": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="é"),
-    "charsmap too short": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="AAA="),
-    "charsmap of a lie": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="//////8A"),
+    "charsmap not ASCII": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="é"),
+    "charsmap not base64": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to="A"),
     "charsmap a number": changed(unigram, "normalizer", "normalizers", 0, "precompiled_charsmap", to=7),
     "charsmap missing": changed(unigram, "normalizer", to={"type": "Precompiled"}),
+    "charsmap empty": with_charsmap(b""),
+    "charsmap without a trie": with_charsmap(bytes(4)),
+    "charsmap with half a unit": with_charsmap(struct.pack("<I", 1026) + bytes(1030)),
+    "charsmap with a short trie": with_charsmap(struct.pack("<I", 512) + bytes(512)),
+    "charsmap longer than itself": with_charsmap(struct.pack("<I", 1024) + bytes(1023)),
+    "charsmap not UTF-8": with_charsmap(struct.pack("<I", 1024) + bytes(1024) + b"\xff"),
+    "charsmap that leads out": with_charsmap(trie(1 << 18)),
+    "charsmap that leads far out": with_charsmap(trie(1 << 10 | 512)),
+    "charsmap with a text too far": with_charsmap(trie(0, 2**31 + 5)),
+    "charsmap with half a text": with_charsmap(trie(0, 2**31 + 1)),
     "template without its token": changed(wordpiece, "post_processor", "special_tokens", to={}),
     "template with an odd token": changed(wordpiece, "post_processor", "single", 0, "SpecialToken", "id", to=[1]),
 }
+del (untyped := copy.deepcopy(PANICS["template without its token"]))["post_processor"]["type"]
+PANICS["template without its type and token"] = untyped
+
+
+@pytest.mark.parametrize("data", [trie(), trie(0, 2**31), trie(0, 2**31 + 3), trie(255 << 10)])
+def test_a_sound_charsmap(data: bytes, tmp_path: Path) -> None:
+    use(loaded(tmp_path, with_charsmap(data)))
 
 
 @pytest.mark.parametrize("doc", PANICS.values(), ids=PANICS)
@@ -504,6 +548,26 @@ def test_what_would_panic_is_refused_before(doc: Json, tmp_path: Path, capfd: py
     with pytest.raises(TokenizerError, match="tokenizer.json") as caught:
         loaded(tmp_path, doc)
     assert caught.value.__cause__ is None and not capfd.readouterr().err
+
+
+def test_a_merge_needs_the_prefix(tmp_path: Path) -> None:
+    tokens = ["a", "##b", "ab", "<unk>"]
+    model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": numbered(tokens), "merges": [["a", "##b"]]}
+    assert loaded(tmp_path / "a", document(model)).encode("ab") == [2]
+    model["merges"] = ["#version: 0.2", "a ##b"]
+    assert loaded(tmp_path / "b", document(model)).encode("ab") == [2]
+    for wrong in (["a", "a"], ["a", "#b"]):
+        with pytest.raises(TokenizerError, match=r"model.merges\[0\].* with '##' between them, found") as caught:
+            loaded(tmp_path / "c", document(model | {"merges": [wrong]}))
+        assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("places", [(4,), (4, 31), (31,)])
+def test_a_unigram_piece_given_twice(places: tuple[int, ...], tmp_path: Path) -> None:
+    doc = unigram()
+    for place in places:
+        doc["model"]["vocab"][place] = ["a", -9.0]
+    assert loaded(tmp_path, doc).vocab_size == 32
 
 
 def gap() -> Json:
@@ -571,7 +635,9 @@ def test_faults_of_the_content(
         ("[]", "expected an object with an object 'model'"),
         ('{"model": {}, "model": {}}', "'model' is given twice"),
         ('{"model": NaN}', "NaN is not a JSON number"),
-        ('{"model": ' + "[" * 65 + "]" * 65 + "}", "nested deeper than 64"),
+        ('{"a": 1, "b": 1, "b": 1}', "'b' is given twice"),
+        ('{"model": ' + "[" * 63 + "]" * 63 + "}", "an object 'model'"),
+        ('{"model": ' + "[" * 64 + "]" * 64 + "}", "nested deeper than 64"),
         ("[" * 100_000, "nested deeper than 64"),
         ('{"a": ' * 100_000, "nested deeper than 64"),
         ('{"model": ' + "9" * 5_000 + "}", "not JSON"),

@@ -1,0 +1,508 @@
+"""Layers that repeat: one node for equal layers, the same numbers rolled, unrolled and scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, RmsNorm, Sequence
+from rlx_jax.errors import GraphError
+from rlx_jax.flow import BuiltModel
+from rlx_jax.ir.graph import Graph, Node
+from rlx_jax.ir.region import Repeat
+
+H = 6
+B, S = 2, 3
+X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
+UNROLL, SCAN = (rlx.CompileProfile().replace(layers={"roll": how}) for how in ("unroll", "scan"))
+Layer = Callable[[int], BlockStage]
+
+
+def w(*shape: int, seed: int = 0) -> np.ndarray:
+    """A weight that keeps the size of what it multiplies."""
+    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def x_flow() -> rlx.ModelFlow:
+    """A flow over `x` `[batch, seq, 6]`."""
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+
+
+def weights_of(count: int, *names: str) -> dict[str, np.ndarray]:
+    """`{name}{i}` for every layer: matrices, and vectors where the name starts with g."""
+    shapes = {name: (H,) if name.startswith("g") else (H, H) for name in names}
+    return {f"{name}{i}": w(*shape, seed=i) for i in range(count) for name, shape in shapes.items()}
+
+
+def nodes_of(built: BuiltModel | Any) -> list[Node]:
+    """All top-level nodes of the HIR."""
+    return list(built.hir.nodes)
+
+
+def regions(graph: Graph) -> list[Repeat]:
+    """The Repeat ops of a graph, those inside regions too."""
+    return [n.op for _, n in graph.walk() if isinstance(n.op, Repeat)]
+
+
+def outputs(model: Any, *inputs: Any) -> dict[str, np.ndarray]:
+    """Outputs by name."""
+    out = model(*inputs)
+    return {k: np.asarray(v) for k, v in (out if isinstance(out, dict) else {"output": out}).items()}
+
+
+def plain(flow: rlx.ModelFlow, count: int, layer: Layer) -> rlx.ModelFlow:
+    """The same layers, one after the other, without Repeat."""
+    for i in range(count):
+        stage = layer(i)
+        flow = flow.stage(stage.inner if isinstance(stage, Named) else stage)
+    return flow
+
+
+def assert_alike(count: int, layer: Layer, weights: dict[str, np.ndarray], tail: Any = lambda f: f) -> BuiltModel:
+    """Rolled and unrolled, scanned, and written out: the same outputs. Returns the rolled flow, built."""
+    rolled = tail(x_flow().repeat_layers(count, layer))
+    want = outputs(rlx.compile(tail(plain(x_flow(), count, layer)), weights, profile=UNROLL), X)
+    for profile in (UNROLL, SCAN):
+        got = outputs(rlx.compile(rolled, weights, profile=profile), X)
+        assert list(got) == list(want)
+        for name, value in want.items():
+            np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{name} {profile.layers.roll}")
+    return rolled.build(weights)
+
+
+def linear(i: int) -> BlockStage:
+    """One matrix."""
+    return Linear(f"w{i}")
+
+
+def block(i: int) -> BlockStage:
+    """A norm, two matrices, a residual."""
+    return Sequence(
+        [blocks.ResidualSave(), RmsNorm(f"g{i}"), Linear(f"w{i}"), Custom(lambda e, x: e.silu(x)), Linear(f"v{i}"),
+         blocks.ResidualAdd()]
+    )  # fmt: skip
+
+
+# -- one node ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_equal_layers_are_one_node(count: int) -> None:
+    """Through every level, with a name for all of its parameters; and it is the same program scanned."""
+    built = assert_alike(count, block, weights_of(count, "g", "w", "v"))
+    (repeat,) = regions(built.hir)
+    assert repeat.count == count and repeat.carries == 1
+    assert [p.programs for p in repeat.body.params()] and all(len(p.programs) == count for p in repeat.body.params())
+    assert built.refusals == ()
+    model = rlx.compile(x_flow().repeat_layers(count, block), weights_of(count, "g", "w", "v"))
+    assert f"repeat(count={count}" in model.text("hir") and f"repeat(count={count}" in model.text("mir")
+    assert f"repeat(count={count}" in model.text("lir", X)
+
+
+def test_depth_does_not_grow_the_program() -> None:
+    """The number of nodes is the same for 2 layers and for 20."""
+    sizes = set()
+    for count in (2, 20):
+        built = x_flow().repeat_layers(count, block).build(weights_of(count, "g", "w", "v"))
+        sizes.add(sum(1 for _ in built.hir.walk()))
+    assert len(sizes) == 1
+
+
+def test_a_llama_is_one_region() -> None:
+    """Fused and composed layers, under their own names, whose path is the index."""
+    weights = {}
+    spec = LlamaDecoderSpec(2, 4, 1)
+    for i in range(4):
+        p = f"model.layers.{i}"
+        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
+            weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
+        for n, shape in (("gate", (9, H)), ("up", (9, H)), ("down", (H, 9))):
+            weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
+        for n in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+    for make in (blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed):
+        built = assert_alike(4, lambda i, make=make: make(i, spec), weights)
+        (repeat,) = regions(built.hir)
+        assert repeat.count == 4
+        paths = {str(n.origin) for n in repeat.body.nodes if n.origin.path}
+        assert any(p.startswith("layers.{i}") for p in paths)
+        assert not any("layer0" in p or "layer1" in p for p in paths)
+
+
+def test_scan_stacks_the_leaves_and_unroll_does_not() -> None:
+    """`params` has one leaf for each weight of a layer when scanned; `weights()` the checkpoint's keys in both."""
+    weights = weights_of(3, "g", "w", "v")
+    unrolled, scanned = (rlx.compile(x_flow().repeat_layers(3, block), weights, profile=p) for p in (UNROLL, SCAN))
+    assert set(unrolled.params) == set(weights)
+    assert len(scanned.params) == 3 and all(a.shape[0] == 3 for a in scanned.params.values())
+    for model in (unrolled, scanned):
+        for key, value in model.weights().items():
+            np.testing.assert_array_equal(value, weights[key])
+        assert set(model.weights()) == set(weights)
+    assert "scan" in scanned.text("jaxpr") and "scan" not in unrolled.text("jaxpr")
+
+
+def test_scanned_programs_differentiate() -> None:
+    """Gradients with respect to every layer, scanned = unrolled."""
+    weights = weights_of(3, "g", "w", "v")
+    grads = []
+    for profile in (UNROLL, SCAN):
+        model = rlx.compile(x_flow().repeat_layers(3, block), weights, profile=profile)
+        grad = jax.grad(lambda p, model=model: (model.apply(p, X) ** 2).sum())(model.params)
+        grads.append(model.weights(grad))
+    for key, value in grads[0].items():
+        np.testing.assert_allclose(grads[1][key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+# -- periods and tails -------------------------------------------------------------------------
+
+
+def alternating(period: int) -> Layer:
+    """Every `period`-th layer has a tanh, the others a silu."""
+
+    def layer(i: int) -> BlockStage:
+        last = i % period == period - 1
+        return Sequence([Linear(f"w{i}"), Custom((lambda e, x: e.tanh(x)) if last else (lambda e, x: e.silu(x)))])
+
+    return layer
+
+
+@pytest.mark.parametrize(("count", "period"), [(4, 2), (12, 6), (9, 3), (8, 4)])
+def test_the_smallest_period_is_the_body(count: int, period: int) -> None:
+    """Gemma's 5:1 is a period of 6."""
+    built = assert_alike(count, alternating(period), weights_of(count, "w"))
+    (repeat,) = regions(built.hir)
+    assert repeat.count == count // period
+    assert len(repeat.body.params()) == period
+
+
+@pytest.mark.parametrize(("count", "period", "rolled"), [(5, 2, 2), (13, 6, 2), (11, 3, 3), (7, 3, 2)])
+def test_the_tail_stays_plain(count: int, period: int, rolled: int) -> None:
+    """Layers after the last whole period follow the region."""
+    built = assert_alike(count, alternating(period), weights_of(count, "w"))
+    (repeat,) = regions(built.hir)
+    assert repeat.count == rolled
+    after = [n for n in nodes_of(built) if "linear" in n.op.text()]
+    assert len(after) == count - rolled * period
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_none_and_one(count: int) -> None:
+    """No layers are the identity, one layer is itself."""
+    layer = x_flow().repeat_layers(count, linear)
+    built = layer.custom(lambda e, x: x * 1).build(weights_of(count, "w"))
+    assert regions(built.hir) == [] and built.refusals == ()
+    got = rlx.compile(layer.custom(lambda e, x: x * 1), weights_of(count, "w"), profile=SCAN)(X)
+    np.testing.assert_allclose(got, X if count == 0 else X @ w(H, H, seed=0).T, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "2", None])
+def test_a_count_is_a_whole_number(count: Any) -> None:
+    """Anything else is refused by name."""
+    with pytest.raises(GraphError, match="Repeat"):
+        x_flow().repeat_layers(count, linear).build(weights_of(3, "w"))
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_a_refusal_names_layer_and_op() -> None:
+    """The first difference that keeps the layers apart."""
+
+    def layer(i: int) -> BlockStage:
+        return Sequence([Linear(f"w{i}"), Custom(lambda e, x: e.tanh(x) if i == 2 else e.silu(x))])
+
+    built = assert_alike(3, layer, weights_of(3, "w"))
+    assert regions(built.hir) == []
+    (refusal,) = built.refusals
+    assert "layer 2" in refusal and "tanh" in refusal and "silu" in refusal
+    model = rlx.compile(x_flow().repeat_layers(3, layer), weights_of(3, "w"))
+    assert "layer 2" in str(model.report())
+
+
+DIFFERENT: dict[str, Layer] = {
+    "number": lambda i: Custom(lambda e, x: x * (i + 1)),
+    "constant": lambda i: Custom(lambda e, x: x + e.constant(np.full(H, i))),
+    "epsilon": lambda i: RmsNorm(f"g{i}", 1e-5 * (i + 1)),
+    "width": lambda i: Sequence([Linear(f"u{i}"), Linear(f"d{i}")]),
+    "slice": lambda i: Custom(lambda e, x: x + x[:, :, i : i + 1]),
+    "python value in a closure": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (i + 1.5), x + 1)),
+    "array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.full(H, i + 1.0)), x + 1)),
+    "numpy array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(np.full(H, i + 1.0, np.float32)), x + 1)),
+    "array in a nested jit": lambda i: Custom(lambda e, x: e.jax(jax.jit(scaled_by(jnp.full(H, i + 1.0))), x + 1)),
+    "array in a scan": lambda i: Custom(lambda e, x: e.jax(scanned_by(jnp.full(H, i + 1.0)), x + 1)),
+    "array in a custom_jvp": lambda i: Custom(lambda e, x: e.jax(custom_by(jnp.full(H, i + 1.0)), x + 1)),
+    "array in a remat": lambda i: Custom(lambda e, x: e.jax(jax.checkpoint(scaled_by(jnp.full(H, i + 1.0))), x + 1)),
+    "close numbers": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (1 + i * 1e-6), x + 1)),
+    "shape": lambda i: Custom(lambda e, x: e.jax(lambda t: t + jnp.ones(i + 1).sum(), x + 1)),
+}
+
+
+def scaled_by(c: Any) -> Callable[[Any], Any]:
+    """Multiplication with an array that is captured."""
+    return lambda t: t * c[None, None]
+
+
+def scanned_by(c: Any) -> Callable[[Any], Any]:
+    """The same inside a loop."""
+    return lambda t: jax.lax.fori_loop(0, 2, lambda _, a: a * c[None, None], t)
+
+
+def custom_by(c: Any) -> Callable[[Any], Any]:
+    """The same behind a custom derivative."""
+    fn = jax.custom_jvp(scaled_by(c))
+    fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0]))
+    return fn
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layers_that_differ_are_not_merged(name: str) -> None:
+    """Whatever a layer captures counts, wherever it hides."""
+    widths = {f"u{i}": w(5 + i, H) for i in range(3)} | {f"d{i}": w(H, 5 + i) for i in range(3)}
+    weights = {"epsilon": weights_of(3, "g"), "width": widths}.get(name, {})
+    built = assert_alike(3, DIFFERENT[name], weights)
+    assert regions(built.hir) == [] and len(built.refusals) == 1
+
+
+SAME: dict[str, Layer] = {
+    "operators": lambda i: Custom(lambda e, x: e.tanh(x * 2) + x),
+    "closure on the carry": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x)),
+    "closure on an inner value": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x * 2)),
+    "closure on a weight": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.param(f"g{i}"))),
+    "equal captured arrays": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.arange(6.0)), x)),
+    "equal arrays in nested jits": lambda i: Custom(lambda e, x: e.jax(jax.jit(scaled_by(jnp.arange(6.0))), x)),
+    "a jax function": lambda i: Custom(lambda e, x: e.jax(jnp.sin, x)),
+    "jax.nn.relu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.relu(t), x * 2)),
+    "jax.nn.gelu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.gelu(t), x * 2)),
+    "jax.nn.softmax": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.softmax(t), x * 2)),
+    "custom_vjp": lambda i: Custom(lambda e, x: e.jax(lambda t: clipped_gradient(t), x * 2)),
+    "closure on the input": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.flow_input("x"))),
+}
+
+
+@jax.custom_vjp
+def clipped_gradient(x: Any) -> Any:
+    """The identity, with a derivative of its own."""
+    return x
+
+
+clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_closures_are_merged(name: str) -> None:
+    """Each layer makes its own function object; what counts is what it computes."""
+    built = assert_alike(3, SAME[name], weights_of(3, "g") if "weight" in name else {})
+    assert built.refusals == ()
+    assert [r.count for r in regions(built.hir)] == [3]
+
+
+# -- what crosses the region -------------------------------------------------------------------
+
+
+def test_every_hidden_state_as_an_output() -> None:
+    """Named outputs from inside the layers, in order, rolled and scanned."""
+
+    def layer(i: int) -> BlockStage:
+        def keep(emit: Any, x: Any) -> Any:
+            emit.output(f"h{i}", x)
+            return x
+
+        return Sequence([Linear(f"w{i}"), Custom(keep)])
+
+    weights = weights_of(5, "w")
+    built = assert_alike(5, layer, weights)
+    assert built.output_names == ("output", "h0", "h1", "h2", "h3", "h4")
+    assert [r.count for r in regions(built.hir)] == [5]
+    got = outputs(rlx.compile(x_flow().repeat_layers(5, layer), weights, profile=SCAN), X)
+    want = X
+    for i in range(5):
+        want = want @ weights[f"w{i}"].T
+        np.testing.assert_allclose(got[f"h{i}"], want, atol=1e-5)
+    np.testing.assert_array_equal(got["output"], got["h4"])
+
+
+def test_some_layers_have_outputs() -> None:
+    """Outputs of a few layers, of two kinds, with a period and a tail."""
+
+    def layer(i: int) -> BlockStage:
+        def keep(emit: Any, x: Any) -> Any:
+            y = emit.tanh(x)
+            if i in (1, 4, 6):
+                emit.output(f"h{i}", x)
+            if i in (0, 4):
+                emit.output(f"t{i}", y)
+            return y if i % 2 else x
+
+        return Sequence([Linear(f"w{i}"), Custom(keep)])
+
+    built = assert_alike(7, layer, weights_of(7, "w"))
+    assert set(built.output_names) == {"output", "h1", "h4", "h6", "t0", "t4"}
+
+
+def test_values_from_outside_are_shared() -> None:
+    """A value made before the layers, an input, the embedding and a register are read by all of them."""
+
+    def before(emit: Any, x: Any) -> Any:
+        emit.set_named("scale", emit.sigmoid(x.mean(-1, keepdims=True)))
+        return x
+
+    def layer(i: int) -> BlockStage:
+        def mix(emit: Any, x: Any) -> Any:
+            return x * emit.named("scale") + emit.flow_input("x") + emit.param("shared")
+
+        return Sequence([Linear(f"w{i}"), Custom(mix)])
+
+    weights = weights_of(4, "w") | {"shared": w(H)}
+    flow = x_flow().custom(before)
+    want = outputs(rlx.compile(plain(flow, 4, layer), weights), X)["output"]
+    for profile in (UNROLL, SCAN):
+        model = rlx.compile(flow.repeat_layers(4, layer), weights, profile=profile)
+        np.testing.assert_allclose(outputs(model, X)["output"], want, rtol=1e-5, atol=1e-5)
+        assert "shared" in model.params
+    assert [r.count for r in regions(flow.repeat_layers(4, layer).build(weights).hir)] == [4]
+
+
+def test_two_carries_and_reaching_back() -> None:
+    """Layers that read the result of the layer before the last, as dense connections do."""
+
+    def layer(i: int) -> BlockStage:
+        def mix(emit: Any, x: Any) -> Any:
+            older = emit.state.named.get("older", emit.flow_input("x"))
+            emit.set_named("older", x)
+            return emit.tanh(x @ emit.param(f"w{i}")) + older * 0.5
+
+        return Custom(mix)
+
+    assert_alike(6, layer, weights_of(6, "w"))
+
+
+def test_a_residual_around_the_layers() -> None:
+    """Saved before them, added after them; the register is not part of a layer."""
+    weights = weights_of(3, "w")
+    flow = x_flow().residual_save().repeat_layers(3, linear).residual_add()
+    want = X + X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T
+    for profile in (UNROLL, SCAN):
+        np.testing.assert_allclose(rlx.compile(flow, weights, profile=profile)(X), want, atol=1e-5)
+
+
+def test_leaves_made_inside_are_read_after() -> None:
+    """A weight that the layers read is read again by the head."""
+    weights = weights_of(3, "w")
+    flow = x_flow().repeat_layers(3, linear).linear("w1").custom(lambda e, x: x + e.param("w2").sum())
+    want = X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T @ weights["w1"].T + weights["w2"].sum()
+    for profile in (UNROLL, SCAN):
+        np.testing.assert_allclose(rlx.compile(flow, weights, profile=profile)(X), want, atol=1e-5)
+
+
+def test_a_tied_layer_and_shared_weights() -> None:
+    """The same weights in every layer (ALBERT), and one weight twice in a layer."""
+    weights = {"w": w(H, H)} | weights_of(4, "v")
+    built = assert_alike(4, lambda i: Sequence([Linear("w"), Linear(f"v{i}"), Linear(f"v{i}", False)]), weights)
+    assert [r.count for r in regions(built.hir)] == [4]
+    for profile in (UNROLL, SCAN):
+        model = rlx.compile(x_flow().repeat_layers(4, lambda i: Linear("w")), {"w": weights["w"]}, profile=profile)
+        assert [a.shape for a in model.params.values()] == [(H, H)]
+
+
+def test_two_repeats_in_a_row() -> None:
+    """Each is a region of its own."""
+    weights = weights_of(6, "w", "g")
+    flow = x_flow().repeat_layers(3, linear).custom(lambda e, x: e.tanh(x)).repeat_layers(4, lambda i: RmsNorm(f"g{i}"))
+    model = rlx.compile(flow, {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}, profile=SCAN)
+    want = np.tanh(X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T)
+    for i in range(4):
+        want = want / np.sqrt((want * want).mean(-1, keepdims=True) + 1e-5) * weights[f"g{i}"]
+    np.testing.assert_allclose(model(X), want, atol=2e-5)
+    assert [r.count for r in regions(flow.build(weights).hir)] == [3, 4]
+
+
+@pytest.mark.parametrize("roll", [UNROLL, SCAN], ids=["unroll", "scan"])
+def test_nested_repeats(roll: Any) -> None:
+    """Layers inside layers: the outer one is the region."""
+    weights = {f"w{i}{j}": w(H, H, seed=3 * i + j) for i in range(3) for j in range(2)}
+
+    def outer(i: int) -> BlockStage:
+        return Sequence([blocks.Repeat(2, lambda j: Linear(f"w{i}{j}"), "inner"), Custom(lambda e, x: e.tanh(x))])
+
+    flow = x_flow().repeat_layers(3, outer)
+    want = X
+    for i in range(3):
+        want = np.tanh(want @ weights[f"w{i}0"].T @ weights[f"w{i}1"].T)
+    np.testing.assert_allclose(rlx.compile(flow, weights, profile=roll)(X), want, atol=1e-5)
+    assert regions(flow.build(weights).hir)[0].count == 3
+
+
+def test_nested_repeats_whose_outer_layers_differ() -> None:
+    """The numbers are right though the outer ones are not merged."""
+    weights = {f"w{i}{j}": w(H, H, seed=3 * i + j) for i in range(2) for j in range(3)}
+
+    def outer(i: int) -> BlockStage:
+        return Sequence([blocks.Repeat(3, lambda j: Linear(f"w{i}{j}")), Custom(lambda e, x: x * (i + 2))])
+
+    want = X
+    for i in range(2):
+        for j in range(3):
+            want = want @ weights[f"w{i}{j}"].T
+        want = want * (i + 2)
+    for profile in (UNROLL, SCAN):
+        got = rlx.compile(x_flow().repeat_layers(2, outer), weights, profile=profile)(X)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+# -- random layers -----------------------------------------------------------------------------
+
+OPS = ["w", "v", "g", "tanh", "scale", "skip", "first", "closure", "out", "save"]
+bodies = st.lists(st.lists(st.sampled_from(OPS), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def random_layer(body: list[list[str]]) -> Layer:
+    """Layer i does the ops of entry i of `body`, in turn."""
+
+    def layer(i: int) -> BlockStage:
+        def run(emit: Any, x: Any) -> Any:
+            enters = x
+            for number, op in enumerate(body[i % len(body)]):
+                x = {
+                    "w": lambda x: x @ emit.param(f"w{i}"),
+                    "v": lambda x: emit.linear(x, f"v{i}"),
+                    "g": lambda x: emit.rms_norm(x, f"g{i}", 1e-5),
+                    "tanh": emit.tanh,
+                    "scale": lambda x: x * 0.5,
+                    "skip": lambda x: x + enters,
+                    "first": lambda x: x + emit.flow_input("x"),
+                    "closure": lambda x: emit.jax(lambda t: jnp.sin(t) * 0.75, x),
+                    "out": lambda x, n=number: (emit.output(f"o{i}_{n}", x), x)[1],
+                    "save": lambda x: (x + emit.state.named.get("s", x), emit.set_named("s", x))[0],
+                }[op](x)
+            return x
+
+        return Custom(run)
+
+    return layer
+
+
+@settings(max_examples=25)
+@given(body=bodies, count=st.integers(0, 7), scan=st.booleans())
+def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: int, scan: bool) -> None:
+    """Any structure, any period, any tail: the outputs are those of the plain program."""
+    layer, weights = random_layer(body), weights_of(7, "w", "v", "g")
+
+    def tail(flow: rlx.ModelFlow) -> rlx.ModelFlow:
+        return flow.custom(lambda e, x: e.tanh(x))
+
+    flows = tail(x_flow().repeat_layers(count, layer)), tail(plain(x_flow(), count, layer))
+    used = {k: v for k, v in weights.items() if k in flows[0].build(weights).keys_read}
+    got, want = (outputs(rlx.compile(f, used, profile=SCAN if scan and f is flows[0] else UNROLL), X) for f in flows)
+    assert list(got) == list(want)
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
