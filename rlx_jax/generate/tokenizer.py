@@ -368,8 +368,8 @@ def _check_merges(model: Mapping[str, Any], where: str) -> None:
             first, second = merge.split(" ") if isinstance(merge, str) else merge
             good = second.startswith(prefix) and first + second[len(prefix) :] in vocab
         except (AttributeError, TypeError, ValueError):
-            good = isinstance(merge, str) and merge.startswith("#version")
-        if not good:
+            good = False
+        if not good and not (isinstance(merge, str) and merge.startswith("#version")):
             between = f" with {quote(prefix)} between them" if prefix else ""
             raise TokenizerError(
                 f"{where}: model.merges[{i}]: expected two tokens that join to a third of the vocabulary{between},"

@@ -12,6 +12,7 @@ Nodes are append-only, so their order is a topological order. Leaves (`Input`, `
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
 from rlx_jax.ir.param import Program
 from rlx_jax.ir.types import Path, TensorType, bind_path, path_text
 
@@ -105,9 +106,18 @@ class Mir(Op):
     def eval(self, *arrays: Any) -> Any:
         raise NotImplementedError(type(self).__name__)
 
+    def check(self, *operands: TensorType) -> None:
+        """Raise what is wrong with the operands in the op's own words, before `eval` is traced."""
+
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """By default the shapes of `eval`, traced abstractly."""
-        return types_of(jax.eval_shape(self.eval, *(t.spec for t in operands)))
+        """The types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+        try:
+            inspect.signature(self.eval).bind(*operands)
+        except TypeError as error:
+            raise ArityError(self.name(), arity(self.eval), len(operands)) from error
+        self.check(*operands)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            return types_of(jax.eval_shape(self.eval, *(t.spec for t in operands)))
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Multiply-adds × 2 of a contraction with static shapes; 0 for everything else."""
@@ -423,6 +433,15 @@ def types_of(result: Any) -> tuple[TensorType, ...]:
     """Tensor types of what `jax.eval_shape` returned: an array or a flat tuple or list of arrays."""
     leaves = jax.tree.leaves(result)
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+
+
+def arity(fn: Callable[..., Any]) -> str:
+    """How many operands a function takes, in words."""
+    parameters = inspect.signature(fn).parameters.values()
+    least = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in parameters)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return f"{least} or more"
+    return str(least) if least == len(parameters) else f"{least} to {len(parameters)}"
 
 
 def first_line(error: BaseException) -> str:

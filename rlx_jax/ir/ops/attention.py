@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, GraphError, ShapeError
-from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 
@@ -42,7 +42,7 @@ class AttentionOp(Mir):
     extra: tuple[str, ...] = ()
     precision: str = "default"
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         if len(operands) != 3 + len(self.extra):
             raise ArityError("attention", str(3 + len(self.extra)), len(operands))
         q, k, v = operands[:3]
@@ -53,8 +53,11 @@ class AttentionOp(Mir):
             raise ShapeError(f"attention: the packed head axes must be static; got {q}, {k}")
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
+        if len({t.dtype for t in (q, k, v)}) > 1 or not is_float(q.dtype):
+            raise DTypeError(f"attention: q, k and v have one floating dtype; got {q}, {k}, {v}")
+        if q.shape[0] != k.shape[0]:
+            raise ShapeError(f"attention: q {q} and k {k} have different batches")
         self._check_extra(q, k, dict(zip(self.extra, operands[3:], strict=True)))
-        return (q,)
 
     def _check_extra(self, q: TensorType, k: TensorType, given: dict[str, TensorType]) -> None:
         keep, bias = given.get("keep"), given.get("bias")
@@ -87,7 +90,9 @@ class AttentionOp(Mir):
             )
             scores = scores + bias.reshape(heads_first)
         allowed = self._allowed(queries, keys, extra)
-        weights = masked_softmax(scores, allowed, "keep" in extra or "bias" in extra)
+        # Without positions the queries are the last of the keys: more of them than keys leaves rows without any.
+        rows_may_be_empty = "keep" in extra or "bias" in extra or ("positions" not in extra and keys != queries)
+        weights = masked_softmax(scores, allowed, rows_may_be_empty)
         out = jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v4, precision=precision)
         return out.reshape(q.shape)
 
@@ -157,12 +162,10 @@ class RopeTable(Mir):
     inv_freq: tuple[float, ...]
     factor: float = 1.0
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         (positions,) = operands
         if positions.rank != 2 or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ShapeError(f"rope_table: positions are integers [B,S], got {positions}")
-        out = TensorType((*positions.shape, len(self.inv_freq)), jnp.dtype(jnp.float32))
-        return (out, out)
 
     def eval(self, positions: Array) -> tuple[Array, Array]:
         flat = positions.reshape(-1)
@@ -188,7 +191,7 @@ class RopeOp(Mir):
     head_dim: int
     n_rot: int
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         x, cos, sin = operands
         if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
             raise ShapeError(f"rope: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
@@ -196,7 +199,6 @@ class RopeOp(Mir):
             raise ShapeError(f"rope: the last axis of {x} is not a multiple of head_dim {self.head_dim}")
         if cos.shape != sin.shape or cos.rank != 3 or cos.shape[1] != x.shape[1] or cos.shape[2] < self.n_rot // 2:
             raise ShapeError(f"rope: for x {x} the tables are [B,S,{self.n_rot // 2}], got {cos} and {sin}")
-        return (x,)
 
     def eval(self, x: Array, cos: Array, sin: Array) -> Array:
         half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
@@ -218,11 +220,13 @@ class CacheUpdate(Mir):
     Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped.
     """
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        cache, new = operands[:2]
+    def check(self, *operands: TensorType) -> None:
+        cache, new, start, lengths = operands
         if cache.dtype != new.dtype or cache.shape[2:] != new.shape[2:]:
             raise ShapeError(f"cache_update: rows {new} do not fit the cache {cache}")
-        return (cache,)
+        rows = cache.shape[:1]
+        if new.shape[:1] != rows or any(t.shape != rows or t.dtype.kind != "i" for t in (start, lengths)):
+            raise ShapeError(f"cache_update: start and lengths are i32[{rows[0]}], got {new}, {start}, {lengths}")
 
     def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.errors import DTypeError, ShapeError
-from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 
@@ -39,11 +39,9 @@ class MatMul(Mir):
     precision: str = "default"
     f32_result: bool = False
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         x, w = operands
         check_product("matmul", x, w, self.contract)
-        dtype = jnp.dtype(jnp.float32) if self.f32_result else x.dtype
-        return (TensorType((*x.shape[:-1], w.shape[1 - self.contract]), dtype),)
 
     def eval(self, x: Array, w: Array) -> Array:
         dims = (((x.ndim - 1,), (self.contract,)), ((), ()))
@@ -66,13 +64,12 @@ class BatchMatMul(Mir):
 
     precision: str = "default"
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         a, b = operands
         if a.dtype != b.dtype:
             raise DTypeError(f"matmul: operands are {a} and {b}; cast one of them")
         if min(a.rank, b.rank) < 1 or a.shape[-1] != b.shape[-2 if b.rank > 1 else 0]:
             raise ShapeError(f"matmul: the inner axes of {a} and {b} differ")
-        return super().infer(types, *operands)
 
     def eval(self, a: Array, b: Array) -> Array:
         if min(a.ndim, b.ndim) > 1:
@@ -91,12 +88,11 @@ class FusedMatMulBiasAct(Mir):
     activation: str = ""
     precision: str = "default"
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         x, w, b = operands
         check_product("linear", x, w, self.contract)
         if b.shape != (w.shape[1 - self.contract],) or b.dtype != x.dtype:
             raise ShapeError(f"linear: the bias of w {w} is [{w.shape[1 - self.contract]}], got {b}")
-        return (TensorType((*x.shape[:-1], w.shape[1 - self.contract]), x.dtype),)
 
     def eval(self, x: Array, w: Array, b: Array) -> Array:
         y = MatMul(self.contract, self.precision).eval(x, w)
@@ -117,9 +113,10 @@ class FusedMatMulBiasAct(Mir):
 class FusedSwiGLU(Mir):
     """`silu(gate) ⊙ up` from one operand `[…, 2F]` = gate ‖ up → `[…, F]`."""
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        return (TensorType((*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
+        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % 2:
+            raise ShapeError(f"fused_swiglu: the last axis is gate ‖ up, of even static size; got {x}")
 
     def eval(self, x: Array) -> Array:
         half = x.shape[-1] // 2
@@ -130,6 +127,8 @@ class FusedSwiGLU(Mir):
 
 
 def _check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
+    if not is_float(x.dtype) or any(scale.dtype != x.dtype for scale in scales):
+        raise DTypeError(f"{op}: x and its weights have one floating dtype; got {x} and {', '.join(map(str, scales))}")
     for scale in scales:
         if scale.shape != x.shape[-1:]:
             raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}]; got {scale}")
@@ -145,9 +144,8 @@ class RmsNormOp(Mir):
 
     eps: float
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _check_norm("rms_norm", operands[0], operands[1:])
-        return (operands[0],)
 
     def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
         wide = x.astype(jnp.float32)
@@ -166,9 +164,8 @@ class LayerNormOp(Mir):
 
     eps: float
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _check_norm("layer_norm", operands[0], operands[1:])
-        return (operands[0],)
 
     def eval(self, x: Array, gamma: Array, beta: Array) -> Array:
         wide = x.astype(jnp.float32)

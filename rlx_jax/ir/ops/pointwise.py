@@ -80,12 +80,13 @@ class Unary(Mir):
 
     kind: str
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _check_kind(self.kind, UNARY)
         (x,) = operands
         if self.kind not in ("neg", "abs", "relu") and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
-        return operands
+        if x.dtype.kind == "b":
+            raise DTypeError(f"{self.kind}: needs numbers, got {x}")
 
     def eval(self, x: Array) -> Array:
         return UNARY[self.kind](x)
@@ -100,10 +101,9 @@ class Binary(Mir):
 
     kind: str
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _check_kind(self.kind, BINARY)
         _same_dtype(self.kind, operands)
-        return super().infer(types, *operands)
 
     def eval(self, a: Array, b: Array) -> Array:
         return BINARY[self.kind](*same_rank(a, b))
@@ -118,10 +118,9 @@ class Compare(Mir):
 
     kind: str
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _check_kind(self.kind, COMPARE)
         _same_dtype(self.kind, operands)
-        return super().infer(types, *operands)
 
     def eval(self, a: Array, b: Array) -> Array:
         return COMPARE[self.kind](*same_rank(a, b))
@@ -134,9 +133,8 @@ class Compare(Mir):
 class Where(Mir):
     """`on_true` where `condition` is not zero, else `on_false`; all three broadcast."""
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         _same_dtype("where", operands[1:])
-        return super().infer(types, *operands)
 
     def eval(self, condition: Array, on_true: Array, on_false: Array) -> Array:
         condition, on_true, on_false = same_rank(condition, on_true, on_false)
@@ -148,9 +146,6 @@ class CastTo(Mir):
     """The same values in another dtype."""
 
     dtype: np.dtype[Any]
-
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        return (operands[0].with_dtype(self.dtype),)
 
     def eval(self, x: Array) -> Array:
         return x.astype(self.dtype)
@@ -165,9 +160,6 @@ class FullLike(Mir):
 
     value: float
     dtype: np.dtype[Any]
-
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        return (operands[0].with_dtype(self.dtype),)
 
     def eval(self, x: Array) -> Array:
         return jnp.full_like(x, self.value, self.dtype)

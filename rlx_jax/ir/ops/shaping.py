@@ -9,13 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
+
+
+def check_axis(op: str, axis: int, x: TensorType) -> None:
+    """The operand has that axis."""
+    if not -x.rank <= axis < x.rank:
+        raise ShapeError(f"{op}: {x} has no axis {axis}")
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,10 @@ class Transpose(Mir):
 
     perm: tuple[int, ...]
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         (x,) = operands
         if sorted(self.perm) != list(range(x.rank)):
             raise ShapeError(f"transpose: {self.perm} is not a permutation of the axes of {x}")
-        return (TensorType(tuple(x.shape[i] for i in self.perm), x.dtype),)
 
     def eval(self, x: Array) -> Array:
         return jnp.transpose(x, self.perm)
@@ -101,13 +105,14 @@ class Narrow(Mir):
     start: int
     length: int
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         (x,) = operands
+        check_axis("narrow", self.axis, x)
         size = x.shape[self.axis]
-        if is_static(size) and not (0 <= self.start % size and (self.start % size) + self.length <= size):
-            raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
-        axis = self.axis % x.rank
-        return (TensorType((*x.shape[:axis], self.length, *x.shape[axis + 1 :]), x.dtype),)
+        if is_static(size):
+            start = self.start if self.start >= 0 else size + self.start
+            if start < 0 or self.length < 0 or start + self.length > size:
+                raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
 
     def eval(self, x: Array) -> Array:
         size = x.shape[self.axis]
@@ -123,6 +128,19 @@ class Slice(Mir):
     """`x[key]` for a key of ints, slices of ints, `None` and `...`."""
 
     key: tuple[Any, ...]  # ints, None, Ellipsis and (start, stop, step) triples: slices cannot be hashed
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        taken = [k for k in self.key if k is not None and k is not Ellipsis]
+        if len(taken) > x.rank:
+            raise ShapeError(f"slice: {len(taken)} indices for {x}")
+        gap = next((i for i, k in enumerate(self.key) if k is Ellipsis), len(self.key))
+        before = sum(k is not None for k in self.key[:gap])
+        axes = [*range(before), *range(x.rank - (len(taken) - before), x.rank)]
+        for k, axis in zip(taken, axes, strict=True):
+            size = x.shape[axis]
+            if isinstance(k, int) and is_static(size) and not -size <= k < size:  # jax would clamp it
+                raise ShapeError(f"slice: index {k} is outside axis {axis} of {x}")
 
     def eval(self, x: Array) -> Array:
         return x[tuple(slice(*k) if isinstance(k, tuple) else k for k in self.key)]
@@ -142,10 +160,9 @@ class Concat(Mir):
 
     axis: int
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         if len({t.dtype for t in operands}) > 1:
             raise DTypeError(f"concat: operands have dtypes {', '.join(map(str, operands))}")
-        return super().infer(types, *operands)
 
     def eval(self, *arrays: Array) -> Array:
         return jnp.concatenate(arrays, axis=self.axis)
@@ -158,11 +175,12 @@ class Gather(Mir):
     Ids are checked on the host before a model is called; here an id out of range reads the nearest row.
     """
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         table, ids = operands
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise DTypeError(f"gather: ids are integers, got {ids}")
-        return (TensorType((*ids.shape, *table.shape[1:]), table.dtype),)
+        if not table.rank:
+            raise ShapeError(f"gather: the table has rows, got {table}")
 
     def eval(self, table: Array, ids: Array) -> Array:
         return jnp.take(table, ids, axis=0, mode="clip")
@@ -172,9 +190,10 @@ class Gather(Mir):
 class TakeRow(Mir):
     """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        x, _ = operands
-        return (TensorType((x.shape[0], 1, *x.shape[2:]), x.dtype),)
+    def check(self, *operands: TensorType) -> None:
+        x, index = operands
+        if x.rank < 2 or index.shape != x.shape[:1] or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ShapeError(f"take_row: x is [B,S,…] and the index [B] integers, got {x} and {index}")
 
     def eval(self, x: Array, index: Array) -> Array:
         at = index.reshape(-1, *(1,) * (x.ndim - 1))
@@ -187,8 +206,8 @@ class Iota(Mir):
 
     axis: int
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        return (TensorType((operands[0].shape[self.axis],), np.dtype(np.int32)),)
+    def check(self, *operands: TensorType) -> None:
+        check_axis("iota", self.axis, operands[0])
 
     def eval(self, x: Array) -> Array:
         return jnp.arange(x.shape[self.axis], dtype=jnp.int32)
@@ -211,6 +230,12 @@ class Reduce(Mir):
     axes: tuple[int, ...]
     keepdims: bool = False
 
+    def check(self, *operands: TensorType) -> None:
+        if self.kind not in REDUCE:
+            raise ShapeError(f"unknown reduction {self.kind!r}; known are {', '.join(REDUCE)}")
+        for axis in self.axes:
+            check_axis(f"reduce_{self.kind}", axis, operands[0])
+
     def eval(self, x: Array) -> Array:
         return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims)
 
@@ -224,6 +249,11 @@ class Softmax(Mir):
 
     axis: int = -1
 
+    def check(self, *operands: TensorType) -> None:
+        check_axis("softmax", self.axis, operands[0])
+        if not is_float(operands[0].dtype):
+            raise DTypeError(f"softmax: needs a floating operand, got {operands[0]}")
+
     def eval(self, x: Array) -> Array:
         return jax.nn.softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
 
@@ -235,9 +265,10 @@ class RepeatHeads(Mir):
     heads: int
     times: int
 
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+    def check(self, *operands: TensorType) -> None:
         (x,) = operands
-        return (TensorType((*x.shape[:-1], x.shape[-1] * self.times), x.dtype),)
+        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % self.heads:
+            raise ShapeError(f"repeat_heads: the last axis of {x} is not a multiple of {self.heads} heads")
 
     def eval(self, x: Array) -> Array:
         split = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)

@@ -1,0 +1,593 @@
+"""Prefill and extend, derived from the forward flow: the same numbers, and refusals by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
+from rlx_jax.errors import DeriveError, GraphError
+from rlx_jax.ir import hir
+
+H, F, V = 8, 12, 17
+CONTEXT = 16
+LENGTHS = np.array([5, 3], np.int32)  # of the prompts
+CHUNKS = [(4, [4, 1]), (1, [1, 1]), (2, [0, 2]), (3, [2, 3])]  # width, new tokens of each row
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, V, (2, CONTEXT)).astype(np.int32)
+
+
+def w(*shape: int, seed: int = 0) -> np.ndarray:
+    """A weight that keeps the size of what it multiplies."""
+    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def profile(**tables: Any) -> rlx.CompileProfile:
+    """The default profile with other settings."""
+    return rlx.CompileProfile().replace(**tables)
+
+
+def tokens_flow() -> rlx.ModelFlow:
+    """Token ids `[batch, seq]`, embedded."""
+    return rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
+
+
+def head(flow: rlx.ModelFlow) -> rlx.ModelFlow:
+    """Logits."""
+    return flow.lm_head(V, H, tied=True)
+
+
+EMBEDDING = {"e": w(V, H) * 3}
+
+
+def llama_layers(flow: rlx.ModelFlow, count: int, mask: Callable[[int], Any] = lambda i: "causal") -> rlx.ModelFlow:
+    """Llama layers, grouped heads."""
+    specs = [LlamaDecoderSpec(4, 4, 2, mask=mask(i)) for i in range(count)]
+    return flow.repeat_layers(count, lambda i: blocks.llama_prefill_layer_fused(i, specs[i]))
+
+
+def llama_weights(count: int) -> dict[str, np.ndarray]:
+    """Their weights, and an embedding."""
+    out = dict(EMBEDDING)
+    for i in range(count):
+        p = f"model.layers.{i}"
+        for n, shape in (("q", (16, H)), ("k", (8, H)), ("v", (8, H)), ("o", (H, 16))):
+            out[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
+        for n, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F))):
+            out[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
+        for n in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+    return out
+
+
+def ragged(rows: Sequence[Sequence[int]], width: int, seed: int = 3) -> np.ndarray:
+    """Rows padded on the right with random tokens, so that reading padding shows."""
+    out = np.random.default_rng(seed).integers(0, V, (len(rows), width)).astype(np.int32)
+    for row, tokens in zip(out, rows, strict=True):
+        row[: len(tokens)] = tokens
+    return out
+
+
+def generated(
+    flow: rlx.ModelFlow, weights: Any, chunks: Any = CHUNKS, lengths: Any = LENGTHS, tables: Any = None
+) -> tuple[list[np.ndarray], Any]:
+    """Outputs of each valid token, from a prefill and extends with ragged rows; and the last state."""
+    tables = tables or {}
+    prefill, extend = (
+        rlx.compile(flow, weights, program=p, profile=profile(**tables)) for p in ("prefill", "extend")
+    )
+    state = prefill.init_state(len(lengths), CONTEXT)
+    at = np.zeros(len(lengths), int)
+    outs: list[list[np.ndarray]] = [[] for _ in lengths]
+    for step, (width, new) in enumerate([(int(max(lengths)), list(lengths)), *chunks]):
+        rows = [TOKENS[b, at[b] : at[b] + n] for b, n in enumerate(new)]
+        model = prefill if step == 0 else extend
+        out, state = model.apply(model.params, ragged(rows, width), lengths=np.array(new, np.int32), state=state)
+        for b, n in enumerate(new):
+            outs[b].append(np.asarray(out)[b, :n])
+        at += np.array(new)
+        np.testing.assert_array_equal(state.length, at)
+    return [np.concatenate(parts) for parts in outs], state
+
+
+def assert_generates(flow: rlx.ModelFlow, weights: Any, tolerance: float = 5e-6, **tables: Any) -> Any:
+    """Prefill and ragged extends give what the forward program gives for each row alone. Returns the state."""
+    got, state = generated(flow, weights, tables=tables)
+    forward = rlx.compile(flow, weights)
+    for b, row in enumerate(got):
+        want = np.asarray(forward(TOKENS[b : b + 1, : len(row)]))[0]
+        assert np.abs(row - want).max() <= tolerance * max(1.0, np.abs(want).max())
+    return state
+
+
+# -- flows that derive -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+def test_llama(policy: str, roll: str) -> None:
+    """Both policies, rolled both ways."""
+    state = assert_generates(
+        head(llama_layers(tokens_flow(), 3)), llama_weights(3), fusion={"policy": policy}, layers={"roll": roll}
+    )
+    shapes = {a.shape for a in state.leaves.values()}
+    assert shapes == ({(2, CONTEXT, 2, 4)} if roll == "unroll" else {(3, 2, CONTEXT, 2, 4)})
+    assert len(state.leaves) == (6 if roll == "unroll" else 2)
+
+
+def test_composed_layers() -> None:
+    """Small stages derive as blocks do."""
+    spec = LlamaDecoderSpec(4, 4, 2)
+    flow = tokens_flow().rope_tables(RopeTables.theta(4)).repeat_layers(
+        2, lambda i: blocks.llama_prefill_layer_composed(i, spec)
+    )  # fmt: skip
+    assert_generates(head(flow), llama_weights(2))
+
+
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_sliding_windows_and_periods(roll: str) -> None:
+    """Windows and full attention in turn, with a tail."""
+    flow = llama_layers(tokens_flow(), 5, lambda i: "causal" if i % 2 else "sliding:3")
+    state = assert_generates(head(flow), llama_weights(5), layers={"roll": roll})
+    assert sum(a.shape[0] if a.ndim == 5 else 1 for a in state.leaves.values()) == 10
+
+
+def test_rope_tables_as_data() -> None:
+    """Rows of given tables are read at the absolute positions."""
+    angles = np.arange(CONTEXT)[:, None] * 20.0 ** (-np.arange(2) / 2)
+    flow = tokens_flow().rope_tables(RopeTables.param(CONTEXT, 2, np.cos(angles), np.sin(angles)))
+    assert_generates(head(llama_layers(flow, 2)), llama_weights(2))
+
+
+def test_learned_positions() -> None:
+    """An optional input whose default is "positions" counts on from the state."""
+    flow = (
+        rlx.ModelFlow("gpt").input("tokens", ("batch", "seq"), dtype="int32")
+        .input("position_ids", ("batch", "seq"), dtype="int32", default="positions")
+        .embed("e").gather_add("position_ids", "p")
+    )  # fmt: skip
+    assert_generates(head(llama_layers(flow, 1)), llama_weights(1) | {"p": w(CONTEXT, H)})
+
+
+TOKEN_WISE: dict[str, Callable[[Any, Any], Any]] = {
+    "operators": lambda e, x: x * e.sigmoid(x) + 1,
+    "weights": lambda e, x: x @ e.param("a") + e.param("b"),
+    "norms": lambda e, x: e.rms_norm(x, "b", 1e-5) + e.layer_norm(x, "b", "b", 1e-5),
+    "heads": lambda e, x: x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(0, 1, 3, 2).reshape(*x.shape),
+    "hidden mean": lambda e, x: x - x.mean(-1, keepdims=True),
+    "slices of hidden": lambda e, x: e.concat([x[..., 4:], x[..., :4]]),
+    "there and back": lambda e, x: e.tanh(x.transpose(1, 0, 2)).transpose(1, 0, 2),
+    "hidden first": lambda e, x: (x.transpose(2, 0, 1) * 2).transpose(1, 2, 0),
+    "jax": lambda e, x: e.jax(jnp.tanh, x),
+    "jax softmax": lambda e, x: e.jax(lambda t: jax.nn.softmax(t, -1), x),
+    "jax einsum": lambda e, x: e.jax(lambda t, a: jnp.einsum("bsh,hf->bsf", t, a), x, e.param("a")),
+    "jax cumsum over hidden": lambda e, x: e.jax(lambda t: jnp.cumsum(t, -1), x) * 0.1,
+    "jax sort over hidden": lambda e, x: e.jax(lambda t: jnp.sort(t, -1), x),
+    "jax flattened": lambda e, x: e.jax(lambda t: jnp.tanh(t.reshape(-1, H) * 2).reshape(t.shape), x),
+    "jax vmap": lambda e, x: e.jax(jax.vmap(jax.vmap(lambda t: t / (1 + jnp.abs(t).sum()))), x),
+    "jax where": lambda e, x: e.jax(lambda t: jnp.where(t > t.mean(-1, keepdims=True), t, 0.0), x),
+    "gate of the embedding": lambda e, x: x * e.sigmoid(e.add(hir.Embed(), e.param("e"), e.flow_input("tokens"))),
+    "swiglu": lambda e, x: x + blocks.SwiGlu("g", "g", "d").emit(e, x),
+}
+TOKEN_WISE_WEIGHTS = {"a": w(H, H), "b": w(H), "g": w(F, H), "d": w(H, F)}
+
+
+def test_token_wise_custom_stages() -> None:
+    """All of them in a row, with attention before and after."""
+    flow = llama_layers(tokens_flow(), 1)
+    for name, fn in TOKEN_WISE.items():
+        flow = flow.custom_named(name.replace(" ", "_"), fn)
+    flow = flow.named_layer("last", blocks.LlamaDecoder("model.layers.1", LlamaDecoderSpec(4, 4, 2)))
+    assert_generates(head(flow), llama_weights(2) | TOKEN_WISE_WEIGHTS, 2e-5)
+
+
+@pytest.mark.parametrize("name", TOKEN_WISE)
+def test_each_token_wise_stage_is_accepted(name: str) -> None:
+    """Alone, so that an error says which."""
+    flow = head(tokens_flow().custom_named("stage", TOKEN_WISE[name]))
+    weights = EMBEDDING | TOKEN_WISE_WEIGHTS
+    used = {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}
+    assert "cached" not in rlx.compile(flow, used, program="extend").text("mir")
+
+
+def test_attention_written_with_the_block() -> None:
+    """A user's own layer over the attention block, without rope; its path names the state."""
+    def layer(emit: Any, x: Any) -> Any:
+        q, k, v = (emit.linear(x, f"{n}") for n in "qkv")
+        return x + emit.add(hir.Attention(2, 1, causal=True, softcap=5.0), q, k, v)
+
+    flow = head(tokens_flow().named_layer("mine", Custom(layer, "attn")))
+    state = assert_generates(flow, EMBEDDING | {"q": w(H, H), "k": w(4, H), "v": w(4, H)})
+    assert set(state.leaves) == {("mine.attn", "k"), ("mine.attn", "v")}
+
+
+def test_two_attentions_in_one_block() -> None:
+    """Slots of one path are told apart."""
+    def layer(emit: Any, x: Any) -> Any:
+        for i in range(2):
+            q, k, v = (emit.linear(x, f"{n}{i}") for n in "qkv")
+            x = x + emit.add(hir.Attention(2, 2, causal=True), q, k, v)
+        return x
+
+    weights = {f"{n}{i}": w(H, H, seed=i) for n in "qkv" for i in range(2)}
+    state = assert_generates(head(tokens_flow().custom_named("two", layer)), EMBEDDING | weights)
+    assert len(state.leaves) == 4 and {path for path, _ in state.leaves} == {"two"}
+
+
+def test_last_token_of_each_row() -> None:
+    """`gather_last_token_at` reads the last valid one, `lengths − 1`."""
+    flow = llama_layers(tokens_flow(), 1)
+    weights = llama_weights(1)
+    whole, last = (
+        rlx.compile(f, weights, program="prefill", strict=True)
+        for f in (head(flow), head(flow.gather_last_token_at()))
+    )
+    tokens = ragged([TOKENS[b, :n] for b, n in enumerate(LENGTHS)], 5)
+    a, _ = whole.apply(whole.params, tokens, lengths=LENGTHS, state=whole.init_state(2, CONTEXT))
+    b, _ = last.apply(last.params, tokens, lengths=LENGTHS, state=last.init_state(2, CONTEXT))
+    np.testing.assert_allclose(b[:, 0], np.asarray(a)[np.arange(2), LENGTHS - 1], atol=2e-6)
+
+
+def test_side_outputs_come_along() -> None:
+    """Token-wise ones, by name."""
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("hidden", x)
+        return x
+
+    flow = head(llama_layers(tokens_flow(), 1).custom(side))
+    model = rlx.compile(flow, llama_weights(1), program="prefill")
+    out, _ = model.apply(model.params, TOKENS[:, :4], lengths=[4, 4], state=model.init_state(2, CONTEXT))
+    want = rlx.compile(flow, llama_weights(1))(TOKENS[:, :4])
+    assert list(out) == list(want) == ["logits", "hidden"]
+    for name in want:
+        np.testing.assert_allclose(out[name], want[name], atol=2e-5)
+
+
+def test_optional_inputs_are_left_out() -> None:
+    """A mask with default None: prefill masks by lengths instead."""
+    flow = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input(
+        "mask", ("batch", "seq"), dtype="int32", default=None
+    ).embed("e")  # fmt: skip
+
+    def layer(emit: Any, x: Any) -> Any:
+        keep = emit.optional_input("mask")
+        extra = ("keep",) if keep is not None else ()
+        return x + emit.add(hir.Attention(2, 2, causal=True, extra=extra), x, x, x, *([keep] if extra else []))
+
+    flow = head(flow.custom_named("attn", layer))
+    assert_generates(flow, EMBEDDING)
+    model = rlx.compile(flow, EMBEDDING, program="prefill")
+    with pytest.raises(DeriveError, match="attn.*keep.*optional"):
+        model.apply(model.params, TOKENS, np.ones_like(TOKENS), lengths=[4, 4], state=model.init_state(2, CONTEXT))
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=2, max_size=2),
+    chunks=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=3),
+    scan=st.booleans(),
+)
+def test_any_split_gives_the_same_numbers(
+    lengths: list[int], chunks: list[list[int]], scan: bool, split_models: Any
+) -> None:
+    """However rows are cut into prompt and chunks, of whatever widths. One padded width, so that little compiles."""
+    prefill, extend, forward = split_models[scan]
+    state, at = prefill.init_state(2, CONTEXT), np.zeros(2, int)
+    for step, new in enumerate([lengths, *chunks]):
+        model = extend if step else prefill
+        rows = [TOKENS[b, at[b] : at[b] + n] for b, n in enumerate(new)]
+        out, state = model.apply(model.params, ragged(rows, 4, step), lengths=np.array(new, np.int32), state=state)
+        for b, n in enumerate(new):
+            np.testing.assert_allclose(np.asarray(out)[b, :n], forward[b, at[b] : at[b] + n], atol=1e-5)
+        at += np.array(new)
+
+
+@pytest.fixture(scope="module")
+def split_models() -> dict[bool, tuple[Any, Any, np.ndarray]]:
+    """Prefill, extend and all logits of the rows, unrolled and scanned."""
+    flow, weights = head(llama_layers(tokens_flow(), 2)), llama_weights(2)
+    whole = np.asarray(rlx.compile(flow, weights)(TOKENS))
+    out = {}
+    for scan in (False, True):
+        tables = profile(layers={"roll": "scan" if scan else "unroll"})
+        models = (rlx.compile(flow, weights, program=p, profile=tables) for p in ("prefill", "extend"))
+        out[scan] = (*models, whole)
+    return out
+
+
+# -- the state ---------------------------------------------------------------------------------
+
+
+def test_leaves_are_named_by_block_path_and_slot() -> None:
+    """One for each layer, under the path that stands in dumps and errors; the same in both programs."""
+    flow, weights = head(llama_layers(tokens_flow(), 3)), llama_weights(3)
+    keys = []
+    for program in ("prefill", "extend"):
+        model = rlx.compile(flow, weights, program=program)
+        state = model.init_state(2, CONTEXT)
+        keys.append(set(state.leaves))
+        assert not np.any(state.length) and not any(np.any(a) for a in state.leaves.values())
+        assert state.length.shape == (2,) and state.length.dtype == np.int32
+    assert keys[0] == keys[1] == {(f"layers.{i}.self_attn", slot) for i in range(3) for slot in "kv"}
+    scanned = rlx.compile(flow, weights, program="extend", profile=profile(layers={"roll": "scan"}))
+    assert {slot for _, slot in scanned.init_state(2, 4).leaves} == {"k", "v"}
+    assert {a.shape for a in scanned.init_state(2, 4).leaves.values()} == {(3, 2, 4, 2, 4)}
+
+
+def test_the_state_is_a_pytree() -> None:
+    """It goes through jit, and flattens the same way each time."""
+    model = rlx.compile(head(llama_layers(tokens_flow(), 2)), llama_weights(2), program="extend")
+    state = model.init_state(2, 4)
+    leaves, tree = jax.tree.flatten(state)
+    assert len(leaves) == 5 and jax.tree.unflatten(tree, leaves).leaves.keys() == state.leaves.keys()
+
+    @jax.jit
+    def step(params: Any, tokens: Any, state: Any) -> Any:
+        return model.apply(params, tokens, lengths=jnp.ones(2, jnp.int32), state=state)
+
+    _, after = step(model.params, jnp.asarray(TOKENS[:, :1]), state)
+    np.testing.assert_array_equal(after.length, [1, 1])
+
+
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_padding_is_never_written(roll: str) -> None:
+    """Rows of the cache at and after the length stay zero."""
+    flow, weights = head(llama_layers(tokens_flow(), 2)), llama_weights(2)
+    _, state = generated(flow, weights, tables={"layers": {"roll": roll}})
+    length = np.asarray(state.length)
+    for leaf in state.leaves.values():
+        cache = np.asarray(leaf)
+        cache = cache if cache.ndim == 5 else cache[None]
+        written = np.any(cache != 0, axis=(0, 3, 4))
+        np.testing.assert_array_equal(written, np.arange(CONTEXT)[None] < length[:, None])
+
+
+def test_what_does_not_fit_is_dropped() -> None:
+    """A write past the capacity changes no row of the cache; the others are written where they belong."""
+    model = rlx.compile(head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend")
+    state = model.init_state(2, 4)
+    _, state = model.apply(model.params, TOKENS[:, :3], lengths=np.array([3, 1], np.int32), state=state)
+    before = {k: np.asarray(v) for k, v in state.leaves.items()}
+    _, state = model.apply(model.params, TOKENS[:, 3:6], lengths=np.array([3, 3], np.int32), state=state)
+    for key, cache in state.leaves.items():
+        after = np.asarray(cache)
+        np.testing.assert_array_equal(after[0, :3], before[key][0, :3])
+        np.testing.assert_array_equal(after[1, :1], before[key][1, :1])
+        assert np.any(after[0, 3]) and np.any(after[1, 1:4])
+
+
+def test_rows_are_alone_in_the_batch() -> None:
+    """A row's numbers do not depend on its neighbours, bit by bit in the state."""
+    flow, weights = head(llama_layers(tokens_flow(), 2)), llama_weights(2)
+    model = rlx.compile(flow, weights, program="extend")
+    outs = []
+    for other in (TOKENS[1, :4], TOKENS[1, 4:8]):
+        tokens = np.stack([TOKENS[0, :4], other])
+        out, state = model.apply(model.params, tokens, lengths=[4, 2], state=model.init_state(2, 8))
+        outs.append((np.asarray(out)[0], [np.asarray(a)[0] for a in jax.tree.leaves(state.leaves)]))
+    np.testing.assert_array_equal(outs[0][0], outs[1][0])
+    for a, b in zip(outs[0][1], outs[1][1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_call_consumes_its_state() -> None:
+    """`model(…)` donates, `apply` does not."""
+    model = rlx.compile(head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend")
+    first = model.init_state(2, 4)
+    model.apply(model.params, TOKENS[:, :1], lengths=[1, 1], state=first)
+    assert not any(a.is_deleted() for a in first.leaves.values())
+    out, second = model(TOKENS[:, :1], lengths=[1, 1], state=first)
+    assert all(a.is_deleted() for a in first.leaves.values())
+    with pytest.raises(rlx.RlxError):
+        model(TOKENS[:, :1], lengths=[1, 1], state=first)
+    model(TOKENS[:, 1:2], lengths=[1, 1], state=second)
+    kept = rlx.compile(
+        head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend",
+        profile=profile(donation={"state": False}),
+    )  # fmt: skip
+    state = kept.init_state(2, 4)
+    kept(TOKENS[:, :1], lengths=[1, 1], state=state)
+    assert not any(a.is_deleted() for a in state.leaves.values())
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+WRONG_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "no state": lambda m, s: m(TOKENS, lengths=[1, 1]),
+    "no lengths": lambda m, s: m(TOKENS, state=s),
+    "lengths of another batch": lambda m, s: m(TOKENS, lengths=[1, 1, 1], state=s),
+    "lengths of rank 2": lambda m, s: m(TOKENS, lengths=[[1, 1]], state=s),
+    "float lengths": lambda m, s: m(TOKENS, lengths=[1.0, 1.0], state=s),
+    "negative lengths": lambda m, s: m(TOKENS, lengths=[-1, 1], state=s),
+    "lengths over the width": lambda m, s: m(TOKENS[:, :4], lengths=[5, 1], state=s),
+    "a state of another batch": lambda m, s: m(TOKENS[:1], lengths=[1], state=s),
+    "ids out of range": lambda m, s: m(TOKENS + V, lengths=[1, 1], state=s),
+    "a state of another model": lambda m, s: m(TOKENS, lengths=[1, 1], state=other_state()),
+    "a state that is none": lambda m, s: m(TOKENS, lengths=[1, 1], state={"k": 1}),
+    "no context": lambda m, s: m.init_state(2),
+    "no rows": lambda m, s: m.init_state(0, 4),
+    "a negative context": lambda m, s: m.init_state(2, -4),
+}
+
+
+def other_state() -> Any:
+    """Of a flow with one more layer."""
+    return rlx.compile(head(llama_layers(tokens_flow(), 2)), llama_weights(2), program="extend").init_state(2, 4)
+
+
+@pytest.fixture(scope="module")
+def extend_model() -> Any:
+    """One layer."""
+    return rlx.compile(head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend")
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_are_refused(name: str, extend_model: Any) -> None:
+    """On the host, and the state that was given still works."""
+    state = extend_model.init_state(2, 4)
+    with pytest.raises(rlx.RlxError):
+        WRONG_CALLS[name](extend_model, state)
+    assert not any(a.is_deleted() for a in state.leaves.values())
+
+
+def test_the_forward_program_has_no_state() -> None:
+    """Neither to make nor to give."""
+    model = rlx.compile(head(llama_layers(tokens_flow(), 1)), llama_weights(1))
+    with pytest.raises(GraphError, match="no state"):
+        model.init_state(2, 4)
+    with pytest.raises(GraphError, match="state"):
+        model(TOKENS, state=other_state())
+
+
+def test_unknown_programs_are_refused() -> None:
+    """With the list."""
+    with pytest.raises(rlx.RlxError, match="forward, prefill, extend"):
+        rlx.compile(tokens_flow(), EMBEDDING, program="decode").text("mir")
+
+
+# -- flows that do not derive ------------------------------------------------------------------
+
+
+def attend(t: Any, a: Any) -> Any:
+    """Causal attention by hand."""
+    q, k, v = (t @ a for _ in "qkv")
+    scores = jnp.einsum("bsh,bth->bst", q, k)
+    keep = jnp.tril(jnp.ones(scores.shape[1:], bool))
+    return jax.nn.softmax(jnp.where(keep[None], scores, -jnp.inf), -1) @ v
+
+
+MIXERS: dict[str, Callable[[Any, Any], Any]] = {
+    "centre over positions": lambda e, x: x - x.mean(1, keepdims=True),
+    "maximum over positions": lambda e, x: x / x.max(1, keepdims=True),
+    "reverse": lambda e, x: x[:, ::-1],
+    "shift": lambda e, x: e.concat([x[:, :1], x[:, :-1]], 1),
+    "first token": lambda e, x: x + x[:, :1],
+    "last token": lambda e, x: x + x[:, -1:],
+    "every second": lambda e, x: x[:, ::2],
+    "softmax over positions": lambda e, x: e.softmax(x, 1),
+    "attention by operators": lambda e, x: e.softmax(x @ x.transpose(0, 2, 1)) @ x,
+    "attention by jax": lambda e, x: e.jax(attend, x, e.param("a")),
+    "cumsum": lambda e, x: e.jax(lambda t: jnp.cumsum(t, 1), x),
+    "sort": lambda e, x: e.jax(lambda t: jnp.sort(t, 1), x),
+    "roll": lambda e, x: e.jax(lambda t: jnp.roll(t, 1, 1), x),
+    "scan": lambda e, x: e.jax(
+        lambda t: jax.lax.scan(lambda c, y: (c + y, c), t[:, 0], t.transpose(1, 0, 2))[1].transpose(1, 0, 2), x
+    ),
+    "convolution": lambda e, x: e.jax(lambda t: jax.vmap(lambda r: jnp.convolve(r.ravel(), jnp.ones(3), "same"))(t).reshape(t.shape), x),
+    "positions by iota": lambda e, x: e.jax(lambda t: t + jnp.arange(t.shape[1], dtype=t.dtype)[None, :, None], x),
+    "the number of positions": lambda e, x: e.jax(lambda t: t / t.shape[1], x),
+    "mean over all": lambda e, x: x - x.mean(),
+    "flattened neighbours": lambda e, x: e.jax(lambda t: (t.reshape(-1, 2 * H) * jnp.arange(16.0)[None]).reshape(t.shape), x),
+    "mix of the batch": lambda e, x: x - x.mean(0, keepdims=True),
+    "batch as a feature": lambda e, x: e.jax(lambda t: jnp.cumsum(t, 0), x),
+    "reverse of the batch": lambda e, x: x[::-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["prefill", "extend"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_stage_that_mixes_is_refused_by_name(name: str, program: str) -> None:
+    """The path, the op and the reason; the forward program of the same flow runs."""
+    flow = head(llama_layers(tokens_flow(), 1).named_layer("outer", Custom(MIXERS[name], "my_stage")))
+    weights = llama_weights(1) | ({"a": w(H, H)} if "by jax" in name else {})
+    with pytest.raises(DeriveError, match=r"outer\.my_stage.*(positions|batch)"):
+        rlx.compile(flow, weights, program=program).text("mir")
+    if program == "prefill":
+        assert np.isfinite(rlx.compile(flow, weights)(TOKENS[:, :4])).all()
+
+
+def test_a_mixer_inside_the_layers_is_refused_by_name() -> None:
+    """Rolled: the path has the layer's index as a letter, or a number."""
+    def layer(i: int) -> Any:
+        return blocks.Sequence([Named("a", blocks.Linear(f"w{i}")), Custom(lambda e, x: x - x.mean(1, keepdims=True), "centre")])
+
+    flow = head(tokens_flow().repeat_layers(3, layer))
+    with pytest.raises(DeriveError, match=r"layers\.(\{i\}|\d)\.centre"):
+        rlx.compile(flow, EMBEDDING | {f"w{i}": w(H, H) for i in range(3)}, program="extend").text("mir")
+
+
+def test_first_token_pooling_is_refused() -> None:
+    """There is one first token, and it is not in this chunk."""
+    flow = tokens_flow().named_layer("pool", blocks.ClsTokenPool())
+    with pytest.raises(DeriveError, match="pool"):
+        rlx.compile(flow, EMBEDDING, program="extend").text("mir")
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    """A BERT layer, and the attention stages with another mask."""
+    spec = blocks.SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
+    weights = EMBEDDING | {f"l.self_attn.{n}_proj.weight": w(8, H) for n in "qkv"}
+    stage = blocks.SelfAttnPrefill(blocks.SelfAttnPrefillSpec(**{**vars(spec), "mask": "none"}))
+    with pytest.raises(DeriveError, match=r"outer\.self_attn.*not causal"):
+        rlx.compile(tokens_flow().named_layer("outer", stage), weights, program="prefill").text("mir")
+    bias = blocks.SelfAttnPrefill(blocks.SelfAttnPrefillSpec(**{**vars(spec), "mask": "bias", "mask_input": "b"}))
+    flow = (
+        rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("b", ("batch", 2, "seq", "seq"))
+        .embed("e").named_layer("outer", bias)
+    )  # fmt: skip
+    with pytest.raises(DeriveError, match=r"outer\.self_attn"):
+        rlx.compile(flow, weights, program="prefill").text("mir")
+
+
+def test_attention_over_other_keys_is_refused() -> None:
+    """Causal attention over a second input has no cache rule: its keys are not those of this sequence."""
+    flow = (
+        rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("memory", ("batch", "mem", H))
+        .embed("e").custom_named(
+            "cross", lambda e, x: e.add(hir.Attention(2, 2, causal=True), x, e.flow_input("memory"), e.flow_input("memory"))
+        )
+    )  # fmt: skip
+    with pytest.raises(DeriveError, match="cross"):
+        rlx.compile(flow, EMBEDDING, program="extend").text("mir")
+
+
+@pytest.mark.parametrize("shape", [("batch", 8), ("rows", "seq"), (2, "seq"), ("batch", "length")])
+def test_sizes_must_be_symbols(shape: tuple[Any, ...]) -> None:
+    """A flow whose batch or sequence is a number, or has another name, cannot be derived; the message shows it."""
+    flow = rlx.ModelFlow("m").input("tokens", shape, dtype="int32").embed("e")
+    with pytest.raises(DeriveError, match="batch and seq"):
+        rlx.compile(flow, EMBEDDING, program="extend").text("mir")
+
+
+# -- claims ------------------------------------------------------------------------------------
+
+
+def by_callback(t: Any) -> Any:
+    """Token-wise, but no proof sees through a callback."""
+    return jax.pure_callback(lambda a: np.asarray(a) * 2, jax.ShapeDtypeStruct(t.shape, t.dtype), t, vmap_method="sequential")
+
+
+def test_a_claim_is_checked_by_slicing() -> None:
+    """`token_wise=True` is taken where the proof fails and slices agree; a false claim is refused."""
+    with pytest.raises(DeriveError, match="honest"):
+        flow = tokens_flow().custom_named("honest", lambda e, x: e.jax(by_flat_index, x))
+        rlx.compile(head(flow), EMBEDDING, program="extend").text("mir")
+    flow = head(tokens_flow().custom_named("honest", lambda e, x: e.jax(by_flat_index, x), token_wise=True))
+    assert_generates(flow, EMBEDDING)
+    lie = tokens_flow().custom_named("lie", lambda e, x: x - x.mean(1, keepdims=True), token_wise=True)
+    with pytest.raises(DeriveError, match="lie"):
+        rlx.compile(head(lie), EMBEDDING, program="extend").text("mir")
+
+
+def by_flat_index(t: Any) -> Any:
+    """Gathers every token by its own number: token-wise in effect, not by any rule."""
+    return jnp.take(t, jnp.arange(t.shape[1]), axis=1, mode="clip") * 2
+
+
+def test_a_branch_on_one_token_is_found() -> None:
+    """`x.shape[1] == 1` is False for a symbol, so only slices show that one token is treated apart."""
+    def sneaky(t: Any) -> Any:
+        return t * 100 if t.shape[1] == 1 else t
+
+    flow = tokens_flow().custom_named("sneaky", lambda e, x: e.jax(sneaky, x))
+    with pytest.raises(DeriveError, match="sneaky"):
+        rlx.compile(head(flow), EMBEDDING, program="extend").text("mir")
