@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
+from rlx_jax.ir.graph import first_line
 
 
 class BlockStage(Protocol):
@@ -90,6 +91,14 @@ class Custom:
         with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.scope(name):
             try:
                 out = self.fn(emit, value)
+            except (TypeError, ValueError) as error:
+                if "FlowValue" not in str(error):
+                    error.add_note(f"in the custom stage {emit.path}")
+                    raise
+                raise GraphError(
+                    f"{emit.path}: a FlowValue was given to a function that needs an array; call it through "
+                    f"emit.jax(fn, value) ({first_line(error)})"
+                ) from error
             except Exception as error:
                 error.add_note(f"in the custom stage {emit.path}")
                 raise

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import (
+    DTypeError,
     GraphError,
     MissingWeightError,
     NameCollisionError,
@@ -27,7 +28,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Op, Param, Value, constant
+from rlx_jax.ir.graph import Builder, Op, Param, Value, constant, located
 from rlx_jax.ir.ops import contract, pointwise, shaping
 from rlx_jax.ir.param import Key, WeightSource, cast
 from rlx_jax.ir.types import Dim, TensorType, as_dtype, is_float, is_static, path_text, tensor_type
@@ -83,11 +84,14 @@ class Emit:
 
     def add(self, op: Op, *values: FlowValue) -> FlowValue:
         """Append an op with one result."""
-        return self.wrap(self.builder(op, *(self._own(v) for v in values)))
+        (value,) = self.add_all(op, *values)
+        return value
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results."""
-        return tuple(self.wrap(v) for v in self.builder.add(op, *(self._own(v) for v in values)))
+        operands = [self._own(v) for v in values]
+        with located(self.builder.origin):
+            return tuple(self.wrap(v) for v in self.builder.add(op, *operands))
 
     def _own(self, value: FlowValue) -> Value:
         if not isinstance(value, FlowValue):
@@ -201,11 +205,11 @@ class Emit:
         The function is traced with symbolic sizes, so it may not branch on them. Captured constants over
         1 MiB are an error.
         """
-        op = pointwise.JaxFn(fn)
-        results = self.add_all(op, *values)
-        types = [v.type for v in values]
-        shape = jax.eval_shape(fn, *(t.spec for t in types)) if len(results) == 1 else None
-        return results[0] if shape is not None and not isinstance(shape, tuple | list) else results
+        results = self.add_all(pointwise.JaxFn(fn), *values)
+        if len(results) > 1:
+            return results
+        out = jax.eval_shape(fn, *(v.type.spec for v in values))
+        return results if isinstance(out, tuple | list) else results[0]
 
     def unary(self, kind: str, x: FlowValue) -> FlowValue:
         """A function of one value by its name in `UNARY`."""
@@ -266,7 +270,9 @@ class Emit:
 
     def concat(self, values: list[FlowValue], axis: int = -1) -> FlowValue:
         """Join values along `axis`."""
-        return self.add(shaping.Concat(axis % values[0].ndim), *values)
+        if not values:
+            raise GraphError(f"{self.path}: concat of no values")
+        return self.add(shaping.Concat(values[0].axis(axis)), *values)
 
     def maximum(self, a: Any, b: Any) -> FlowValue:
         """The larger of two, element by element."""
@@ -301,6 +307,8 @@ class Emit:
         if isinstance(value, FlowValue):
             return value
         if isinstance(value, bool | int | float | np.number):
+            if not is_float(like.dtype) and value != int(value):
+                raise DTypeError(f"{self.path}: {value} with a value of {like.type}: cast it first, .astype('float32')")
             return self.wrap(self.builder.scalar(float(value), like.value))
         raise GraphError(
             f"{self.path}: cannot combine a FlowValue with {type(value).__name__}; "
@@ -364,6 +372,9 @@ class FlowValue:
     def __pow__(self, other: Any) -> FlowValue:
         return self._with("pow", other)
 
+    def __rpow__(self, other: Any) -> FlowValue:
+        return self._with("pow", other, swapped=True)
+
     def __radd__(self, other: Any) -> FlowValue:
         return self._with("add", other, swapped=True)
 
@@ -418,7 +429,7 @@ class FlowValue:
             f"{self.emit.path}: a FlowValue holds no numbers; call JAX functions through emit.jax(fn, value)"
         )
 
-    __jax_array__ = __array__
+    __float__ = __int__ = __index__ = __complex__ = __array__
 
     def __iter__(self) -> Iterator[FlowValue]:
         size = self.type.shape[0] if self.ndim else 0
@@ -447,30 +458,37 @@ class FlowValue:
             "(for gathers use emit.jax)"
         )
 
+    def axis(self, axis: int) -> int:
+        """A non-negative axis number; negative ones count from the end."""
+        if isinstance(axis, bool) or not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
+            raise ShapeError(f"{self.emit.path}: {self.type} has no axis {axis!r}")
+        return axis % self.ndim
+
     def reshape(self, *shape: Any) -> FlowValue:
         """Reshape; sizes are ints, one -1, or dimensions of this value (`x.shape[0]`)."""
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         target: list[int | shaping.AxisOf] = []
-        for d in dims:
-            expr = d.expr if isinstance(d, Dim) else d
+        sizes = [d.expr if isinstance(d, Dim) else d for d in dims]
+        holes = sum(is_static(d) and d == -1 for d in sizes)
+        for expr in sizes:
             if is_static(expr):
                 target.append(int(expr))
             elif expr in self.type.shape:
                 target.append(shaping.AxisOf(self.type.shape.index(expr)))
-            elif -1 not in dims and -1 not in target:
+            elif not holes:
+                holes = 1
                 target.append(-1)  # a product such as batch·seq: what is left over
             else:
                 raise ShapeError(f"{self.emit.path}: reshape of {self.type} cannot express dimension {expr}")
         out = self.emit.add(shaping.Reshape(tuple(target)), self)
-        want = [d.expr if isinstance(d, Dim) else d for d in dims]
-        if any(w != got for w, got in zip(want, out.type.shape, strict=True) if not (is_static(w) and w == -1)):
+        if any(w != got for w, got in zip(sizes, out.type.shape, strict=True) if not (is_static(w) and w == -1)):
             raise ShapeError(f"{self.emit.path}: {self.type} cannot be reshaped to {tuple(dims)}")
         return out
 
     def transpose(self, *perm: int) -> FlowValue:
         """Permute the axes; without arguments reverse them."""
         axes = perm or tuple(reversed(range(self.ndim)))
-        return self.emit.add(shaping.Transpose(tuple(a % self.ndim for a in axes)), self)
+        return self.emit.add(shaping.Transpose(tuple(self.axis(a) for a in axes)), self)
 
     @property
     def T(self) -> FlowValue:
@@ -482,7 +500,7 @@ class FlowValue:
 
     def _reduce(self, kind: str, axis: int | tuple[int, ...] | None, keepdims: bool) -> FlowValue:
         axes = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-        return self.emit.add(shaping.Reduce(kind, tuple(a % self.ndim for a in axes), keepdims), self)
+        return self.emit.add(shaping.Reduce(kind, tuple(self.axis(a) for a in axes), keepdims), self)
 
     def sum(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> FlowValue:
         """Sum over `axis`."""

@@ -5,6 +5,7 @@ Every method returns a new flow. `build` runs the stages and gives the HIR; `rlx
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -120,7 +121,10 @@ class ModelFlow:
             raise GraphError(f"{self.name}: an input's name is an identifier, got {quote(name)}")
         if any(i.name == name for i in self.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
-        declared = tensor_type(tuple(shape), dtype, f"input {name}")
+        declared = tensor_type(shape, dtype, f"input {name}")
+        number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
+        if not (number or default in (REQUIRED, POSITIONS, None)):
+            raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
         return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default)))
 
     def with_profile(self, profile: CompileProfile) -> ModelFlow:
@@ -332,6 +336,8 @@ class ModelFlow:
             value = stage.emit(emit, value)
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
+        if self.output_name in emit.state.outputs:
+            raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
         outputs = {self.output_name: value.value} | {n: v.value for n, v in emit.state.outputs.items()}
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
@@ -360,10 +366,13 @@ class ModelFlow:
     def _default(self, emit: Emit, decl: InputDecl) -> FlowValue | None:
         if decl.default is None:
             return None
-        like = next((i for i in self.inputs if not i.optional and i.type.shape == decl.type.shape), None)
+        shape = decl.type.shape
+        like = next((i for i in self.inputs if not i.optional and i.type.shape[: len(shape)] == shape), None)
         if like is None:
             raise ShapeError(f"{self.name}: the default of {quote(decl.name)} needs a required input of its shape")
         value = emit.flow_input(like.name)
+        while value.ndim > len(shape):
+            value = value[..., 0]
         if decl.default == POSITIONS:
             return emit.add(hir.Positions(), value)
         return emit.add(FullLike(float(decl.default), decl.type.dtype), value)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
-from rlx_jax.errors import GraphError, MissingWeightError, UnboundInputError, UnsupportedError, WeightShapeError
-from rlx_jax.flow import Weights
+from rlx_jax.errors import GraphError, MissingWeightError, UnsupportedError, WeightShapeError
+from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, host_value
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.text import dump
@@ -191,17 +191,10 @@ class CompiledModel:
     ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
         """Normalise the inputs and find the program they ask for."""
         flow = self.compiler.flow
-        named = dict(named)
-        lengths = named.pop("lengths", None) if self.program != "forward" else None
-        given = bind_names(flow.inputs, args, named, flow.name)
+        given = bind_names(self.inputs, args, named, flow.name)
         optional = frozenset(d.name for d in flow.inputs if d.optional and d.name in given)
         template = self._template(optional, last_only)
-        if lengths is not None:
-            given["lengths"] = lengths
         declared = {i.input: i.type for i in template.mir.inputs}
-        lacking = [name for name in declared if name not in given]
-        if lacking:
-            raise UnboundInputError(f"{flow.name}: {self.program} also needs {', '.join(lacking)}")
         bounds = template.bounds
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
@@ -209,6 +202,14 @@ class CompiledModel:
         arrays = self._state_arrays(template.mir, state, sizes)
         key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
         return values, key, arrays
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]:
+        """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`)."""
+        known = self.compiler.flow.inputs
+        names = {d.name for d in known}
+        added = (i for i in self._template().mir.inputs if i.input not in names)
+        return (*known, *(InputDecl(i.input, i.type) for i in added))
 
     def _state_arrays(self, mir: Graph, state: State | None, sizes: dict[str, int]) -> StateArrays:
         """The state's arrays, checked against the program; their sizes are added to the binding."""

@@ -886,6 +886,7 @@ def test_settings_of_the_transformer(tmp_path: Path) -> None:
         True,
     )
     assert settings("positions", tokenizer_config=longer, config=config) == (128, False)
+    assert settings("only positions", config=config) == (128, False)
     assert settings("tokenizer", tokenizer_config=longer, config={"max_position_embeddings": -1}) == (512, False)
     assert settings("endless", tokenizer_config={"model_max_length": 10**30}, config={}) == (None, False)
     null = {"max_seq_length": None, "do_lower_case": False}
@@ -911,6 +912,9 @@ def test_default_prompt(tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
     found = load_pipeline(sentence(tmp_path, config_sentence_transformers=prompts))
     assert found is not None and found.prompt == "query: "
+    none = prompts | {"prompts": {"query": None}}
+    found = load_pipeline(sentence(tmp_path, config_sentence_transformers=none))
+    assert found is not None and found.prompt == ""
     sentence(
         tmp_path, config_sentence_transformers=prompts | {"default_prompt_name": None, "similarity_fn_name": "dot"}
     )
@@ -946,6 +950,7 @@ def entry(place: int, **change: Any) -> list[Json]:
         (entry(1, idx=2), ConfigError, "idx '2'"),
         (entry(1, name="0"), ConfigError, "one name"),
         ({"0": ALL[0]}, ConfigError, "expected an array"),
+        ({}, ConfigError, "expected an array"),
         (["x"], ConfigError, "expected an array"),
         ("[", ConfigError, "not JSON"),
         ('[{"idx": 0, "idx": 0}]', ConfigError, "'idx' is given twice"),

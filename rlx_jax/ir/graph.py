@@ -383,7 +383,7 @@ def _rewrite(
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(_rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
-        with b.at(node.origin), located(node):
+        with b.at(node.origin), located(node.origin):
             new = fn(b, number, replace(node, op=op), inputs)
             if new is None:
                 new = (b.leaf(op),) if isinstance(op, Leaf) else b.add(op, *inputs)
@@ -409,12 +409,12 @@ def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
 
 
 @contextlib.contextmanager
-def located(node: Node) -> Iterator[None]:
+def located(origin: Origin) -> Iterator[None]:
     """Add the block path to an error that does not have one yet."""
     try:
         yield
     except RlxError as error:
-        where = path_text(node.origin.path)
+        where = path_text(origin.path)
         if where and not getattr(error, "located", False) and error.args:
             error.args = (f"{where}: {error.args[0]}", *error.args[1:])
             error.located = True  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def mask_kind(mask: MaskKind | str) -> MaskKind:
     name, _, window = str(mask).lower().partition(":")
     if name in ("sliding", "sliding_window", "slidingwindow") and window.isdigit():
         return MaskKind.sliding_window(int(window))
-    if name not in MASK_KINDS:
+    if name not in MASK_KINDS or window:
         raise GraphError(f"unknown mask kind {quote(mask)}{did_you_mean(name, [*MASK_KINDS, 'sliding:N'])}")
     return MASK_KINDS[name]
 

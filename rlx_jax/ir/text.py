@@ -70,7 +70,7 @@ def _ref(graph: Graph, value: Value, mark: str) -> str:
 def summary(graph: Graph) -> str:
     """One row for each block path: what leaves it, and the weights it reads."""
     rows: dict[str, tuple[str, list[str], int]] = {}
-    _collect(graph, rows, 1)
+    _collect(graph, rows, set(), 1)
     table = [("block", "output", "parameters", "weights")]
     total = 0
     for path, (shape, weights, count) in rows.items():
@@ -84,10 +84,11 @@ def summary(graph: Graph) -> str:
     return "\n".join([*lines, f"  {total:,} parameters"])
 
 
-def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], iterations: int) -> None:
+def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], counted: set[Param], iterations: int) -> None:
+    """A weight that two blocks share is named by both and counted once."""
     for node in graph.nodes:
         for region in node.op.regions():
-            _collect(region, rows, node.op.iterations())
+            _collect(region, rows, counted, node.op.iterations())
         if isinstance(node.op, Leaf) or node.op.regions():
             continue
         path = path_text(node.origin.path) or node.op.name()
@@ -96,7 +97,8 @@ def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], iteratio
             op = graph.nodes[value.node].op
             if isinstance(op, Param) and (name := leaf_name(Stack(op.programs))) not in weights:
                 weights = [*weights, name]
-                count += op.type.size * len(op.programs)
+                count += 0 if op in counted else op.type.size * len(op.programs)
+                counted.add(op)
         times = f" × {iterations}" if iterations > 1 else ""
         rows[path] = (f"{_types(node.types)}{times}", weights, count)
 

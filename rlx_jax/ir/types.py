@@ -64,6 +64,8 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise DTypeError(f"{quote(dtype)} is not a dtype") from error
+    if found.name not in _SHORT:
+        raise DTypeError(f"dtype {quote(found)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
     return found
 
 

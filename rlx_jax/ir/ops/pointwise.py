@@ -193,7 +193,10 @@ class JaxFn(Mir):
     label: str = ""
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        closed = jax.make_jaxpr(self.fn)(*(t.spec for t in operands))
+        closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
+        flat = out if isinstance(out, tuple | list) else (out,)
+        if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
+            raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
         captured = sum(captured_bytes(closed))
         if captured > MAX_CAPTURED:
             raise GraphError(
