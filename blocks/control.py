@@ -57,8 +57,8 @@ class Repeat:
     name: str = "layers"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        if self.count < 0:
-            raise GraphError(f"{emit.path}: Repeat of {self.count} layers")
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
+            raise GraphError(f"{emit.path}: Repeat of {self.count!r} layers; expected a whole number")
         nested = emit.repeating
         emit.repeating = True
         bounds = [len(emit.builder.nodes)]

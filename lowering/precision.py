@@ -11,13 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.ir import hir
 from rlx_jax.ir.graph import (
+    BodyInput,
     Builder,
     Constant,
     Graph,
     Input,
+    Leaf,
     Node,
+    Op,
     Param,
+    Rewrite,
     TypeCache,
     Value,
     constant,
@@ -26,33 +31,79 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.contract import BatchMatMul, FusedMatMulBiasAct, MatMul
-from rlx_jax.ir.ops.pointwise import CastTo
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
+from rlx_jax.ir.ops.shaping import Concat, Narrow, Reduce, Reshape, Slice, Softmax, Transpose
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.types import is_float
 
 F32 = np.dtype(np.float32)
-PRODUCTS = (MatMul, BatchMatMul, FusedMatMulBiasAct, AttentionOp)
+ELEMENTWISE = (Binary, Compare, Where, Unary, Concat, JaxFn, Reduce, Softmax, Reshape, Slice, Transpose, Narrow)
+FREE = (hir.Rope, hir.RopeAngles, hir.RopeRows, hir.Positions)
+"""Blocks that take f32 tables beside other operands, or make them."""
+PRODUCTS = (MatMul, BatchMatMul, FusedMatMulBiasAct, AttentionOp, JaxFn)
 
 
 def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
-    """The program computing in `dtype`; integers and bools are left alone."""
+    """The program computing in `dtype`; integers and bools are left alone.
+
+    Some values stay f32 whatever the dtype: logits, rotary tables, masks. Where one of them meets another value,
+    elementwise ops and JAX functions run in f32 and return to `dtype`; all other ops take their operands in `dtype`.
+    Constants and parameters follow what they meet.
+    """
     if dtype == F32:
         return graph
 
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        op = node.op
-        if isinstance(op, Param) and is_float(op.type.dtype):
-            programs = tuple(cast(p, dtype) for p in op.programs)
-            return (b.leaf(Param(programs, type=op.type.with_dtype(dtype))),)
-        if isinstance(op, Constant) and is_float(op.type.dtype):
-            return (b.leaf(constant(op.array, dtype)),)
-        if isinstance(op, Input) and is_float(op.type.dtype):
-            return b.add(CastTo(dtype), b.leaf(op))
-        if isinstance(op, CastTo) and op.dtype == F32:  # written while everything floating was f32
-            return b.add(CastTo(dtype), *inputs)
-        return None
+    def enter(old: Graph) -> Rewrite:
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if isinstance(node.op, Leaf):
+                return _leaf(b, node.op, dtype)
+            if node.op.regions() or isinstance(node.op, FREE):
+                return None
+            if isinstance(node.op, CastTo | FullLike) and node.op.dtype == F32:
+                return b.add(replace(node.op, dtype=dtype), *inputs)  # written while everything floating was f32
+            return _agree(b, node.op, inputs, [old.nodes[v.node].op for v in node.inputs], dtype)
 
-    return _outputs_in_f32(rewrite(graph, everywhere(fn), types, "precision"), types)
+        return fn
+
+    return _outputs_in_f32(rewrite(graph, enter, types, "precision"), types)
+
+
+def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:
+    """A floating parameter, constant or input in `dtype`."""
+    if not is_float(op.type.dtype) or isinstance(op, BodyInput):
+        return None
+    if isinstance(op, Param):
+        return (b.leaf(Param(tuple(cast(p, dtype) for p in op.programs), type=op.type.with_dtype(dtype))),)
+    if isinstance(op, Constant):
+        return (b.leaf(constant(op.array, dtype)),)
+    return b.add(CastTo(dtype), b.leaf(op)) if isinstance(op, Input) else None
+
+
+def _agree(
+    b: Builder, op: Op, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]
+) -> tuple[Value, ...] | None:
+    """Bring floating operands to one dtype."""
+    floats = [is_float(b.type(v).dtype) for v in inputs]
+    computed = {b.type(v).dtype for v, f, o in zip(inputs, floats, before, strict=True) if f and not _follows(o)}
+    wide = isinstance(op, ELEMENTWISE) and F32 in computed
+    target = F32 if wide else dtype
+    operands = [_cast(b, v, o, target) if f else v for v, f, o in zip(inputs, floats, before, strict=True)]
+    results = b.add(op, *operands)
+    if isinstance(op, ELEMENTWISE) and computed != {F32}:  # a JAX function may cast to f32 by itself
+        return tuple(b(CastTo(dtype), r) if b.type(r).dtype == F32 else r for r in results)
+    return results
+
+
+def _follows(op: Op) -> bool:
+    return isinstance(op, Constant | Param)
+
+
+def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
+    if b.type(value).dtype == dtype:
+        return value
+    if isinstance(before, Constant):
+        return b.leaf(constant(before.array, dtype))
+    return b(CastTo(dtype), value)
 
 
 def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:

@@ -33,6 +33,7 @@ from rlx_jax.lowering.layout import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.merge import merge_linears
 from rlx_jax.lowering.passes import PASSES
+from rlx_jax.lowering.passes.dce import dce
 from rlx_jax.lowering.plan import Lir, Plan
 from rlx_jax.lowering.precision import compute_in, pin_matmul
 from rlx_jax.lowering.specialise import specialise
@@ -135,7 +136,8 @@ def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: 
     hir = verify(expand_composites(built.hir, types), "hir", "expand", types)
     hir = verify(compute_in(hir, settings.compute, types), "hir", "precision", types)
     if settings.merge:
-        hir = verify(merge_linears(hir, types), "hir", "merge_linears", types)
+        # Without dce the unmerged weights would stay in the graph, and so in the layout.
+        hir = verify(dce(merge_linears(hir, types), types), "hir", "merge_linears", types)
     return verify(derive(hir, program, types, last_only), "hir", program, types)
 
 

@@ -45,6 +45,11 @@ def w(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 
+def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
+    """`rlx.compile`, untyped: `params` may be None to a type checker."""
+    return rlx.compile(flow, weights, **options)
+
+
 def x_flow() -> rlx.ModelFlow:
     """A flow over `x` `[batch, seq, 8]`."""
     return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
@@ -57,7 +62,7 @@ def ids_flow() -> rlx.ModelFlow:
 
 def run(flow: rlx.ModelFlow, *inputs: Any, weights: dict[str, np.ndarray] | None = None, **named: Any) -> Any:
     """Compile and call."""
-    return rlx.compile(flow, weights or {})(*inputs, **named)
+    return compiled(flow, weights or {})(*inputs, **named)
 
 
 def close(got: Any, want: np.ndarray, tolerance: float = 3e-6) -> None:
@@ -152,7 +157,7 @@ def test_norms() -> None:
 def test_zero_beta_is_accepted_and_is_no_parameter() -> None:
     """Norms need none; where an older flow declares it, the numbers are the same."""
     g = w(H)
-    model = rlx.compile(x_flow().zero_beta(H).zero_beta_named("zero_beta.head", 4).rms_norm("g"), {"g": g})
+    model = compiled(x_flow().zero_beta(H).zero_beta_named("zero_beta.head", 4).rms_norm("g"), {"g": g})
     close(model(X), rms(X, g))
     assert set(model.params) == {"g"}
 
@@ -201,15 +206,19 @@ def test_gelu_ffn() -> None:
     close(run(x_flow().gelu_ffn("p"), X, weights=weights), gelu(X @ i.T + bi) @ o.T + bo)
     h = X @ i.T + bi
     tanh = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    stage = blocks.GeluFfn(*weights, approx_gelu=True)
+    iw, ib, ow, ob = weights
+    stage = blocks.GeluFfn(iw, ib, ow, ob, approx_gelu=True)
     close(run(x_flow().stage(stage), X, weights=weights), tanh @ o.T + bo)
 
 
 @pytest.mark.parametrize(("scale", "softcap", "bias"), [(None, None, False), (0.3, 2.0, True)])
 def test_self_attn_prefill(scale: float | None, softcap: float | None, bias: bool) -> None:
     """Rotary, causal, grouped; the context is packed `[B,S,N·D]`, without the output projection."""
-    weights = {f"l.self_attn.{n}_proj.weight": w(d, H, seed=i) for i, (n, d) in enumerate(zip("qkv", (24, 12, 12)))}
-    biases = {f"l.self_attn.{n}_proj.bias": w(d, seed=i) for i, (n, d) in enumerate(zip("qkv", (24, 12, 12)))}
+    weights = {
+        f"l.self_attn.{n}_proj.weight": w(d, H, seed=i)
+        for i, (n, d) in enumerate(zip("qkv", (24, 12, 12), strict=True))
+    }
+    biases = {key.replace("weight", "bias"): w(len(a), seed=i) for i, (key, a) in enumerate(weights.items())}
     weights |= biases if bias else {}
     spec = SelfAttnPrefillSpec.hf_layer("l", 4, 6, 2, bias=bias)
     spec = SelfAttnPrefillSpec(**{**vars(spec), "score_scale": scale, "attn_logit_softcap": softcap})
@@ -256,7 +265,7 @@ def test_rope_tables_read_position_ids_where_declared() -> None:
     spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
     flow = ids_flow().input("position_ids", ("batch", "seq"), dtype="int32", default="positions").embed("e")
     weights = qkv() | {"e": w(V, H)}
-    model = rlx.compile(flow.rope_tables(RopeTables.theta(4)).self_attn_prefill(spec), weights)
+    model = compiled(flow.rope_tables(RopeTables.theta(4)).self_attn_prefill(spec), weights)
     plain, at = np.asarray(model(IDS)), np.tile(np.arange(S, dtype=np.int32), (B, 1))
     close(model(IDS, position_ids=at), plain)
     # Rotary attention sees differences of positions only, so a shift changes nothing, and a stretch does.
@@ -318,10 +327,10 @@ def test_bert_encoder_layer() -> None:
     weights, keep = bert_weights(), np.array([[1, 1, 0], [1, 1, 1]], np.int32)
     flow = x_flow().input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
     layer = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", H, 2)
-    model = rlx.compile(flow.bert_encoder_layer(layer), weights)
+    model = compiled(flow.bert_encoder_layer(layer), weights)
     close(model(X), bert_layer(weights, X, None, 2), 1e-5)
     close(model(X, attention_mask=keep), bert_layer(weights, X, keep, 2), 1e-5)
-    repeated = rlx.compile(flow.repeat_bert_layers(1, "", "bert", H, 2), weights)
+    repeated = compiled(flow.repeat_bert_layers(1, "", "bert", H, 2), weights)
     close(repeated(X, attention_mask=keep), bert_layer(weights, X, keep, 2), 1e-5)
     with pytest.raises(UnboundInputError, match="attention_mask"):
         x_flow().bert_encoder_layer(layer).build(weights)
@@ -383,7 +392,7 @@ def test_named_sequence_repeat_and_layer_stack() -> None:
         .patch(lambda f: f.linear("w2")),
     }  # fmt: skip
     for flow in flows.values():
-        close(rlx.compile(flow, weights)(X), want)
+        close(compiled(flow, weights)(X), want)
     text = flows["layer"].build(weights)
     assert {"a.w0", "a.w1", "w2"} <= {path_text(n.origin.path) for _, n in text.hir.walk()}
     rolled = {path_text(n.origin.path) for _, n in flows["repeat"].build(weights).hir.walk()}
@@ -488,7 +497,7 @@ def test_the_flow_of_the_documentation_runs_as_written() -> None:
         .repeat_layers(n, lambda i: blocks.llama_prefill_layer_fused(i, spec)).final_norm(1e-5)
         .lm_head(vocab, hidden, tied=True).build(weights)
     )  # fmt: skip
-    model = rlx.compile(built)
+    model = compiled(built)
     close(model(IDS), llama_reference(weights, IDS, n), 1e-5)
     assert built.output_names == ("logits",)
     assert set(model.params) == set(weights)  # the tied embedding is stored once, under its key
@@ -503,7 +512,7 @@ def test_profiles_of_a_flow(profile: str) -> None:
     assert flow.profile is not None
     close(run(flow, X, weights={"w": w(F, H)}), X @ w(F, H).T)
     other = rlx.CompileProfile().replace(fusion={"policy": "fusable"})
-    assert "fusion=fusable" in rlx.compile(flow, {"w": w(F, H)}, profile=other).text("hir")
+    assert "fusion=fusable" in compiled(flow, {"w": w(F, H)}, profile=other).text("hir")
 
 
 def test_recipes_and_functions_are_flows() -> None:
@@ -518,14 +527,14 @@ def test_recipes_and_functions_are_flows() -> None:
 
     want = X @ w(F, H).T
     for flow in (Recipe(), Recipe().assemble, lambda: x_flow().linear("w"), rlx.ModelFlow.from_recipe(Recipe())):
-        close(rlx.compile(flow, {"w": w(F, H)})(X), want)
+        close(compiled(flow, {"w": w(F, H)})(X), want)
     with pytest.raises(rlx.RlxError, match="ModelFlow"):
-        rlx.compile(3)
+        compiled(3)
 
 
 def test_a_flow_without_parameters_needs_no_weights() -> None:
     """There is nothing to give."""
-    model = rlx.compile(x_flow().custom(lambda emit, x: emit.tanh(x)))
+    model = compiled(x_flow().custom(lambda emit, x: emit.tanh(x)))
     close(model(X), np.tanh(X))
 
 
@@ -626,7 +635,7 @@ def operator_results() -> dict[str, Any]:
                 failed[name] = error
         return x
 
-    model = rlx.compile(x_flow().custom(all_of), CUSTOM_WEIGHTS, strict=False)
+    model = compiled(x_flow().custom(all_of), CUSTOM_WEIGHTS, strict=False)
     got = model(X)
     return {name: failed.get(name, got.get(f"o{i}")) for i, name in enumerate(OPERATORS)}
 
@@ -733,7 +742,7 @@ def test_two_axes_cannot_come_back_from_one() -> None:
 def test_values_of_another_flow_are_refused() -> None:
     """A value kept from an earlier build means nothing in this one."""
     kept: list[Any] = []
-    x_flow().custom(lambda e, x: (kept.append(x), x)[1]).build()
+    x_flow().custom(lambda e, x: [kept.append(x), x][1]).build()
     with pytest.raises(GraphError, match="another flow"):
         x_flow().custom(lambda e, x: x + kept[0]).build()
 
@@ -761,7 +770,8 @@ def test_a_stage_that_does_not_fit_names_its_block_path(stage: Any) -> None:
         blocks.GeluFfn("w", "w", "w", "w"), blocks.LmHead.separate("w", V, H), blocks.Embed("w"),
         blocks.SelfAttnPrefill(SelfAttnPrefillSpec("w", "w", "w", 2, 4, 2)), blocks.ResidualSave(),
         blocks.ResidualAdd(), blocks.ClsTokenPool(), blocks.GatherLastToken.static_last(), RopeTables.theta(4),
-        blocks.GatherFromInput("x", "w"), blocks.GatherAdd("x", "w"), blocks.LlamaDecoder.layer(0, LlamaDecoderSpec(2, 4, 2)),
+        blocks.GatherFromInput("x", "w"), blocks.GatherAdd("x", "w"),
+        blocks.LlamaDecoder.layer(0, LlamaDecoderSpec(2, 4, 2)),
         blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf("w", H, 2)), blocks.AttnMask.ones(),
     ],
     ids=lambda s: type(s).__name__,
@@ -795,7 +805,7 @@ def test_a_weight_of_another_shape() -> None:
 
 def test_shapes_may_stand_on_the_stages() -> None:
     """Then a flow compiles without weights."""
-    model = rlx.compile(x_flow().linear("w", bias="b", shape=(F, H)))
+    model = compiled(x_flow().linear("w", bias="b", shape=(F, H)))
     assert model.params is None
     params = model.init(jax.random.key(0))
     close(model.apply(params, X), X @ np.asarray(params["w"]).T + np.asarray(params["b"]), 1e-5)
@@ -806,14 +816,14 @@ def test_unread_weights() -> None:
     weights = {"w": w(F, H), "extra.a": w(2), "extra.b": w(2)}
     flow = x_flow().linear("w")
     with pytest.raises(UnexpectedWeightError, match=r"2 weights.*extra\.a.*extra\.b"):
-        rlx.compile(flow, weights)
+        compiled(flow, weights)
     want = X @ weights["w"].T
     with pytest.warns(RlxWarning, match=r"extra\.a"):
-        close(rlx.compile(flow, weights, strict=False)(X), want)
-    close(rlx.compile(flow.with_weights(weights, leave=["extra."]))(X), want)
-    close(rlx.compile(flow.with_weights(weights, leave=["extra.a", "extra.b"]))(X), want)
+        close(compiled(flow, weights, strict=False)(X), want)
+    close(compiled(flow.with_weights(weights, leave=["extra."]))(X), want)
+    close(compiled(flow.with_weights(weights, leave=["extra.a", "extra.b"]))(X), want)
     with pytest.raises(UnexpectedWeightError, match=r"extra\.b"):
-        rlx.compile(flow.with_weights(weights, leave=["extra.a"]))
+        compiled(flow.with_weights(weights, leave=["extra.a"]))
 
 
 def test_declaring_inputs() -> None:
@@ -865,7 +875,7 @@ def test_an_absent_optional_input_is_a_smaller_program() -> None:
         return x if scale is None else x * scale
 
     flow = x_flow().input("scale", ("batch", 1, 1), default=None)
-    model = rlx.compile(flow.custom(scaled), {})
+    model = compiled(flow.custom(scaled), {})
     close(model(X), X)
     scale = np.array([[[2.0]], [[3.0]]], np.float32)
     close(model(X, scale), X * scale)
@@ -873,10 +883,10 @@ def test_an_absent_optional_input_is_a_smaller_program() -> None:
     close(model(X, None), X)
     assert " mul" not in model.text("lir", X) and " mul" in model.text("lir", X, scale)
     with pytest.raises(UnboundInputError, match="optional"):
-        rlx.compile(flow.custom(lambda e, x: x * e.flow_input("scale")), {})
+        compiled(flow.custom(lambda e, x: x * e.flow_input("scale")), {})
     table = w(2, H)
     kinds = x_flow().input("like", ("batch", "seq"), "int32").input("kinds", ("batch", "seq"), "int32", default=1)
-    both = rlx.compile(kinds.gather_add("kinds", "t"), {"t": table})
+    both = compiled(kinds.gather_add("kinds", "t"), {"t": table})
     zeros = np.zeros((B, S), np.int32)
     close(both(X, zeros), X + table[1])
     close(both(X, zeros, zeros), X + table[0])
@@ -891,7 +901,7 @@ def test_constants_belong_to_the_program() -> None:
         x_flow().custom_named("s", lambda e, x: e.jax(lambda t: t + big.sum(), x)).build()
     spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
     flow = x_flow().zero_beta(H).rope_tables(RopeTables.theta(4)).attn_mask_ones().self_attn_prefill(spec)
-    model = rlx.compile(flow.custom(lambda e, x: x + e.constant(np.ones(8))), qkv())
+    model = compiled(flow.custom(lambda e, x: x + e.constant(np.ones(8))), qkv())
     assert set(model.params) == set(qkv())
     assert set(jax.grad(lambda p: model.apply(p, X).sum())(model.params)) == set(qkv())
 
@@ -900,7 +910,7 @@ def test_a_weight_used_twice_is_stored_once() -> None:
     """Plain and transposed, in two layers, as embedding and head."""
     square = w(H, H)
     flow = x_flow().linear("w").linear("w", transpose=False).custom(lambda e, x: x @ e.load_param("w", transpose=True))
-    model = rlx.compile(flow, {"w": square})
+    model = compiled(flow, {"w": square})
     close(model(X), X @ square.T @ square @ square.T, 1e-5)
     assert list(model.params) == ["w"]
     assert model.report().parameter_bytes == square.nbytes
@@ -959,7 +969,7 @@ def test_build_and_lowering_read_no_data() -> None:
     for program in ("forward", "prefill", "extend"):
         compiler.template(program)
     assert source.reads == [] and source.specs > 0
-    model = rlx.compile(flow, source)
+    model = compiled(flow, source)
     assert sorted(source.reads) == sorted(source.arrays)
     model(IDS)
     model.lower(IDS[:1])
@@ -974,7 +984,7 @@ def test_shapes_alone_compile_and_lower() -> None:
         ids_flow().token_embed().repeat_layers(2, lambda i: blocks.llama_prefill_layer_fused(i, spec))
         .final_norm().lm_head(V, H, tied=True)
     )  # fmt: skip
-    model = rlx.compile(flow, specs)
+    model = compiled(flow, specs)
     assert model.params is None
     assert model.lower(jax.ShapeDtypeStruct((B, S), np.int32)).compile() is not None
     with pytest.raises(MissingWeightError, match=r"weights=.*init"):

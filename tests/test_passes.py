@@ -45,6 +45,11 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
+    """`rlx.compile`, untyped: `params` may be None to a type checker."""
+    return rlx.compile(flow, weights, **options)
+
+
 def profile(**tables: Any) -> rlx.CompileProfile:
     """The default profile with other settings."""
     return rlx.CompileProfile().replace(**tables)
@@ -147,7 +152,7 @@ def outputs(flow: rlx.ModelFlow, tables: Any, inputs: Any = X, weights: Any = No
     """All outputs of the flow, compiled with these settings."""
     weights = WEIGHTS if weights is None else weights
     used = {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}
-    out = rlx.compile(flow, used, profile=profile(**tables))(inputs)
+    out = compiled(flow, used, profile=profile(**tables))(inputs)
     return {k: np.asarray(v) for k, v in (out if isinstance(out, dict) else {"output": out}).items()}
 
 
@@ -257,7 +262,7 @@ def test_merging_makes_one_product_of_three() -> None:
     assert sum("matmul" in t for t in ops(mir_of(x_flow().custom(stage), WEIGHTS, backend=merged))) == 1
     assert sum("matmul" in t for t in ops(mir_of(x_flow().custom(stage), WEIGHTS))) == 3
     used = {k: WEIGHTS[k] for k in ("w", "v", "u")}
-    model = rlx.compile(x_flow().custom(stage), used, profile=profile(backend=merged))
+    model = compiled(x_flow().custom(stage), used, profile=profile(backend=merged))
     assert len(model.params) == 1 and next(iter(model.params.values())).shape == (3 * H, H)
     for key, value in model.weights().items():
         np.testing.assert_array_equal(value, used[key])
@@ -286,7 +291,7 @@ def test_the_direct_policy_takes_better_rules() -> None:
 
 def test_types_of_leaves_flow_through_specialise() -> None:
     """The LIR has numbers where the template has symbols."""
-    model = rlx.compile(x_flow().linear("w"), {"w": WEIGHTS["w"]})
+    model = compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]})
     assert "f32[batch,seq,8]" in model.text("mir")
     text = model.text("lir", X)
     assert "f32[2,3,8]" in text and "batch" not in text
@@ -458,7 +463,7 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as m:
             m.setitem(PASSES, name, bad)
             with pytest.raises(GraphError, match=f"mir graph.*wrong after {name}"):
-                rlx.compile(x_flow().linear("w"), {"w": WEIGHTS["w"]})
+                compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]})
 
 
 def test_every_node_knows_its_block() -> None:
@@ -502,8 +507,8 @@ LOW = [("bf16", ml_dtypes.bfloat16, 0.04), ("f16", np.float16, 0.005)]
 def test_low_precision_llama(name: str, dtype: Any, tolerance: float, roll: str) -> None:
     """Leaves and products have the compute dtype, logits are f32 and near."""
     flow, weights = llama_flow(), llama_weights()
-    want = rlx.compile(flow, weights)(IDS)
-    model = rlx.compile(flow, weights, profile=profile(precision={"compute": name}, layers={"roll": roll}))
+    want = compiled(flow, weights)(IDS)
+    model = compiled(flow, weights, profile=profile(precision={"compute": name}, layers={"roll": roll}))
     got = model(IDS)
     assert got.dtype == np.float32 and {a.dtype for a in model.params.values()} == {np.dtype(dtype)}
     assert 0 < relative(got, want) < tolerance
@@ -528,8 +533,8 @@ def test_low_precision_encoder_stages(name: str, dtype: Any, tolerance: float) -
     )  # fmt: skip
     weights = {k: WEIGHTS[k] for k in ("g", "b", "w", "gate", "up", "down")} | {"t": w(5, H)}
     kinds = (IDS % 5).astype(np.int32)
-    want = rlx.compile(flow, weights)(X, kinds)
-    got = rlx.compile(flow, weights, profile=profile(precision={"compute": name}))(X, kinds)
+    want = compiled(flow, weights)(X, kinds)
+    got = compiled(flow, weights, profile=profile(precision={"compute": name}))(X, kinds)
     assert {k: v.dtype for k, v in got.items()} == {"output": F32, "ids": np.int32, "half": F32}
     np.testing.assert_array_equal(got["ids"], kinds + 1)
     for key in ("output", "half"):
@@ -575,19 +580,19 @@ def test_a_custom_stage_that_works_in_f32_works_in_bf16(where: str, name: str) -
     )  # fmt: skip
     width = H if where == "before" else V
     weights = {"model.embed_tokens.weight": w(V, H)} | ({"bias": w(width)} if "weight" in name else {})
-    want = rlx.compile(flow, weights)(IDS)
-    got = rlx.compile(flow, weights, profile=profile(precision={"compute": "bf16"}))(IDS)
+    want = compiled(flow, weights)(IDS)
+    got = compiled(flow, weights, profile=profile(precision={"compute": "bf16"}))(IDS)
     assert got.dtype == np.float32 and relative(got, want) < 0.04
 
 
 def test_bf16_checkpoints_compute_in_f32_on_the_cpu() -> None:
     """`auto` widens them; the weights go back as they came."""
     weights = {k: v.astype(ml_dtypes.bfloat16) for k, v in llama_weights().items()}
-    model = rlx.compile(llama_flow(), weights)
+    model = compiled(llama_flow(), weights)
     assert {a.dtype for a in model.params.values()} == {F32}
     for key, value in model.weights().items():
         np.testing.assert_array_equal(np.asarray(value), weights[key])
-    in_bf16 = rlx.compile(llama_flow(), weights, profile=profile(precision={"compute": "bf16"}))
+    in_bf16 = compiled(llama_flow(), weights, profile=profile(precision={"compute": "bf16"}))
     assert relative(in_bf16(IDS), model(IDS)) < 0.04
 
 
@@ -595,7 +600,7 @@ def test_bf16_checkpoints_compute_in_f32_on_the_cpu() -> None:
 def test_low_precision_state(program: str) -> None:
     """The cache has the compute dtype."""
     tables = profile(precision={"compute": "bf16"})
-    model = rlx.compile(llama_flow(), llama_weights(), profile=tables, program=program)
+    model = compiled(llama_flow(), llama_weights(), profile=tables, program=program)
     state = model.init_state(B, 8)
     assert {a.dtype for a in state.leaves.values()} == {np.dtype(ml_dtypes.bfloat16)}
     out, after = model.apply(model.params, IDS, lengths=np.array([3, 2], np.int32), state=state)
@@ -626,7 +631,7 @@ def test_matmul_precision_reaches_every_dot(policy: str, roll: str, merge: bool)
         precision={"matmul": "highest"}, fusion={"policy": policy}, layers={"roll": roll},
         backend={"cpu": {"merge": merge}},
     )  # fmt: skip
-    model = rlx.compile(llama_flow(biased=True), llama_weights(biased=True), profile=tables)
+    model = compiled(llama_flow(biased=True), llama_weights(biased=True), profile=tables)
     assert precisions(model, IDS) == {HIGHEST}
 
 
@@ -634,7 +639,7 @@ def test_matmul_precision_reaches_every_dot(policy: str, roll: str, merge: bool)
 def test_matmul_precision_reaches_derived_programs(program: str) -> None:
     """Attention over a cache too."""
     tables = profile(precision={"matmul": "highest"})
-    model = rlx.compile(llama_flow(), llama_weights(), profile=tables, program=program)
+    model = compiled(llama_flow(), llama_weights(), profile=tables, program=program)
     lengths = np.array([3, 2], np.int32)
     assert precisions(model, IDS, lengths=lengths, state=model.init_state(B, 8)) == {HIGHEST}
 
@@ -644,20 +649,20 @@ def test_matmul_precision_reaches_operators(name: str) -> None:
     """`@`, `emit.linear` and the blocks."""
     flow = flow_of([[(name, 0, 0)]])
     used = {k: v for k, v in WEIGHTS.items() if k in flow.build(WEIGHTS).keys_read}
-    model = rlx.compile(flow, used, profile=profile(precision={"matmul": "highest"}))
+    model = compiled(flow, used, profile=profile(precision={"matmul": "highest"}))
     assert precisions(model, X) == {HIGHEST}
 
 
 def test_matmul_precision_reaches_jax_functions() -> None:
     """ "The precision of every matrix product" is also that of a product in `emit.jax` that names none itself."""
     flow = x_flow().custom(lambda e, x: e.jax(lambda a: jnp.einsum("bsh,bth->bst", a, a), x))
-    model = rlx.compile(flow, {}, profile=profile(precision={"matmul": "highest"}))
+    model = compiled(flow, {}, profile=profile(precision={"matmul": "highest"}))
     assert precisions(model, X) == {HIGHEST}
 
 
 def test_the_default_precision_leaves_the_choice_to_jax() -> None:
     """Nothing is pinned that was not asked for."""
-    got = precisions(rlx.compile(llama_flow(), llama_weights()), IDS)
+    got = precisions(compiled(llama_flow(), llama_weights()), IDS)
     assert got <= {None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)}
 
 
@@ -677,7 +682,7 @@ def test_merging_stores_nothing_twice(roll: str) -> None:
     weights = llama_weights(biased=True)
     for merge in (False, True):
         tables = profile(backend={"cpu": {"merge": merge}}, layers={"roll": roll})
-        model = rlx.compile(llama_flow(biased=True), weights, profile=tables)
+        model = compiled(llama_flow(biased=True), weights, profile=tables)
         stored = sum(a.nbytes for a in model.params.values())
         assert stored == sum(a.nbytes for a in weights.values()) == model.report().parameter_bytes
         assert set(model.weights()) == set(weights)

@@ -32,6 +32,11 @@ def w(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
 
 
+def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
+    """`rlx.compile`, untyped: `params` may be None to a type checker."""
+    return rlx.compile(flow, weights, **options)
+
+
 def x_flow() -> rlx.ModelFlow:
     """A flow over `x` `[batch, seq, 6]`."""
     return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
@@ -70,9 +75,9 @@ def plain(flow: rlx.ModelFlow, count: int, layer: Layer) -> rlx.ModelFlow:
 def assert_alike(count: int, layer: Layer, weights: dict[str, np.ndarray], tail: Any = lambda f: f) -> BuiltModel:
     """Rolled and unrolled, scanned, and written out: the same outputs. Returns the rolled flow, built."""
     rolled = tail(x_flow().repeat_layers(count, layer))
-    want = outputs(rlx.compile(tail(plain(x_flow(), count, layer)), weights, profile=UNROLL), X)
+    want = outputs(compiled(tail(plain(x_flow(), count, layer)), weights, profile=UNROLL), X)
     for profile in (UNROLL, SCAN):
-        got = outputs(rlx.compile(rolled, weights, profile=profile), X)
+        got = outputs(compiled(rolled, weights, profile=profile), X)
         assert list(got) == list(want)
         for name, value in want.items():
             np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{name} {profile.layers.roll}")
@@ -103,7 +108,7 @@ def test_equal_layers_are_one_node(count: int) -> None:
     assert repeat.count == count and repeat.carries == 1
     assert [p.programs for p in repeat.body.params()] and all(len(p.programs) == count for p in repeat.body.params())
     assert built.refusals == ()
-    model = rlx.compile(x_flow().repeat_layers(count, block), weights_of(count, "g", "w", "v"))
+    model = compiled(x_flow().repeat_layers(count, block), weights_of(count, "g", "w", "v"))
     assert f"repeat(count={count}" in model.text("hir") and f"repeat(count={count}" in model.text("mir")
     assert f"repeat(count={count}" in model.text("lir", X)
 
@@ -141,7 +146,7 @@ def test_a_llama_is_one_region() -> None:
 def test_scan_stacks_the_leaves_and_unroll_does_not() -> None:
     """`params` has one leaf for each weight of a layer when scanned; `weights()` the checkpoint's keys in both."""
     weights = weights_of(3, "g", "w", "v")
-    unrolled, scanned = (rlx.compile(x_flow().repeat_layers(3, block), weights, profile=p) for p in (UNROLL, SCAN))
+    unrolled, scanned = (compiled(x_flow().repeat_layers(3, block), weights, profile=p) for p in (UNROLL, SCAN))
     assert set(unrolled.params) == set(weights)
     assert len(scanned.params) == 3 and all(a.shape[0] == 3 for a in scanned.params.values())
     for model in (unrolled, scanned):
@@ -156,7 +161,7 @@ def test_scanned_programs_differentiate() -> None:
     weights = weights_of(3, "g", "w", "v")
     grads = []
     for profile in (UNROLL, SCAN):
-        model = rlx.compile(x_flow().repeat_layers(3, block), weights, profile=profile)
+        model = compiled(x_flow().repeat_layers(3, block), weights, profile=profile)
         grad = jax.grad(lambda p, model=model: (model.apply(p, X) ** 2).sum())(model.params)
         grads.append(model.weights(grad))
     for key, value in grads[0].items():
@@ -201,7 +206,7 @@ def test_none_and_one(count: int) -> None:
     layer = x_flow().repeat_layers(count, linear)
     built = layer.custom(lambda e, x: x * 1).build(weights_of(count, "w"))
     assert regions(built.hir) == [] and built.refusals == ()
-    got = rlx.compile(layer.custom(lambda e, x: x * 1), weights_of(count, "w"), profile=SCAN)(X)
+    got = compiled(layer.custom(lambda e, x: x * 1), weights_of(count, "w"), profile=SCAN)(X)
     np.testing.assert_allclose(got, X if count == 0 else X @ w(H, H, seed=0).T, atol=1e-6)
 
 
@@ -225,7 +230,7 @@ def test_a_refusal_names_layer_and_op() -> None:
     assert regions(built.hir) == []
     (refusal,) = built.refusals
     assert "layer 2" in refusal and "tanh" in refusal and "silu" in refusal
-    model = rlx.compile(x_flow().repeat_layers(3, layer), weights_of(3, "w"))
+    model = compiled(x_flow().repeat_layers(3, layer), weights_of(3, "w"))
     assert "layer 2" in str(model.report())
 
 
@@ -323,7 +328,7 @@ def test_every_hidden_state_as_an_output() -> None:
     built = assert_alike(5, layer, weights)
     assert built.output_names == ("output", "h0", "h1", "h2", "h3", "h4")
     assert [r.count for r in regions(built.hir)] == [5]
-    got = outputs(rlx.compile(x_flow().repeat_layers(5, layer), weights, profile=SCAN), X)
+    got = outputs(compiled(x_flow().repeat_layers(5, layer), weights, profile=SCAN), X)
     want = X
     for i in range(5):
         want = want @ weights[f"w{i}"].T
@@ -364,9 +369,9 @@ def test_values_from_outside_are_shared() -> None:
 
     weights = weights_of(4, "w") | {"shared": w(H)}
     flow = x_flow().custom(before)
-    want = outputs(rlx.compile(plain(flow, 4, layer), weights), X)["output"]
+    want = outputs(compiled(plain(flow, 4, layer), weights), X)["output"]
     for profile in (UNROLL, SCAN):
-        model = rlx.compile(flow.repeat_layers(4, layer), weights, profile=profile)
+        model = compiled(flow.repeat_layers(4, layer), weights, profile=profile)
         np.testing.assert_allclose(outputs(model, X)["output"], want, rtol=1e-5, atol=1e-5)
         assert "shared" in model.params
     assert [r.count for r in regions(flow.repeat_layers(4, layer).build(weights).hir)] == [4]
@@ -392,7 +397,7 @@ def test_a_residual_around_the_layers() -> None:
     flow = x_flow().residual_save().repeat_layers(3, linear).residual_add()
     want = X + X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T
     for profile in (UNROLL, SCAN):
-        np.testing.assert_allclose(rlx.compile(flow, weights, profile=profile)(X), want, atol=1e-5)
+        np.testing.assert_allclose(compiled(flow, weights, profile=profile)(X), want, atol=1e-5)
 
 
 def test_leaves_made_inside_are_read_after() -> None:
@@ -401,7 +406,7 @@ def test_leaves_made_inside_are_read_after() -> None:
     flow = x_flow().repeat_layers(3, linear).linear("w1").custom(lambda e, x: x + e.param("w2").sum())
     want = X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T @ weights["w1"].T + weights["w2"].sum()
     for profile in (UNROLL, SCAN):
-        np.testing.assert_allclose(rlx.compile(flow, weights, profile=profile)(X), want, atol=1e-5)
+        np.testing.assert_allclose(compiled(flow, weights, profile=profile)(X), want, atol=1e-5)
 
 
 def test_a_tied_layer_and_shared_weights() -> None:
@@ -410,7 +415,7 @@ def test_a_tied_layer_and_shared_weights() -> None:
     built = assert_alike(4, lambda i: Sequence([Linear("w"), Linear(f"v{i}"), Linear(f"v{i}", False)]), weights)
     assert [r.count for r in regions(built.hir)] == [4]
     for profile in (UNROLL, SCAN):
-        model = rlx.compile(x_flow().repeat_layers(4, lambda i: Linear("w")), {"w": weights["w"]}, profile=profile)
+        model = compiled(x_flow().repeat_layers(4, lambda i: Linear("w")), {"w": weights["w"]}, profile=profile)
         assert [a.shape for a in model.params.values()] == [(H, H)]
 
 
@@ -418,7 +423,7 @@ def test_two_repeats_in_a_row() -> None:
     """Each is a region of its own."""
     weights = weights_of(6, "w", "g")
     flow = x_flow().repeat_layers(3, linear).custom(lambda e, x: e.tanh(x)).repeat_layers(4, lambda i: RmsNorm(f"g{i}"))
-    model = rlx.compile(flow, {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}, profile=SCAN)
+    model = compiled(flow, {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}, profile=SCAN)
     want = np.tanh(X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T)
     for i in range(4):
         want = want / np.sqrt((want * want).mean(-1, keepdims=True) + 1e-5) * weights[f"g{i}"]
@@ -438,7 +443,7 @@ def test_nested_repeats(roll: Any) -> None:
     want = X
     for i in range(3):
         want = np.tanh(want @ weights[f"w{i}0"].T @ weights[f"w{i}1"].T)
-    np.testing.assert_allclose(rlx.compile(flow, weights, profile=roll)(X), want, atol=1e-5)
+    np.testing.assert_allclose(compiled(flow, weights, profile=roll)(X), want, atol=1e-5)
     assert regions(flow.build(weights).hir)[0].count == 3
 
 
@@ -455,7 +460,7 @@ def test_nested_repeats_whose_outer_layers_differ() -> None:
             want = want @ weights[f"w{i}{j}"].T
         want = want * (i + 2)
     for profile in (UNROLL, SCAN):
-        got = rlx.compile(x_flow().repeat_layers(2, outer), weights, profile=profile)(X)
+        got = compiled(x_flow().repeat_layers(2, outer), weights, profile=profile)(X)
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
@@ -502,7 +507,7 @@ def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: in
 
     flows = tail(x_flow().repeat_layers(count, layer)), tail(plain(x_flow(), count, layer))
     used = {k: v for k, v in weights.items() if k in flows[0].build(weights).keys_read}
-    got, want = (outputs(rlx.compile(f, used, profile=SCAN if scan and f is flows[0] else UNROLL), X) for f in flows)
+    got, want = (outputs(compiled(f, used, profile=SCAN if scan and f is flows[0] else UNROLL), X) for f in flows)
     assert list(got) == list(want)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5, err_msg=name)

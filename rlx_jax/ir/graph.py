@@ -312,7 +312,8 @@ class Builder:
     def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
         """Append a node; all of its results."""
         types = self.types.infer(op, tuple(self.type(v) for v in inputs))
-        self.nodes.append(Node(op, inputs, types, self.origin))
+        origin = self.origin if self.origin.path else replace(self.origin, path=(self.name,))
+        self.nodes.append(Node(op, inputs, types, origin))
         return tuple(Value(len(self.nodes) - 1, i) for i in range(len(types)))
 
     def __call__(self, op: Op, *inputs: Value) -> Value:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Origin, Param, TypeCache, Value
+from rlx_jax.ir.ops.pointwise import captured_arrays
 from rlx_jax.ir.types import LayerIndex, Path, TensorType
 
 
@@ -78,6 +79,7 @@ class Layer:
 
     nodes: tuple[Node, ...]
     refs: tuple[tuple[Ref, ...], ...]
+    operands: tuple[tuple[TensorType, ...], ...]
 
 
 def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> Rolled:
@@ -105,7 +107,8 @@ def _layers(graph: Graph, bounds: Sequence[int]) -> list[Layer]:
         body = [i for i in range(start, end) if not isinstance(graph.nodes[i].op, Leaf)]
         home.update({i: (number, position) for position, i in enumerate(body)})
         refs = tuple(tuple(_ref(graph, v, number, home) for v in graph.nodes[i].inputs) for i in body)
-        layers.append(Layer(tuple(graph.nodes[i] for i in body), refs))
+        operands = tuple(tuple(graph.type(v) for v in graph.nodes[i].inputs) for i in body)
+        layers.append(Layer(tuple(graph.nodes[i] for i in body), refs, operands))
     return layers
 
 
@@ -138,11 +141,10 @@ def _difference(a: Layer, b: Layer, number: int, period: int) -> str:
     """Why layer `b` (the one called `number`) is not the same program as `a`, one period before it; empty if it is."""
     if len(a.nodes) != len(b.nodes):
         return f"layer {number} has {len(b.nodes)} ops, the layer before it {len(a.nodes)}"
-    for x, y, refs_x, refs_y in zip(a.nodes, b.nodes, a.refs, b.refs, strict=True):
+    for x, y, refs_x, refs_y, operands in zip(a.nodes, b.nodes, a.refs, b.refs, b.operands, strict=True):
         where = f"layer {number}, op {y.op.text()}"
-        if x.types != y.types or not same_op(x.op, y.op, ()):
-            if not _same_call(a, x, y, refs_x):
-                return f"{where}: the layer before it has {x.op.text()}"
+        if x.types != y.types or not same_op(x.op, y.op, operands):
+            return f"{where}: the layer before it has {x.op.text()}"
         if len(refs_x) != len(refs_y):
             return f"{where}: another number of operands"
         for p, q in zip(refs_x, refs_y, strict=True):
@@ -175,19 +177,6 @@ def _same_ref(p: Ref, q: Ref) -> bool:
     return p == q
 
 
-def _same_call(layer: Layer, x: Node, y: Node, refs: tuple[Ref, ...]) -> bool:
-    """Two ops that differ only in a closure: compare what the closures compute."""
-    operands = []
-    for ref in refs:
-        if ref.kind == "leaf" and ref.op is not None:
-            operands.append(ref.op.type)
-        elif ref.kind == "local":
-            operands.append(layer.nodes[ref.at].types[ref.index])
-        else:
-            return False
-    return x.types == y.types and same_op(x.op, y.op, tuple(operands))
-
-
 def same_op(a: Op, b: Op, operands: tuple[TensorType, ...]) -> bool:
     """Equal attributes; closures are equal if their jaxprs and captured constants are."""
     if a == b:
@@ -205,16 +194,11 @@ def same_op(a: Op, b: Op, operands: tuple[TensorType, ...]) -> bool:
 
 
 def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...]) -> bool:
-    if not operands:
+    left, right = (jax.make_jaxpr(fn)(*(t.spec for t in operands)) for fn in (f, g))
+    if str(left.jaxpr) != str(right.jaxpr):
         return False
-    left = jax.make_jaxpr(f)(*(t.spec for t in operands))
-    right = jax.make_jaxpr(g)(*(t.spec for t in operands))
-    same = zip(left.consts, right.consts, strict=False)
-    return (
-        str(left.jaxpr) == str(right.jaxpr)
-        and len(left.consts) == len(right.consts)
-        and all(np.array_equal(p, q) for p, q in same)
-    )
+    pairs = list(zip(captured_arrays(left), captured_arrays(right), strict=False))
+    return all(np.array_equal(p, q) for p, q in pairs)
 
 
 # -- building the region -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.graph import BodyInput, Graph, Hir, Leaf, Mir, Node, StateRead, TypeCache
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, StateRead, TypeCache, Value
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import path_text
 
@@ -29,25 +29,35 @@ def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
     return graph
 
 
-def _problems(graph: Graph, level: str, types: TypeCache) -> Iterator[str]:
+def _exists(graph: Graph, value: Value) -> bool:
+    return 0 <= value.node < len(graph.nodes) and 0 <= value.index < len(graph.nodes[value.node].types)
+
+
+def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True) -> Iterator[str]:
     for number, node in enumerate(graph.nodes):
         where = f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'})"
-        broken = [v for v in node.inputs if not 0 <= v.node < number or v.index >= len(graph.nodes[v.node].types)]
+        broken = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
         if broken:
             yield f"{where}: refers to values that are not before it: {broken}"
             continue
+        if not node.origin.path:
+            yield f"{where}: has no block path"
         if not isinstance(node.op, LEGAL[level]):
             yield f"{where}: not legal at the {level} level"
         yield from (f"{where}: {p}" for p in _type_problems(graph, node, types))
         for region in node.op.regions():
             given = tuple(graph.type(v) for v in node.inputs)
             yield from (f"{where}: {p}" for p in _region_problems(region, given))
-            yield from (f"{where} > {p}" for p in _problems(region, level, types))
+            yield from (f"{where} > {p}" for p in _problems(region, level, types, top=False))
     yield from _state_problems(graph)
     for value in graph.roots():
-        if not 0 <= value.node < len(graph.nodes) or value.index >= len(graph.nodes[value.node].types):
+        if not _exists(graph, value):
             yield f"output {value} does not exist"
+    if len(graph.output_names) not in (0, len(graph.outputs)) or (top and not graph.output_names):
+        yield f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
     names = [i.input for i in graph.inputs]
+    read = {n.op.input for _, n in graph.walk() if isinstance(n.op, Input)} if top else set()
+    yield from (f"input {n!r} is read and not declared" for n in sorted(read - set(names)))
     yield from (f"input {n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,11 +169,11 @@ class FullLike(Mir):
 MAX_CAPTURED = 2**20  # bytes
 
 
-def captured_bytes(closed: Any) -> Iterator[int]:
-    """Sizes of the constants in a closed jaxpr; those of nested jits are not among its own `consts`."""
-    yield from (c.nbytes for c in closed.consts if hasattr(c, "nbytes"))
+def captured_arrays(closed: Any) -> Iterator[Any]:
+    """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
+    yield from (c for c in closed.consts if hasattr(c, "nbytes"))
     for inner in _inner(closed.jaxpr):
-        yield from captured_bytes(inner)
+        yield from captured_arrays(inner)
 
 
 def _inner(jaxpr: Any) -> Iterator[Any]:
@@ -191,13 +192,14 @@ class JaxFn(Mir):
 
     fn: Callable[..., Any]
     label: str = ""
+    precision: str = "default"
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
         flat = out if isinstance(out, tuple | list) else (out,)
         if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
             raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
-        captured = sum(captured_bytes(closed))
+        captured = sum(c.nbytes for c in captured_arrays(closed))
         if captured > MAX_CAPTURED:
             raise GraphError(
                 f"{self.text()} captures {captured} bytes of constants, the limit is {MAX_CAPTURED}: "
@@ -206,7 +208,9 @@ class JaxFn(Mir):
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:
-        out = self.fn(*arrays)
+        pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
+        with pinned:
+            out = self.fn(*arrays)
         return tuple(jax.tree.leaves(out)) if isinstance(out, tuple | list) else out
 
     def text(self) -> str:

@@ -1,0 +1,767 @@
+"""`rlx_jax.compile` and `CompiledModel`: calls, checks, transformations, text, parameters, other platforms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import LlamaDecoderSpec
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    MissingWeightError,
+    SequenceLengthError,
+    ShapeError,
+    TokenIdError,
+    UnboundInputError,
+    WeightShapeError,
+)
+from rlx_jax.models import bert, llama
+
+ROOT = Path(__file__).parents[1]
+H, F, V, B, S = 8, 12, 11, 2, 3
+X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
+IDS = np.random.default_rng(1).integers(0, V, (B, S)).astype(np.int32)
+Spec = jax.ShapeDtypeStruct
+
+
+def w(*shape: int, seed: int = 0) -> np.ndarray:
+    """A weight that keeps the size of what it multiplies."""
+    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
+    """`rlx.compile`, untyped: `params` may be None to a type checker."""
+    return rlx.compile(flow, weights, **options)
+
+
+def profile(**tables: Any) -> rlx.CompileProfile:
+    """The default profile with other settings."""
+    return rlx.CompileProfile().replace(**tables)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    """`y = x * scale + ids`, over a float, an optional float and an integer input."""
+
+    def body(emit: Any, x: Any) -> Any:
+        scale = emit.optional_input("scale")
+        x = x if scale is None else x * scale
+        return x + emit.flow_input("ids").astype("f32").reshape(*x.shape[:2], 1)
+
+    flow = (
+        rlx.ModelFlow("pair").input("x", ("batch", "seq", H)).input("ids", ("batch", "seq"), dtype="int32")
+        .input("scale", ("batch", 1, 1), default=None).custom(body)
+    )  # fmt: skip
+    return compiled(flow, {})
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    """An embedding of 11 rows."""
+    return compiled(rlx.ModelFlow("table").input("ids", ("batch", "seq"), dtype="int32").embed("e"), {"e": w(V, H)})
+
+
+def mlp_flow() -> rlx.ModelFlow:
+    """Two matrices with a SiLU between."""
+    return (
+        rlx.ModelFlow("mlp")
+        .input("x", ("batch", H))
+        .linear("w1")
+        .custom(lambda e, x: e.silu(x))
+        .linear("w2", bias="b2")
+    )
+
+
+MLP = {"w1": w(F, H), "w2": w(H, F), "b2": w(H)}
+
+
+def mlp(x: np.ndarray) -> np.ndarray:
+    """What it computes."""
+    h = x @ MLP["w1"].T
+    return (h / (1 + np.exp(-h))) @ MLP["w2"].T + MLP["b2"]
+
+
+# -- calling -----------------------------------------------------------------------------------
+
+WANT = X + IDS[..., None]
+
+
+def test_inputs_by_position_and_by_name(pair: Any) -> None:
+    """In any mix; None is an absent optional input."""
+    scale = np.array([[[2.0]], [[3.0]]], np.float32)
+    for got in (pair(X, IDS), pair(X, ids=IDS), pair(x=X, ids=IDS), pair(ids=IDS, x=X), pair(X, IDS, None)):
+        np.testing.assert_allclose(got, WANT, rtol=1e-6)
+        assert isinstance(got, jax.Array) and got.dtype == np.float32
+    for got in (pair(X, IDS, scale), pair(X, IDS, scale=scale), pair(scale=scale, ids=IDS, x=X)):
+        np.testing.assert_allclose(got, X * scale + IDS[..., None], rtol=1e-6)
+
+
+WRONG_NAMES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "unknown": (lambda m: m(X, IDS, foo=1), "'foo'.*'x', 'ids', 'scale'"),
+    "close": (lambda m: m(X, idss=IDS), "'idss'.*did you mean 'ids'"),
+    "missing": (lambda m: m(X), "'ids' is not given"),
+    "all missing": (lambda m: m(), "'x', 'ids'"),
+    "required as none": (lambda m: m(X, None), "'ids'"),
+    "twice": (lambda m: m(X, IDS, x=X), "'x'.*by position and by name"),
+    "too many": (lambda m: m(X, IDS, None, X), "takes 3 inputs"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NAMES)
+@pytest.mark.parametrize("how", ["call", "apply", "lower"])
+def test_wrong_names_are_named(name: str, how: str, pair: Any) -> None:
+    """With a suggestion, in every way to call."""
+    call, says = WRONG_NAMES[name]
+    target = {"call": pair, "apply": lambda *a, **k: pair.apply({}, *a, **k), "lower": pair.lower}[how]
+    with pytest.raises(UnboundInputError, match=f"pair.*{says}"):
+        call(target)
+
+
+GOOD: dict[str, Any] = {
+    "float64": X.astype(np.float64),
+    "list": X.tolist(),
+    "tuple": tuple(map(tuple, X.tolist())),
+    "big endian": X.astype(">f4"),
+    "big endian float64": X.astype(">f8"),
+    "fortran order": np.asfortranarray(X),
+    "not contiguous": np.repeat(X, 2, -1)[..., ::2],
+    "negative stride": X[:, :, ::-1][:, :, ::-1],
+    "unaligned": np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(X.shape),
+    "jax array": jnp.asarray(X),
+    "memoryview": memoryview(X),  # type: ignore[arg-type]
+    "matrix": np.ma.asarray(X).data,
+}
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    """A copy that may not be written."""
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize("name", [*GOOD, "read only"])
+def test_arrays_of_every_layout(name: str, pair: Any) -> None:
+    """Give the same numbers, and are left as they were."""
+    x = read_only(X) if name == "read only" else GOOD[name]
+    before = np.array(x, np.float64)
+    np.testing.assert_allclose(pair(x, IDS), WANT, rtol=1e-6)
+    np.testing.assert_array_equal(np.array(x, np.float64), before)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint64", ">i4", ">i8"])
+def test_integers_narrow_after_a_range_check(dtype: str, pair: Any) -> None:
+    """int64 is NumPy's own default, so it is taken where the values fit."""
+    np.testing.assert_allclose(pair(X, IDS.astype(dtype)), WANT, rtol=1e-6)
+
+
+BAD: dict[str, tuple[Any, Any, Any]] = {
+    "int64 over int32": (X, IDS.astype(np.int64) + 2**31, DTypeError),
+    "int64 under int32": (X, IDS.astype(np.int64) - 2**31 - V, DTypeError),
+    "uint64 over int32": (X, IDS.astype(np.uint64) + 2**63, DTypeError),
+    "huge ints": (X, [[2**70] * S] * B, rlx.RlxError),
+    "float ids": (X, IDS.astype(np.float32), DTypeError),
+    "bool ids": (X, IDS > 3, DTypeError),
+    "int for float": (IDS[..., None].repeat(H, -1), IDS, DTypeError),
+    "float16": (X.astype(np.float16), IDS, DTypeError),
+    "bfloat16": (X.astype(ml_dtypes.bfloat16), IDS, DTypeError),
+    "complex": (X.astype(np.complex64), IDS, DTypeError),
+    "strings": (X.astype(str), IDS, DTypeError),
+    "objects": (X.astype(object), IDS, DTypeError),
+    "None inside": ([[None]], IDS, rlx.RlxError),
+    "ragged": ([[[1.0]], [[1.0], [2.0]]], IDS, ShapeError),
+    "a dict": ({"a": 1}, IDS, rlx.RlxError),
+    "dates": (X.astype("datetime64[s]"), IDS, DTypeError),
+    "records": (np.zeros((B, S, H), [("a", "f4")]), IDS, DTypeError),
+    "jax float16": (jnp.asarray(X, jnp.float16), IDS, DTypeError),
+    "jax ints for floats": (jnp.zeros((B, S, H), jnp.int32), IDS, DTypeError),
+    "rank 2": (X[0], IDS, ShapeError),
+    "rank 4": (X[None], IDS, ShapeError),
+    "a number": (3.0, IDS, ShapeError),
+    "width": (X[..., :-1], IDS, ShapeError),
+    "batch differs": (X, IDS[:1], ShapeError),
+    "seq differs": (X, IDS[:, :1], ShapeError),
+    "no rows": (X[:0], IDS[:0], ShapeError),
+    "no positions": (X[:, :0], IDS[:, :0], ShapeError),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_inputs_that_do_not_fit_are_named(name: str, pair: Any) -> None:
+    """The message names the input, and both sides of what differs."""
+    x, ids, error = BAD[name]
+    with pytest.raises(error, match=r"\b(x|ids|seq|batch)\b"):
+        pair(x, ids)
+
+
+def test_disagreeing_inputs_are_both_named(pair: Any) -> None:
+    """The dimension, both sizes, both inputs."""
+    with pytest.raises(ShapeError, match=r"seq is 3 in x and 2 in ids"):
+        pair(X, IDS[:, :2])
+
+
+def test_one_output_is_an_array_and_several_are_a_dict() -> None:
+    """By name, the primary one first."""
+
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("twice", x * 2)
+        return x + 1
+
+    got = compiled(rlx.ModelFlow("m").input("x", ("n",)).custom(side).output("main"), {})(np.ones(3, np.float32))
+    assert {k: v.tolist() for k, v in got.items()} == {"main": [2.0] * 3, "twice": [2.0] * 3}
+    assert list(got) == ["main", "twice"]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64", "uint32", "float16", "bfloat16", "bool"])
+def test_inputs_of_every_dtype(dtype: str) -> None:
+    """64-bit inputs are 32-bit ones in JAX: values that fit are taken, others refused."""
+    flow = rlx.ModelFlow("m").input("a", ("n",), dtype=dtype).custom(lambda e, x: x.astype("f32") + 1)
+    model = compiled(flow, {})
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    np.testing.assert_array_equal(model(np.array([0, 1, 1]).astype(kind)), [1.0, 2.0, 2.0])
+    if dtype == "int64":
+        with pytest.raises(DTypeError):
+            model(np.array([2**40]))
+
+
+# -- ids ---------------------------------------------------------------------------------------
+
+BAD_IDS: dict[str, Any] = {
+    "-1": -1, "V": V, "2**31": 2**31, "2**32": 2**32, "2**63": np.uint64(2**63), "-2**63": -(2**63), "far": 10**6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_ids_out_of_range(name: str, table: Any) -> None:
+    """The id, where it stands, and the range; before any cast."""
+    ids = IDS.astype(np.uint64 if name == "2**63" else np.int64)
+    ids[1, 2] = BAD_IDS[name]
+    with pytest.raises(TokenIdError, match=rf"ids.*{BAD_IDS[name]}.*1, 2.*\[0, {V}\)"):
+        table(ids)
+
+
+@pytest.mark.parametrize(
+    "ids", [IDS.astype(np.float32), IDS.astype(np.float64), IDS.tolist()[0][0] + 0.5, IDS > 2, [[1.0]]]
+)
+def test_ids_are_integers(ids: Any, table: Any) -> None:
+    """Floats and bools are not ids."""
+    with pytest.raises(TokenIdError, match="integers"):
+        table(ids)
+
+
+def test_ids_at_the_ends_are_fine(table: Any) -> None:
+    """0 and V − 1, of any integer dtype."""
+    for dtype in (np.uint8, np.int64, np.uint64):
+        np.testing.assert_array_equal(table(np.array([[0, V - 1]], dtype)), w(V, H)[[[0, V - 1]]])
+
+
+def bert_model() -> Any:
+    """A tiny BERT with random parameters."""
+    config = bert.BertConfig(V, H, F, 2, 2, max_position_embeddings=5, type_vocab_size=2)
+    model = compiled(bert.BertFlow(config), bert.weight_specs(config))
+    return model.replace(params=model.init(jax.random.key(0)))
+
+
+def test_every_table_is_checked() -> None:
+    """Those of optional inputs too, whichever call came first; and the length of a position table."""
+    model = bert_model()
+    model(IDS)
+    kinds, positions = np.zeros_like(IDS), np.full_like(IDS, 4)
+    kinds[1, 1], positions[1, 1] = 2, 5
+    with pytest.raises(TokenIdError, match=r"token_type_ids.*2.*1, 1"):
+        model(IDS, token_type_ids=kinds)
+    with pytest.raises(TokenIdError, match=r"position_ids.*5.*1, 1"):
+        model(IDS, position_ids=positions)
+    with pytest.raises(TokenIdError, match="input_ids"):
+        model(IDS - V, attention_mask=np.ones_like(IDS))
+    with pytest.raises(SequenceLengthError, match="6.*5"):
+        model(np.zeros((1, 6), np.int32))
+    model(np.zeros((1, 5), np.int32), position_ids=np.full((1, 5), 4, np.int32))
+
+
+def test_a_table_behind_a_reshape_is_checked() -> None:
+    """Ids are found through casts and reshapes."""
+
+    def flat(emit: Any, x: Any) -> Any:
+        return blocks.Embed("e").emit(emit, x.reshape(-1))
+
+    model = compiled(rlx.ModelFlow("m").input("ids", ("batch", "seq"), dtype="int32").custom(flat), {"e": w(V, H)})
+    with pytest.raises(TokenIdError, match="ids"):
+        model(IDS + V)
+    model = compiled(
+        rlx.ModelFlow("m").input("ids", ("batch", "seq"), dtype="uint8").custom(
+            lambda e, x: blocks.Embed("e").emit(e, x.astype("i32"))
+        ), {"e": w(V, H)},
+    )  # fmt: skip
+    with pytest.raises(TokenIdError, match="ids"):
+        model((IDS + V).astype(np.uint8))
+
+
+# -- transformations ---------------------------------------------------------------------------
+
+
+def test_apply_is_pure_and_goes_through_jit() -> None:
+    """Alone, inside a jit, and with other parameters."""
+    model = compiled(mlp_flow(), MLP)
+    x = X[0]
+    np.testing.assert_allclose(model(x), mlp(x), rtol=1e-5, atol=1e-6)
+    for fn in (model.apply, jax.jit(model.apply), jax.jit(lambda p, x: model.apply(p, x=x))):
+        np.testing.assert_allclose(fn(model.params, x), mlp(x), rtol=1e-5, atol=1e-6)
+    zero = jax.tree.map(jnp.zeros_like, model.params)
+    assert not np.any(model.apply(zero, x)) and np.any(model.apply(model.params, x))
+
+
+def test_grad_is_the_finite_difference() -> None:
+    """With respect to every weight."""
+    model = compiled(mlp_flow(), MLP)
+    x = X[0]
+    grads = jax.grad(lambda p: (model.apply(p, x) ** 2).sum())(model.params)
+    assert {k: v.shape for k, v in grads.items()} == {k: v.shape for k, v in MLP.items()}
+    wide = {k: v.astype(np.float64) for k, v in MLP.items()}
+
+    def loss(weights: dict[str, np.ndarray]) -> float:
+        h = x @ weights["w1"].T
+        return float((((h / (1 + np.exp(-h))) @ weights["w2"].T + weights["b2"]) ** 2).sum())
+
+    for key in MLP:
+        step = np.random.default_rng(5).standard_normal(MLP[key].shape)
+        up, down = ({**wide, key: wide[key] + h * step} for h in (1e-5, -1e-5))
+        want = (loss(up) - loss(down)) / 2e-5
+        np.testing.assert_allclose((np.asarray(grads[key]) * step).sum(), want, rtol=1e-4)
+    assert jax.grad(lambda x: model.apply(model.params, x).sum())(jnp.asarray(x)).shape == x.shape
+
+
+def test_vmap_and_checkpoint() -> None:
+    """Over inputs, over parameters, and recomputed."""
+    model = compiled(mlp_flow(), MLP)
+    many = jnp.asarray(np.stack([X[0], X[1], X[0] * 2]))
+    got = jax.vmap(lambda x: model.apply(model.params, x))(many)
+    np.testing.assert_allclose(got, np.stack([mlp(np.asarray(x)) for x in many]), rtol=1e-5, atol=1e-5)
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a * 0]), model.params)
+    got = jax.vmap(lambda p: model.apply(p, X[0]))(stacked)
+    np.testing.assert_allclose(got[0], mlp(X[0]), rtol=1e-5, atol=1e-5)
+    assert not np.any(got[1])
+    plain = jax.grad(lambda p: model.apply(p, X[0]).sum())(model.params)
+    again = jax.grad(lambda p: jax.checkpoint(model.apply)(p, X[0]).sum())(model.params)
+    for key in plain:
+        np.testing.assert_allclose(plain[key], again[key], rtol=1e-5, atol=1e-6)
+
+
+def test_jvp_and_hessian() -> None:
+    """Forward mode, and forward over reverse."""
+    model = compiled(mlp_flow(), MLP)
+    x = jnp.asarray(X[0, :1])
+    _, tangent = jax.jvp(lambda x: model.apply(model.params, x), (x,), (jnp.ones_like(x),))
+    want = (mlp(np.asarray(x, np.float64) + 1e-5) - mlp(np.asarray(x, np.float64) - 1e-5)) / 2e-5
+    np.testing.assert_allclose(tangent, want, rtol=1e-3, atol=1e-4)
+    hessian = jax.hessian(lambda x: model.apply(model.params, x).sum())(x)
+    assert np.isfinite(hessian).all() and np.any(hessian)
+
+
+def test_apply_does_not_compile_again() -> None:
+    """One trace for each size, as jit does."""
+    model = compiled(mlp_flow(), MLP)
+    model.apply(model.params, X[0])
+    count = compiles(lambda: [model.apply(model.params, X[0] * i) for i in range(3)])
+    assert count == 0
+
+
+def compiles(fn: Callable[[], Any]) -> int:
+    """How many executables XLA made while `fn` ran."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        fn()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"w1": MLP["w1"]}, {**MLP, "w1": MLP["w1"][:, :-1]}, {**MLP, "w1": 3.0}, None, [1]],
+    ids=["none", "some", "shape", "number", "None", "list"],
+)
+def test_apply_refuses_other_parameters(params: Any) -> None:
+    """By leaf, not with a KeyError from inside the program."""
+    model = compiled(mlp_flow(), MLP)
+    with pytest.raises(rlx.RlxError, match="w1|w2|w3|leaves|params"):
+        model.apply(params, X[0])
+
+
+# -- lowering ----------------------------------------------------------------------------------
+
+
+def test_lower_is_like_jit_lower() -> None:
+    """From shapes or arrays; it compiles, and says what it costs."""
+    model = compiled(mlp_flow(), MLP)
+    for given in ((Spec((5, H), np.float32),), (np.zeros((5, H), np.float32),)):
+        lowered = model.lower(*given)
+        assert isinstance(lowered, jax.stages.Lowered)
+        assert lowered.cost_analysis()["flops"] >= 2 * 5 * 2 * F * H
+        assert lowered.compile().memory_analysis().output_size_in_bytes == 5 * H * 4
+    named = model.lower(x=Spec((5, H), np.float32))
+    assert named.as_text() == lowered.as_text()
+    for wrong in (Spec((5, H), np.float16), Spec((5, H), np.int32)):
+        with pytest.raises(DTypeError, match="x"):
+            model.lower(wrong)
+    with pytest.raises(ShapeError):
+        model.lower(Spec((5, H + 1), np.float32))
+
+
+LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
+
+
+def test_text_at_every_level() -> None:
+    """The template needs no sizes; the others say so, or take the given or the last ones."""
+    model = compiled(mlp_flow(), MLP)
+    assert model.text("hir").startswith("hir @mlp (") and "← output" in model.text("hir")
+    assert model.text("mir").startswith("mir @mlp (") or "mir @mlp" in model.text("mir")
+    assert "batch" in model.text("jaxpr") and "dot_general" in model.text("jaxpr")
+    for level in ("lir", "stablehlo", "hlo"):
+        with pytest.raises(GraphError, match=level):
+            model.text(level)
+    model(np.zeros((7, H), np.float32))
+    assert "f32[7,8]" in model.text("lir") and "7x8xf32" in model.text("stablehlo") and "f32[7,8]" in model.text("hlo")
+    assert "f32[5,8]" in model.text("lir", Spec((5, H), np.float32))
+    with pytest.raises(GraphError, match="hlo"):
+        model.text("hol")
+
+
+SCRIPT = """
+import jax, numpy as np
+import rlx_jax as rlx
+from rlx_jax.blocks import LlamaDecoderSpec, llama_prefill_layer_fused
+from rlx_jax.models import llama
+config = llama.LlamaConfig(11, 8, 12, 3, 4, 2, 4, (1.0, 0.5))
+specs = llama.weight_specs(config)
+model = compiled(llama.Llama32Flow(config), specs)
+custom = (
+    rlx.ModelFlow("c").input("x", ("batch", "seq", 8))
+    .custom(lambda e, x: e.jax(lambda t: jax.nn.gelu(t) + jax.nn.silu(t), x)).layer_norm("g", "b").linear("w")
+)
+shapes = {"g": (8,), "b": (8,), "w": (4, 8)}
+other = compiled(custom, {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()})
+for level in ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo"):
+    for m, x in ((model, jax.ShapeDtypeStruct((2, 3), np.int32)), (other, jax.ShapeDtypeStruct((2, 3, 8), np.float32))):
+        print(f"== {level}")
+        print(m.text(level, x))
+"""
+
+
+def test_text_is_the_same_in_every_process() -> None:
+    """No addresses, no order of sets, no counters: dumps can be compared."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu", "PATH": ""},
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    (one, error), (other, _) = (run.communicate(timeout=240) for run in runs)
+    assert all(run.returncode == 0 for run in runs), error
+    assert "== hlo" in one
+    for a, b in zip(one.split("== "), other.split("== "), strict=True):
+        assert a == b, f"differs at level {a.split(chr(10))[0]}"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_other_platforms_lower_here(platform: str, roll: str) -> None:
+    """A Llama, a BERT and a custom flow, on a machine that has a CPU only."""
+    config = llama.LlamaConfig(V, H, F, 2, 4, 2, 4, (1.0, 0.5))
+    encoder = bert.BertConfig(V, H, F, 2, 2, max_position_embeddings=8)
+    custom = rlx.ModelFlow("c").input("x", ("batch", "seq", H)).rms_norm("g").custom(
+        lambda e, x: e.softmax(x @ x.transpose(0, 2, 1)) @ x + e.jax(jnp.sin, x)
+    )  # fmt: skip
+    ids, x = Spec((B, S), np.int32), Spec((B, S, H), np.float32)
+    for flow, specs, given in (
+        (llama.Llama32Flow(config), llama.weight_specs(config), (ids,)),
+        (bert.BertFlow(encoder), bert.weight_specs(encoder), (ids, ids)),
+        (custom, {"g": Spec((H,), np.float32)}, (x,)),
+    ):
+        model = compiled(flow, specs, profile=profile(layers={"roll": roll}))
+        lowered = jax.jit(model.apply).trace(model.param_specs(), *given).lower(lowering_platforms=(platform,))
+        assert "stablehlo" in lowered.as_text()
+
+
+@pytest.mark.parametrize("target", ["cuda", "tpu", "rocm"])
+def test_a_profile_for_another_target(target: str) -> None:
+    """Compiling for a platform that is not here builds the program; TPU scans its layers."""
+    config = llama.LlamaConfig(V, H, F, 3, 4, 2, 4, (1.0, 0.5))
+    model = compiled(llama.Llama32Flow(config), llama.weight_specs(config), profile=profile(fusion={"target": target}))
+    assert ("scan" in model.text("jaxpr")) == (target == "tpu")
+    platform = {"rocm": "rocm"}.get(target, target)
+    traced = jax.jit(model.apply).trace(model.param_specs(), Spec((B, S), np.int32))
+    assert "stablehlo" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_derived_programs_lower_for_other_platforms() -> None:
+    """Extend, with its state."""
+    config = llama.LlamaConfig(V, H, F, 2, 4, 2, 4, (1.0, 0.5))
+    model = compiled(llama.Llama32Flow(config), llama.weight_specs(config), program="extend")
+    state = jax.eval_shape(lambda: model.init_state(B, 8))
+    step = jax.jit(lambda p, t, n, s: model.apply(p, t, lengths=n, state=s))
+    traced = step.trace(model.param_specs(), Spec((B, 1), np.int32), Spec((B,), np.int32), state)
+    assert "stablehlo" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+# -- report ------------------------------------------------------------------------------------
+
+
+def test_report() -> None:
+    """Seconds of each step, sizes, operations and compiles; it prints."""
+    model = compiled(mlp_flow(), MLP)
+    before = model.report()
+    assert before.parameter_bytes == sum(a.nbytes for a in MLP.values()) and before.flops is None
+    model(X[0])
+    model(X[0][:2])
+    model(X[0])
+    report = model.report()
+    assert report.compiles == 2
+    assert report.flops == 2 * S * 2 * F * H
+    assert report.peak_bytes > report.parameter_bytes and report.estimated_activation_bytes > 0
+    assert {"build", "lower", "trace", "compile", "load"} <= set(report.seconds)
+    assert all(v >= 0 for v in report.seconds.values())
+    assert "compiles" in str(report) and "2" in str(report)
+
+
+def test_scanned_layers_count_as_often_as_they_run() -> None:
+    """XLA counts the body of a scan once; the report does not."""
+    weights = {f"w{i}": w(H, H, seed=i) for i in range(5)}
+    flow = rlx.ModelFlow("m").input("x", ("n", H)).repeat_layers(5, lambda i: blocks.Linear(f"w{i}"))
+    for roll in ("unroll", "scan"):
+        model = compiled(flow, weights, profile=profile(layers={"roll": roll}))
+        model(X[0])
+        assert model.report().flops == 2 * S * 5 * H * H
+
+
+# -- parameters --------------------------------------------------------------------------------
+
+
+def test_params_are_the_checkpoint_by_key() -> None:
+    """One leaf for each key, equal to what was given, on a device; `weights()` gives the same."""
+    model = compiled(mlp_flow(), MLP)
+    for held in (model.params, model.weights()):
+        assert set(held) == set(MLP)
+        for key, value in held.items():
+            assert isinstance(value, jax.Array)
+            np.testing.assert_array_equal(value, MLP[key])
+    source = {k: v.copy() for k, v in MLP.items()}
+    model = compiled(mlp_flow(), source)
+    source["w1"][:] = 0  # later changes to the arrays that were given do not reach the model
+    np.testing.assert_array_equal(model.params["w1"], MLP["w1"])
+
+
+def test_replace_keeps_the_executables() -> None:
+    """Other numbers, the same program; the old model is as it was."""
+    model = compiled(mlp_flow(), MLP)
+    model(X[0])
+    other = model.replace(params={k: v * 2 for k, v in model.params.items()})
+    assert compiles(lambda: other(X[0])) == 0
+    assert np.abs(np.asarray(other(X[0])) - np.asarray(model(X[0]))).max() > 0.1
+    np.testing.assert_allclose(model(X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
+
+
+OTHER_PARAMS: dict[str, Any] = {
+    "missing": {"w1": MLP["w1"], "w2": MLP["w2"]},
+    "unknown": {**MLP, "w3": MLP["w1"]},
+    "shape": {**MLP, "w1": MLP["w1"].T},
+    "dtype": {**MLP, "b2": MLP["b2"].astype(np.float16)},
+    "list": {**MLP, "b2": [1.0] * H},
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("params", OTHER_PARAMS.values(), ids=OTHER_PARAMS)
+def test_replace_checks_the_leaves(params: Any) -> None:
+    """Names, shapes and dtypes."""
+    model = compiled(mlp_flow(), MLP)
+    with pytest.raises(WeightShapeError, match="w1|w2|w3|b2|params"):
+        model.replace(params=params)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "merged": {"backend": {"cpu": {"merge": True}}}, "scanned": {"layers": {"roll": "scan"}},
+           "both": {"backend": {"cpu": {"merge": True}}, "layers": {"roll": "scan"}},
+           "bf16": {"precision": {"compute": "bf16"}}}  # fmt: skip
+
+
+def llama_flow() -> rlx.ModelFlow:
+    """A tied Llama with biases."""
+    spec = LlamaDecoderSpec(4, 4, 2, attention_bias=True, mlp_bias=True)
+    return (
+        rlx.ModelFlow("llama").input("tokens", ("batch", "seq"), dtype="int32").token_embed()
+        .repeat_layers(3, lambda i: blocks.llama_prefill_layer_fused(i, spec)).final_norm().lm_head(V, H, tied=True)
+    )  # fmt: skip
+
+
+def llama_specs(dtype: Any = np.float32) -> dict[str, Spec]:
+    """Its checkpoint."""
+    config = llama.LlamaConfig(
+        V, H, F, 3, 4, 2, 4, (1.0, 0.5), attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    )
+    return llama.weight_specs(config, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+def test_weights_round_trip(layout: str, dtype: Any) -> None:
+    """Whatever the layout, `weights()` has the checkpoint's keys, shapes, dtypes and, where exact, bits."""
+    rng = np.random.default_rng(0)
+    given = {k: rng.standard_normal(s.shape).astype(dtype) for k, s in llama_specs().items()}
+    model = compiled(llama_flow(), given, profile=profile(**LAYOUTS[layout]))
+    back = model.weights()
+    assert set(back) == set(given)
+    for key, value in back.items():
+        assert value.dtype == dtype and value.shape == given[key].shape
+        rounded = given[key].astype(ml_dtypes.bfloat16) if layout == "bf16" else given[key]
+        np.testing.assert_array_equal(np.asarray(value), rounded.astype(dtype))
+    changed = model.weights({k: v * 2 for k, v in model.params.items()})
+    np.testing.assert_array_equal(
+        np.asarray(changed["model.layers.1.self_attn.k_proj.weight"]),
+        np.asarray(back["model.layers.1.self_attn.k_proj.weight"]) * 2,
+    )
+    again = compiled(llama_flow(), {k: np.asarray(v) for k, v in back.items()})
+    assert np.abs(np.asarray(again(IDS)) - np.asarray(model(IDS))).max() < (0.3 if layout == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_init(layout: str) -> None:
+    """Normal with 1/√fan_in, norms 1, biases 0; by key, whatever the layout; and the model runs with it."""
+    model = compiled(llama_flow(), llama_specs(), profile=profile(**LAYOUTS[layout]))
+    params = model.init(jax.random.key(3))
+    assert {k: (v.shape, v.dtype) for k, v in params.items()} == {
+        k: (s.shape, s.dtype) for k, s in model.param_specs().items()
+    }
+    for key, value in model.weights(params).items():
+        a = np.asarray(value, np.float32)
+        if key.endswith(".bias"):
+            assert not a.any(), key
+        elif "norm" in key:
+            assert (a == 1).all(), key
+        else:
+            assert 0.5 < a.std() * a.shape[1] ** 0.5 < 1.5, key
+    assert np.isfinite(model.replace(params=params)(IDS)).all()
+    other = model.init(jax.random.key(4))
+    assert any(np.any(np.asarray(params[k]) != np.asarray(other[k])) for k in params)
+
+
+def test_init_of_a_flow_with_its_own_names() -> None:
+    """What a weight is follows from who reads it, not from how its key is spelt."""
+    flow = (
+        rlx.ModelFlow("m").input("x", ("n", 64)).linear("first", bias="offset").layer_norm("scale", "shift")
+        .linear("second", transpose=False)
+    )  # fmt: skip
+    shapes = {"first": (256, 64), "offset": (256,), "scale": (256,), "shift": (256,), "second": (256, 16)}
+    model = compiled(flow, {k: Spec(s, np.float32) for k, s in shapes.items()})
+    params = {k: np.asarray(v) for k, v in model.init(jax.random.key(0)).items()}
+    assert not params["offset"].any() and not params["shift"].any() and (params["scale"] == 1).all()
+    np.testing.assert_allclose(params["first"].std(), 64**-0.5, rtol=0.1)
+    np.testing.assert_allclose(params["second"].std(), 256**-0.5, rtol=0.1)
+
+
+def test_without_weights() -> None:
+    """Everything but a call, `weights()` included, which name what to do."""
+    model = compiled(mlp_flow(), {k: Spec(v.shape, v.dtype) for k, v in MLP.items()})
+    assert model.params is None
+    for act in (lambda: model(X[0]), model.weights):
+        with pytest.raises(MissingWeightError, match=r"weights=.*init"):
+            act()
+    np.testing.assert_allclose(model.apply(MLP, X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
+    assert model.report().parameter_bytes == sum(a.nbytes for a in MLP.values())
+
+
+def test_training_reaches_every_weight() -> None:
+    """A few steps of gradient descent through `apply` lower the loss; then `replace`."""
+    model = compiled(mlp_flow(), MLP)
+    target = np.tanh(X[0])
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, X[0]) - target) ** 2).mean())(params)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params, losses = model.params, []
+    for _ in range(20):
+        loss, params = step(params)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(np.any(np.asarray(params[k]) != MLP[k]) for k in MLP)
+    np.testing.assert_allclose(model.replace(params=params)(X[0]), model.apply(params, X[0]), rtol=1e-6)
+
+
+# -- sizes and threads -------------------------------------------------------------------------
+
+
+def test_each_size_compiles_once() -> None:
+    """A new size is one compile, an old one none."""
+    model = compiled(mlp_flow(), MLP)
+    x = np.zeros((5, H), np.float32)
+    model(x)
+    assert compiles(lambda: [model(x) for _ in range(3)]) == 0
+    assert compiles(lambda: model(x[:2])) == 1
+    assert model.report().compiles == 2
+
+
+def test_a_bound_flow_compiles_ahead() -> None:
+    """A static flow, or one with `bind`, is compiled by `compile`; the first call compiles nothing."""
+    static = rlx.ModelFlow("s").input("x", (5, H)).linear("w1")
+    bound = mlp_flow().bind(batch=5)
+    for flow, weights in ((static, {"w1": MLP["w1"]}), (bound, MLP)):
+        model = compiled(flow, weights)
+        assert model.report().compiles == 1
+        assert compiles(lambda model=model: model(np.zeros((5, H), np.float32))) == 0
+
+
+def test_a_cold_call_from_many_threads() -> None:
+    """All get the right numbers, and one of them compiles."""
+    model = compiled(mlp_flow(), MLP)
+    xs = [X[0] * (i + 1) for i in range(8)]
+    results: list[Any] = [None] * 8
+    barrier = threading.Barrier(8)
+
+    def work(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = np.asarray(model(xs[i]))
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    count = compiles(run)
+    for x, got in zip(xs, results, strict=True):
+        assert not isinstance(got, Exception), got
+        np.testing.assert_allclose(got, mlp(x), rtol=1e-5, atol=1e-5)
+    assert model.report().compiles == 1
+    assert count == 1, f"{count} compiles for one program"
+
+
+def test_options_that_do_not_exist_yet() -> None:
+    """A mesh is refused, not ignored."""
+    with pytest.raises(rlx.RlxError, match="mesh"):
+        compiled(mlp_flow(), MLP, mesh=jax.make_mesh((1,), ("x",)))
