@@ -138,6 +138,8 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         )
     q, k, v = inputs
     t = b.type(k)
+    if t.shape[1] != symbol("seq") or b.type(q).shape[1] != symbol("seq"):
+        raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     cache = TensorType((t.shape[0], symbol("context"), op.kv_heads, t.shape[2] // op.kv_heads), t.dtype)
     leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
     leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)

@@ -163,6 +163,12 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
     return sizes
 
 
+def check_new_tokens(lengths: Any, seq: int, low: int) -> None:
+    """Each row has between `low` and `seq` new tokens; checked on the host only."""
+    if isinstance(lengths, np.ndarray) and lengths.size and not (low <= lengths.min() and lengths.max() <= seq):
+        raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {lengths.tolist()[:8]}")
+
+
 def check_length(seq: int, bounds: Bounds, flow: str) -> None:
     """A sequence fits the position tables."""
     if bounds.positions is not None and seq > bounds.positions:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
-from rlx_jax.errors import GraphError, MissingWeightError, UnsupportedError, WeightShapeError
+from rlx_jax.errors import GraphError, MissingWeightError, SessionStateError, UnsupportedError, WeightShapeError
 from rlx_jax.flow import InputDecl, Weights
-from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, host_value
+from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.plan import activation_bytes, flops, state_types
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
@@ -199,6 +199,8 @@ class CompiledModel:
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sizes.get("seq", 0), bounds, flow.name)
+        if self.program != "forward":
+            check_new_tokens(values["lengths"], sizes["seq"], low=1 if self.program == "prefill" else 0)
         arrays = self._state_arrays(template.mir, state, sizes)
         key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
         return values, key, arrays
@@ -218,7 +220,13 @@ class CompiledModel:
             raise GraphError(f"program {self.program} {'needs' if types else 'takes no'} state=; see init_state")
         if state is None:
             return {}
+        if not isinstance(state, State):
+            raise GraphError(f"state= is what init_state or an earlier call returned, got {type(state).__name__}")
         arrays = state.arrays()
+        if any(
+            isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted() for a in arrays.values()
+        ):
+            raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
         if set(arrays) != set(types):
             raise GraphError(f"the state has leaves {sorted(arrays)}, the program {sorted(types)}")
         for key, t in types.items():
@@ -281,7 +289,8 @@ class CompiledModel:
 
     def init_state(self, batch: int, context: int | None = None) -> State:
         """An empty state for `batch` rows and `context` cached tokens."""
-        binding = {**self.compiler.flow.binding, "batch": batch} | ({"context": context} if context else {})
+        binding = {**self.compiler.flow.binding, "batch": as_dim(batch, "init_state: batch")}
+        binding |= {} if context is None else {"context": as_dim(context, "init_state: context")}
         types = state_types(self._template().mir, self.compiler.settings.scan)
         if not types:
             raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")

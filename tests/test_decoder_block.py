@@ -313,7 +313,7 @@ def test_biases_and_widths(layer: Layer, mask: str, merge: bool) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
 def test_fused_is_composed(mask: str, policy: str) -> None:
-    """From one checkpoint, bit by bit under `fusable`, within 2e-6 under `direct`; the composed layer keeps the mask."""
+    """From one checkpoint, equal bits under `fusable`, within 2e-6 under `direct`; composed keeps the mask."""
     layer, kind = Layer(4, 2, attention_bias=True, mlp_bias=True), MASKS[mask]
     weights, (x, given) = layer.weights(4), inputs_for(layer, kind)
     name = "mask" if kind.operand else None
@@ -377,7 +377,7 @@ def test_two_layers_and_zero_beta() -> None:
         .zero_beta(HIDDEN).rope_tables(RopeTables.theta(DIM, THETA))
         .llama_prefill_layer(0, first.spec()).llama_decoder_layer(1, second.spec())
     )  # fmt: skip
-    model = rlx.compile(flow, weights)
+    model: Any = rlx.compile(flow, weights)
     want = second.reference(second.weights(8), first.reference(first.weights(7), x, MaskKind.CAUSAL), MaskKind.CAUSAL)
     assert_close(np.asarray(model(x)), want)
     assert set(model.params) == set(weights)

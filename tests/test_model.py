@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -416,8 +417,10 @@ def test_lower_is_like_jit_lower() -> None:
     for given in ((Spec((5, H), np.float32),), (np.zeros((5, H), np.float32),)):
         lowered = model.lower(*given)
         assert isinstance(lowered, jax.stages.Lowered)
-        assert lowered.cost_analysis()["flops"] >= 2 * 5 * 2 * F * H
-        assert lowered.compile().memory_analysis().output_size_in_bytes == 5 * H * 4
+        costs: Any = lowered.cost_analysis()
+        memory: Any = lowered.compile().memory_analysis()
+        assert costs["flops"] >= 2 * 5 * 2 * F * H
+        assert memory.output_size_in_bytes == 5 * H * 4
     named = model.lower(x=Spec((5, H), np.float32))
     assert named.as_text() == lowered.as_text()
     for wrong in (Spec((5, H), np.float16), Spec((5, H), np.int32)):
@@ -599,9 +602,13 @@ def test_replace_checks_the_leaves(params: Any) -> None:
         model.replace(params=params)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "merged": {"backend": {"cpu": {"merge": True}}}, "scanned": {"layers": {"roll": "scan"}},
-           "both": {"backend": {"cpu": {"merge": True}}, "layers": {"roll": "scan"}},
-           "bf16": {"precision": {"compute": "bf16"}}}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "merged": {"backend": {"cpu": {"merge": True}}},
+    "scanned": {"layers": {"roll": "scan"}},
+    "both": {"backend": {"cpu": {"merge": True}}, "layers": {"roll": "scan"}},
+    "bf16": {"precision": {"compute": "bf16"}},
+}
 
 
 def llama_flow() -> rlx.ModelFlow:
@@ -728,7 +735,7 @@ def test_a_bound_flow_compiles_ahead() -> None:
     for flow, weights in ((static, {"w1": MLP["w1"]}), (bound, MLP)):
         model = compiled(flow, weights)
         assert model.report().compiles == 1
-        assert compiles(lambda model=model: model(np.zeros((5, H), np.float32))) == 0
+        assert compiles(functools.partial(model, np.zeros((5, H), np.float32))) == 0
 
 
 def test_a_cold_call_from_many_threads() -> None:

@@ -463,7 +463,7 @@ def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorTy
 
 @pytest.mark.parametrize("cls", list(BY_CLASS), ids=lambda c: c.__name__)
 def test_infer_refuses_what_eval_cannot_do(cls: type[Mir]) -> None:
-    """Where tracing `eval` fails or gives other types, `infer` raises an RlxError: nothing wrong passes the verifier."""
+    """Where tracing `eval` fails or gives other types, `infer` raises an RlxError, and so does the verifier."""
     passed: list[str] = []
     for sample in BY_CLASS[cls][:12]:
         for what, types in damaged(tuple(t.bind(SIZES) for t in sample.types)):
@@ -556,7 +556,7 @@ def test_an_arity_error_says_op_expected_got() -> None:
 
 
 @functools.cache
-def evaluated(cls: type[Mir]) -> list[Any]:
+def evaluated(cls: Any) -> list[Any]:
     """What the ops of one class give for their samples; compiled together, which takes a tenth of the time."""
     samples = BY_CLASS[cls]
     return list(jax.jit(lambda many: [s.op.eval(*a) for s, a in zip(samples, many, strict=True)])(
@@ -568,7 +568,8 @@ def evaluated(cls: type[Mir]) -> list[Any]:
 def test_eval_is_the_formula(sample: Sample) -> None:
     """Against NumPy in float64; bf16 within its rounding, integers and bools exactly."""
     arrays = sample.arrays()
-    out = jax.tree.leaves(evaluated(type(sample.op))[BY_CLASS[type(sample.op)].index(sample)])
+    cls: Any = type(sample.op)
+    out = jax.tree.leaves(evaluated(cls)[BY_CLASS[cls].index(sample)])
     wide = [a.astype(np.float64) if a.dtype in (F32, BF16) else a for a in arrays]
     want = sample.means(*wide)
     for got, expected in zip(out, want if isinstance(want, tuple) else (want,), strict=True):
@@ -682,11 +683,12 @@ def test_a_row_without_keys_gives_zeros(extra: str, causal: bool) -> None:
     keep = np.array([[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
     bias = np.where(keep[:, None, None] > 0, 0.3, -np.inf) * np.ones((2, 2, 3, 3))
     op = AttentionOp(2, 2, causal=causal, extra=(extra,))
-    given = {"keep": keep, "bias": bias}[extra]
+    given: Any = {"keep": keep, "bias": bias}[extra]
     got = run_attention(op, q, k, v, given)
     assert not got[0].any()
     assert np.array_equal(got[1, 0], np.zeros(8)) == causal  # its first key is dropped
-    want = attention(q, k, v, heads=2, kv_heads=2, causal=causal, **{extra: given})
+    options: dict[str, Any] = {extra: given}
+    want = attention(q, k, v, heads=2, kv_heads=2, causal=causal, **options)
     np.testing.assert_allclose(got, want, atol=3e-6)
     mask = jnp.asarray(given, jnp.float32)
     grads = jax.jit(jax.grad(lambda *a: op.eval(*a, mask).sum(), (0, 1, 2)))(*(x.astype(np.float32) for x in (q, k, v)))
@@ -708,7 +710,8 @@ def test_softcap_comes_before_the_mask() -> None:
     keep, bias = np.array([[1, 0, 1]], np.int32), np.full((1, 1, 1, 3), -4.0)
     for extra, given in (("keep", keep), ("bias", bias)):
         got = run_attention(AttentionOp(1, 1, softcap=1.0, extra=(extra,)), q, k, v, given)
-        want = attention(q, k, v, heads=1, kv_heads=1, softcap=1.0, **{extra: given})
+        options: dict[str, Any] = {extra: given}
+        want = attention(q, k, v, heads=1, kv_heads=1, softcap=1.0, **options)
         np.testing.assert_allclose(got, want, atol=3e-5)
 
 

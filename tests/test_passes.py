@@ -356,7 +356,8 @@ DAMAGE = {
     "a result that does not exist": Damage(operand(0, 1), ("tanh",)),
     "a negative result": Damage(operand(0, -1), ("tanh",)),
     "another declared shape": Damage(
-        lambda g: with_node(g, number_of(g, Unary), types=(TensorType((1, 2), F32),)), ("tanh", "f32[1,2]", "f32[batch,seq,8]"),
+        lambda g: with_node(g, number_of(g, Unary), types=(TensorType((1, 2), F32),)),
+        ("tanh", "f32[1,2]", "f32[batch,seq,8]"),
     ),
     "another declared dtype": Damage(
         lambda g: with_node(g, number_of(g, Unary), types=(g.nodes[number_of(g, Unary)].types[0].with_dtype("bf16"),)),
@@ -390,9 +391,7 @@ DAMAGE = {
         lambda g: with_body(g, lambda b: with_node(b, first_sin(b), types=(TensorType((1,), F32),))), ("sin", "f32[1]"),
     ),
     "an operand that the region does not have": Damage(
-        lambda g: with_body(
-            g, lambda b: with_node(b, number_of(b, BodyInput), op=BodyInput(5, type=b.nodes[number_of(b, BodyInput)].types[0])),
-        ),
+        lambda g: with_body(g, lambda b: with_node(b, number_of(b, BodyInput), op=BodyInput(5, type=b.type(Value(0))))),
         ("body_input(5)",),
     ),
     "an output inside a region that does not exist": Damage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_llama_is_one_region() -> None:
         for n in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
     for make in (blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed):
-        built = assert_alike(4, lambda i, make=make: make(i, spec), weights)
+        built = assert_alike(4, functools.partial(make, spec=spec), weights)
         (repeat,) = regions(built.hir)
         assert repeat.count == 4
         paths = {str(n.origin) for n in repeat.body.nodes if n.origin.path}
@@ -278,6 +279,14 @@ def test_layers_that_differ_are_not_merged(name: str) -> None:
     assert regions(built.hir) == [] and len(built.refusals) == 1
 
 
+@jax.custom_vjp
+def clipped_gradient(x: Any) -> Any:
+    """The identity, with a derivative of its own."""
+    return x
+
+
+clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
 SAME: dict[str, Layer] = {
     "operators": lambda i: Custom(lambda e, x: e.tanh(x * 2) + x),
     "closure on the carry": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x)),
@@ -292,15 +301,6 @@ SAME: dict[str, Layer] = {
     "custom_vjp": lambda i: Custom(lambda e, x: e.jax(lambda t: clipped_gradient(t), x * 2)),
     "closure on the input": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.flow_input("x"))),
 }
-
-
-@jax.custom_vjp
-def clipped_gradient(x: Any) -> Any:
-    """The identity, with a derivative of its own."""
-    return x
-
-
-clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
 
 
 @pytest.mark.parametrize("name", SAME)
