@@ -21,7 +21,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import TensorType, is_float, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
@@ -31,6 +31,7 @@ Weights = Any
 
 REQUIRED = "required"
 POSITIONS = "positions"
+NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32"}  # JAX has no 64-bit types by default
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class ModelFlow:
             raise GraphError(f"{self.name}: an input's name is an identifier, got {quote(name)}")
         if any(i.name == name for i in self.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
-        declared = tensor_type(shape, dtype, f"input {name}")
+        declared = tensor_type(shape, NARROWED.get(as_dtype(dtype).name, dtype), f"input {name}")
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")

@@ -25,7 +25,9 @@ from rlx_jax.errors import (
 )
 from rlx_jax.flow import InputDecl
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Graph, Input
+from rlx_jax.ir.graph import Graph, Input, Op, Value
+from rlx_jax.ir.ops.pointwise import CastTo
+from rlx_jax.ir.ops.shaping import Narrow, Reshape, Slice, Transpose
 from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
 
 INT32 = np.iinfo(np.int32)
@@ -45,9 +47,9 @@ def bounds_of(graph: Graph) -> Bounds:
     positions: int | None = None
     for inner, node in graph.walk():
         if isinstance(node.op, hir.Embed):
-            rows, source = inner.type(node.inputs[0]).shape[0], inner.nodes[node.inputs[1].node].op
+            rows, source = inner.type(node.inputs[0]).shape[0], _source(inner, node.inputs[1])
         elif isinstance(node.op, hir.RopeRows):
-            rows, source = node.op.rows, inner.nodes[node.inputs[0].node].op
+            rows, source = node.op.rows, _source(inner, node.inputs[0])
         else:
             continue
         if isinstance(source, Input):
@@ -55,6 +57,14 @@ def bounds_of(graph: Graph) -> Bounds:
         elif isinstance(source, hir.Positions):
             positions = rows if positions is None else min(rows, positions)
     return Bounds(ids, positions)
+
+
+def _source(graph: Graph, value: Value) -> Op:
+    """Where ids come from, behind ops that move them and change none."""
+    node = graph.nodes[value.node]
+    while isinstance(node.op, Reshape | Slice | Narrow | Transpose | CastTo):
+        node = graph.nodes[node.inputs[0].node]
+    return node.op
 
 
 def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str) -> dict[str, Any]:

@@ -12,15 +12,25 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
-from rlx_jax.errors import GraphError, MissingWeightError, SessionStateError, UnsupportedError, WeightShapeError
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    MissingWeightError,
+    SessionStateError,
+    UnsupportedError,
+    WeightShapeError,
+    listing,
+)
 from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import activation_bytes, flops, state_types
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
+from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
@@ -166,6 +176,7 @@ class CompiledModel:
 
         Traced inputs cannot be checked: an id out of range reads the nearest row.
         """
+        check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
         _, function = self.compiler.function(key)
         self.last = key
@@ -271,21 +282,13 @@ class CompiledModel:
         Raises:
             WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
         """
-        specs = self.param_specs()
-        if set(params) != set(specs):
-            extra, missing = sorted(set(params) - set(specs)), sorted(set(specs) - set(params))
-            raise WeightShapeError(f"replace(params=…): missing leaves {missing[:8]}, unknown leaves {extra[:8]}")
-        for name, spec in specs.items():
-            if tuple(params[name].shape) != spec.shape or params[name].dtype != spec.dtype:
-                got = f"{params[name].dtype}{list(params[name].shape)}"
-                raise WeightShapeError(f"replace(params=…): leaf {name!r} is {spec.dtype}{list(spec.shape)}, got {got}")
+        check_params(params, self.param_specs())
         return replace(self, params=dict(params))
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0."""
-        types = self.compiler.layout.types()
-        keys = jax.random.split(key, max(len(types), 1))
-        return {name: _initial(name, t, k) for (name, t), k in zip(types.items(), keys, strict=False)}
+        built = self.compiler.template("forward").built
+        return initial_params(expand_composites(built.hir, built.types), self.compiler.layout.leaves, key)
 
     def init_state(self, batch: int, context: int | None = None) -> State:
         """An empty state for `batch` rows and `context` cached tokens."""
@@ -368,15 +371,24 @@ def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
     """A host value checked; tracers and shapes as they are."""
     if isinstance(value, jax.ShapeDtypeStruct):
         if value.dtype != declared.dtype:
-            raise GraphError(f"input {name}: expected {declared}, got {value.dtype}")
+            raise DTypeError(f"input {name}: expected {declared}, got {value.dtype}")
         return value
     return host_value(name, value, declared, bounds.ids.get(name))
 
 
-def _initial(name: str, t: TensorType, key: jax.Array) -> jax.Array:
-    """Matrices normal with 1/√fan_in (stored `[out, in]`), biases 0, other vectors 1."""
-    rank = t.rank - 1 if "{" in name and t.rank == 3 else t.rank
-    if rank < 2:
-        return jnp.zeros(t.shape, t.dtype) if name.endswith("bias") else jnp.ones(t.shape, t.dtype)
-    normal: jax.Array = jax.random.normal(key, t.shape, jnp.float32) * float(t.shape[-1]) ** -0.5
-    return normal.astype(t.dtype)
+def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Parameters are the Layout's leaves: every name, with its shape and dtype.
+
+    Raises:
+        WeightShapeError: names what differs.
+    """
+    if not isinstance(params, Mapping):
+        raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
+    missing, extra = [n for n in specs if n not in params], [n for n in params if n not in specs]
+    if missing or extra:
+        raise WeightShapeError(f"params: missing leaves {listing(missing, 8)}; unknown leaves {listing(extra, 8)}")
+    for name, spec in specs.items():
+        got = params[name]
+        shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)
+        if shape != spec.shape or dtype != spec.dtype:
+            raise WeightShapeError(f"params: leaf {name!r} is {spec.dtype}{list(spec.shape)}, got {dtype} {shape}")

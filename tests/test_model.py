@@ -456,13 +456,13 @@ from rlx_jax.blocks import LlamaDecoderSpec, llama_prefill_layer_fused
 from rlx_jax.models import llama
 config = llama.LlamaConfig(11, 8, 12, 3, 4, 2, 4, (1.0, 0.5))
 specs = llama.weight_specs(config)
-model = compiled(llama.Llama32Flow(config), specs)
+model = rlx.compile(llama.Llama32Flow(config), specs)
 custom = (
     rlx.ModelFlow("c").input("x", ("batch", "seq", 8))
     .custom(lambda e, x: e.jax(lambda t: jax.nn.gelu(t) + jax.nn.silu(t), x)).layer_norm("g", "b").linear("w")
 )
 shapes = {"g": (8,), "b": (8,), "w": (4, 8)}
-other = compiled(custom, {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()})
+other = rlx.compile(custom, {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()})
 for level in ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo"):
     for m, x in ((model, jax.ShapeDtypeStruct((2, 3), np.int32)), (other, jax.ShapeDtypeStruct((2, 3, 8), np.float32))):
         print(f"== {level}")

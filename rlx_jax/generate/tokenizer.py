@@ -402,8 +402,8 @@ def _check_charsmap(value: Any, where: str) -> None:
         size = int.from_bytes(data[:4], "little")
         texts = data[4 + size :]
         texts.decode()
-        if len(data) < 4 + size or size == 0 or size % 1024:
-            raise ValueError(f"a trie of {size} bytes; expected a multiple of 1024 that fits")
+        if size == 0 or size % 1024:
+            raise ValueError(f"a trie of {size} bytes; expected a multiple of 1024")
         units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
         leaf = units >= 2**31
         if np.any((np.arange(len(units)) ^ (units >> 10 << ((units & 512) >> 6)))[~leaf] >= len(units)):
@@ -440,15 +440,13 @@ def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where:
     """All tokens with their ids, and the largest id plus one.
 
     Ids must differ, and those of the model's vocabulary must leave no gap below the largest. (Added tokens may
-    leave gaps above it: files made from tiktoken do.) Unigram numbers its pieces `by_place`, so that even a piece
-    given twice leaves no gap.
+    leave gaps above it: files made from tiktoken do.) Unigram numbers its pieces `by_place`: there, a piece given
+    twice has its last place for an id, and the first is no gap.
     """
-    words, model, count = _guard(
-        lambda: (native.get_vocab(True), native.get_vocab(False), native.get_vocab_size(False)), where
-    )
+    words, model = _guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
     if not words:
         raise TokenizerError(f"{where}: the vocabulary is empty")
-    largest = max(*words.values(), count - 1 if by_place else 0)
+    largest = max(words.values())
     if largest >= MAX_VOCABULARY:
         raise LimitError(f"{where}: token id {largest} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
     shared = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
