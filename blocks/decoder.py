@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
 from rlx_jax.blocks.control import Named, Sequence
 from rlx_jax.blocks.ffn import SwiGlu
@@ -67,7 +65,7 @@ class LlamaDecoder:
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         zero = emit.state.zero_beta
         if zero is None or zero.type.shape != x.type.shape[-1:]:
-            zero = emit.constant(np.zeros(x.type.shape[-1], np.float32))
+            zero = emit.zeros(x.type.shape[-1])
 
         def weight(name: str) -> FlowValue:
             return emit.param(f"{p}.{name}.weight")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlx_jax.emit import Emit, FlowValue
 
 
@@ -17,7 +15,7 @@ class ZeroBeta:
     name: str = "zero_beta"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        zeros = emit.constant(np.zeros(self.length, np.float32))
+        zeros = emit.zeros(self.length)
         emit.set_named(self.name, zeros)
         if emit.state.zero_beta is None:
             emit.state.zero_beta = zeros

@@ -26,7 +26,8 @@ class Layout:
 
     def check(self, graph: Graph, scan: bool) -> None:
         """Refuse a program that reads a leaf the layout does not have."""
-        missing = [p for p in programs_of(graph, scan) if p not in self.by_program()]
+        known = self.by_program()
+        missing = [p for p in programs_of(graph, scan) if p not in known]
         if missing:
             raise GraphError(f"the program reads {missing[0]}, which is not in the model's layout")
 

@@ -61,6 +61,8 @@ class Emit:
         self.state = FlowState()
         self.keys_read: dict[str, None] = {}
         self.repeating = False
+        self._zeros: dict[int, FlowValue] = {}
+        self._types: dict[tuple[tuple[int, ...], np.dtype[Any]], TensorType] = {}
 
     # -- where we are ------------------------------------------------------------------------
 
@@ -111,6 +113,12 @@ class Emit:
             )
         return self.wrap(self.builder.leaf(op))
 
+    def zeros(self, length: int) -> FlowValue:
+        """f32 zeros `[length]`: the beta of an RMSNorm that has none. Made once for each length."""
+        if length not in self._zeros:
+            self._zeros[length] = self.constant(np.zeros(length, np.float32))
+        return self._zeros[length]
+
     # -- parameters --------------------------------------------------------------------------
 
     def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
@@ -139,7 +147,8 @@ class Emit:
             spec = self.source.spec(key)
         except MissingWeightError as error:
             raise MissingWeightError(f"{self.path or 'flow'}: {error}") from error
-        stored = tensor_type(tuple(spec.shape), spec.dtype, key)
+        known = (tuple(spec.shape), spec.dtype)
+        stored = self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key))
         if shape is not None and tuple(shape) != stored.shape:
             raise WeightShapeError(
                 f"{self.path}: weight {quote(key)} ({self.source.where(key)}): expected {list(shape)}, got {stored}"

@@ -576,18 +576,23 @@ def gap() -> Json:
     return doc
 
 
-def tiktoken_gap() -> Json:
-    """A special token two above the vocabulary, whose own numbering leaves a gap."""
+def tiktoken(listed: bool) -> Json:
+    """Special tokens with a gap between their ids; unless the model lists them too, the native code closes it."""
     doc = word_level()
-    doc["model"]["vocab"] |= {"<a>": 4}
+    doc["model"]["vocab"] |= {"<a>": 4, "<b>": 6} if listed else {}
     doc["added_tokens"] += added((4, "<a>"), (6, "<b>"))
     return doc
+
+
+def test_special_tokens_may_leave_gaps(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path, tiktoken(listed=True))
+    assert tokenizer.vocab_size == 7 and tokenizer.encode("hello <b>") == [2, 6]
 
 
 FAULTS: dict[str, tuple[Json, type[RlxError], str]] = {
     "ids twice": (changed(word_level, "model", "vocab", "world", to=2), TokenizerError, "used twice: '2'"),
     "gap": (gap(), TokenizerError, "without a token: '3', '4'"),
-    "added token renumbered": (tiktoken_gap(), TokenizerError, "'<b>' has id 6, but would be read as 5"),
+    "added token renumbered": (tiktoken(listed=False), TokenizerError, "'<b>' has id 6, but would be read as 5"),
     "negative id": (changed(word_level, "model", "vocab", "world", to=-1), TokenizerError, "ValueError"),
     "huge id": (changed(word_level, "model", "vocab", "world", to=2**24), LimitError, "MAX_VOCABULARY = 16777216"),
     "empty": (

@@ -439,9 +439,9 @@ def _check_template(node: Mapping[str, Any], where: str) -> None:
 def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where: str) -> tuple[dict[str, int], int]:
     """All tokens with their ids, and the largest id plus one.
 
-    Ids must differ, and those of the model's vocabulary must leave no gap below the largest. (Added tokens may
-    leave gaps above it: files made from tiktoken do.) Unigram numbers its pieces `by_place`: there, a piece given
-    twice has its last place for an id, and the first is no gap.
+    Ids must differ, and none may be missing below the largest of a token that is no added one. (Above, added tokens
+    may leave gaps: those of tiktoken do.) Unigram numbers its pieces `by_place`: there, a piece given twice has its
+    last place for an id, and the first is no gap.
     """
     words, model = _guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
     if not words:
@@ -452,15 +452,16 @@ def _vocabulary(native: Any, by_place: bool, document: Mapping[str, Any], where:
     shared = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
     if shared:
         raise TokenizerError(f"{where}: token ids used twice: {listing(shared)}")
-    missing = sorted(set(range(max(model.values(), default=0))).difference(words.values()))
-    if missing and not by_place:
-        raise TokenizerError(f"{where}: token ids without a token: {listing(missing)}")
-    for entry in document.get("added_tokens") or []:
-        content, stated = entry["content"], entry["id"]
+    added = {entry["content"]: entry["id"] for entry in document.get("added_tokens") or []}
+    for content, stated in added.items():
         if words.get(content) != stated:
             raise TokenizerError(
                 f"{where}: added token {quote(content)} has id {stated}, but would be read as {words.get(content)}"
             )
+    last = max((i for content, i in model.items() if content not in added), default=0)
+    missing = sorted(set(range(last)).difference(words.values()))
+    if missing and not by_place:
+        raise TokenizerError(f"{where}: token ids without a token: {listing(missing)}")
     return words, largest + 1
 
 

@@ -283,6 +283,8 @@ class TypeCache:
         self._known: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
 
     def infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+        if isinstance(op, Leaf):
+            return (op.type,)
         key = (op, operands)
         found = self._known.get(key)
         if found is None:
@@ -323,9 +325,10 @@ class Builder:
 
     def leaf(self, op: Leaf) -> Value:
         """The node of a leaf: equal leaves are one node."""
-        if op not in self._leaves:
-            self._leaves[op] = self(op)
-        return self._leaves[op]
+        value = self._leaves.get(op)
+        if value is None:
+            value = self._leaves[op] = self(op)
+        return value
 
     def input(self, name: str, type: TensorType) -> Value:
         """Declare an input of the program."""
