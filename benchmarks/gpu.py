@@ -267,6 +267,8 @@ def main() -> None:
     if not args.tiny and (device.platform != "gpu" or not torch.cuda.is_available()):
         parser.error("no GPU that both jax and torch see; --tiny runs on the CPU")
     torch.manual_seed(0)
+    if args.tiny:
+        torch.set_num_threads(1)  # else it fights with jax for a few cores
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     emit(benchmark="gpu", device=device.device_kind, python=sys.version.split()[0], jax=jax.__version__,

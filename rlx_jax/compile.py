@@ -26,7 +26,7 @@ from rlx_jax.flow import Buildable, BuiltModel, ModelFlow, Weights
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
-from rlx_jax.ir.types import as_dtype, is_float
+from rlx_jax.ir.types import TensorType, as_dtype, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.derive import derive
 from rlx_jax.lowering.donation import Donation, examine
@@ -36,7 +36,7 @@ from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.merge import merge_linears
 from rlx_jax.lowering.passes import PASSES
 from rlx_jax.lowering.passes.dce import dce
-from rlx_jax.lowering.plan import Lir, Plan
+from rlx_jax.lowering.plan import Lir, Plan, state_types
 from rlx_jax.lowering.precision import compute_in, pin_matmul
 from rlx_jax.lowering.specialise import specialise
 from rlx_jax.module import GraphModule
@@ -127,6 +127,7 @@ class Template:
     hir: Graph
     mir: Graph
     bounds: Bounds
+    state: Mapping[tuple[str, str], TensorType]
     types: TypeCache
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
@@ -157,7 +158,7 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
     mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
     for name in settings.passes:
         mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
-    return Template(built, hir, mir, bounds_of(hir), types, seconds, nodes)
+    return Template(built, hir, mir, bounds_of(hir), state_types(mir, settings.scan), types, seconds, nodes)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:

@@ -23,11 +23,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
-from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.plan import activation_bytes, flops, state_types
+from rlx_jax.lowering.plan import activation_bytes, flops
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
@@ -115,8 +114,10 @@ def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
         return model.replace(params={})
     if not has_data(compiler):
         return model
+    # A context of the caller's thread, which the loader does not see.
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_params, compiler)
+        loading = pool.submit(load_params, compiler, device)
         model.warm()
         params, seconds = loading.result()
     model.load_seconds = seconds
@@ -129,11 +130,12 @@ def has_data(compiler: Compiler) -> bool:
     return source is not None and not (isinstance(source, MappingSource) and source.shapes_only)
 
 
-def load_params(compiler: Compiler) -> tuple[dict[str, jax.Array], float]:
-    """Read every leaf of the layout; the arrays and the seconds it took."""
+def load_params(compiler: Compiler, device: Any) -> tuple[dict[str, jax.Array], float]:
+    """Read every leaf of the layout onto `device` (None: the default one); the arrays and the seconds it took."""
     assert compiler.source is not None
     start = time.perf_counter()
-    params = {name: load_leaf(program, compiler.source) for name, program in compiler.layout.leaves.items()}
+    with jax.default_device(device):
+        params = {name: load_leaf(program, compiler.source) for name, program in compiler.layout.leaves.items()}
     jax.block_until_ready(params)
     return params, time.perf_counter() - start
 
@@ -212,7 +214,7 @@ class CompiledModel:
         check_length(sizes.get("seq", 0), bounds, flow.name)
         if self.program != "forward":
             check_new_tokens(values["lengths"], sizes["seq"], low=1 if self.program == "prefill" else 0)
-        arrays = self._state_arrays(template.mir, state, sizes)
+        arrays = self._state_arrays(template.state, state, sizes)
         key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
         return values, key, arrays
 
@@ -224,9 +226,10 @@ class CompiledModel:
         added = (i for i in self._template().mir.inputs if i.input not in names)
         return (*known, *(InputDecl(i.input, i.type) for i in added))
 
-    def _state_arrays(self, mir: Graph, state: State | None, sizes: dict[str, int]) -> StateArrays:
+    def _state_arrays(
+        self, types: Mapping[tuple[str, str], TensorType], state: State | None, sizes: dict[str, int]
+    ) -> StateArrays:
         """The state's arrays, checked against the program; their sizes are added to the binding."""
-        types = state_types(mir, self.compiler.settings.scan)
         if bool(types) != (state is not None):
             raise GraphError(f"program {self.program} {'needs' if types else 'takes no'} state=; see init_state")
         if state is None:
@@ -294,7 +297,7 @@ class CompiledModel:
         """An empty state for `batch` rows and `context` cached tokens."""
         binding = {**self.compiler.flow.binding, "batch": as_dim(batch, "init_state: batch")}
         binding |= {} if context is None else {"context": as_dim(context, "init_state: context")}
-        types = state_types(self._template().mir, self.compiler.settings.scan)
+        types = self._template().state
         if not types:
             raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
         bound = {k: t.bind(binding) for k, t in types.items()}
@@ -339,7 +342,7 @@ class CompiledModel:
 
         settings, mir = self.compiler.settings, self._template().mir
         lir = Lir(mir, Plan(settings.target, settings.scan, settings.donate_state))
-        state = {k: t.spec for k, t in state_types(mir, settings.scan).items()}
+        state = {k: t.spec for k, t in self._template().state.items()}
         inputs = {i.input: i.type.spec for i in mir.inputs}
         return jax.make_jaxpr(make_function(lir, self.compiler.layout))(self.param_specs(), state, inputs)
 

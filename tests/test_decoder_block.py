@@ -310,8 +310,9 @@ def test_biases_and_widths(layer: Layer, mask: str, merge: bool) -> None:
     assert_close(got, layer.reference(weights, x, kind, given))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
+@pytest.mark.parametrize(
+    ("mask", "policy"), [*((mask, "fusable") for mask in MASKS), ("causal", "direct"), ("bias", "direct")]
+)
 def test_fused_is_composed(mask: str, policy: str) -> None:
     """From one checkpoint, equal bits under `fusable`, within 2e-6 under `direct`; composed keeps the mask."""
     layer, kind = Layer(4, 2, attention_bias=True, mlp_bias=True), MASKS[mask]

@@ -209,7 +209,7 @@ def test_each_token_wise_stage_is_accepted(name: str) -> None:
     """Alone, so that an error says which."""
     flow = head(tokens_flow().custom_named("stage", TOKEN_WISE[name]))
     weights = EMBEDDING | TOKEN_WISE_WEIGHTS
-    used = {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}
+    used = {key: weights[key] for key in flow.build(weights).keys_read}
     assert "cached" not in compiled(flow, used, program="extend").text("mir")
 
 
@@ -370,6 +370,18 @@ def test_padding_is_never_written(scan: bool, split_models: Any) -> None:
         np.testing.assert_array_equal(written, np.arange(CONTEXT)[None] < length[:, None])
 
 
+def test_a_derived_program_may_be_made_inside_a_trace() -> None:
+    """Its proofs look at numbers of their own, not at traced ones."""
+    flow = head(tokens_flow().custom_named("stage", lambda e, x: e.jax(jnp.tanh, x)))
+    model = compiled(flow, {"e": jax.ShapeDtypeStruct((V, H), np.float32)}, program="prefill")
+    other = compiled(flow, EMBEDDING, program="prefill")
+    state = other.init_state(2)
+    step = jax.jit(lambda p, t, s: model.apply(p, t, lengths=jnp.array([2, 1], jnp.int32), state=s)[0])
+    got = step(EMBEDDING, TOKENS[:, :2], state)
+    want, _ = other.apply(EMBEDDING, TOKENS[:, :2], lengths=[2, 1], state=state)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_what_does_not_fit_is_dropped() -> None:
     """A write past the capacity changes no row of the cache; the others are written where they belong."""
     model = compiled(head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend")
@@ -487,7 +499,7 @@ def attend(t: Any, a: Any) -> Any:
 def convolve(t: Any) -> Any:
     """A causal depthwise convolution of width 3."""
     return jax.lax.conv_general_dilated(
-        t, jnp.ones((3, 1, H)), (1,), [(2, 0)], dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=H
+        t, jnp.ones((3, 1, H), t.dtype), (1,), [(2, 0)], dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=H
     )
 
 

@@ -664,6 +664,22 @@ def test_operators_and_methods(name: str) -> None:
     close(got, np.asarray(OPERATORS[name][1](X.astype(np.float64))), 1e-5)
 
 
+SLICES = [
+    slice(1, None), slice(None, 5), slice(2, 5), slice(-3, None), slice(1, -1), slice(None, None, -2),
+    slice(None, None, 3), slice(-4, -1), slice(4, 1, -1), slice(None, -2), -1, 0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SLICES, ids=str)
+def test_slices_of_a_symbolic_axis(key: Any) -> None:
+    """As NumPy cuts them, whatever the size turns out to be."""
+    model = compiled(rlx.ModelFlow("m").input("x", ("seq",)).custom(lambda e, x: x[key] * 1))
+    for size in range(1, 7):
+        x = np.arange(size, dtype=np.float32)
+        with jax.disable_jit():
+            np.testing.assert_array_equal(model.apply({}, x), x[key])
+
+
 def test_integers_stay_integers() -> None:
     """Arithmetic of ids with whole numbers; with a fraction it is an error, not a silent cut."""
     ids = rlx.ModelFlow("m").input("ids", ("n",), dtype="int32")
@@ -919,7 +935,7 @@ def test_constants_belong_to_the_program() -> None:
     """Up to 1 MiB; more is a weight. Synthesised tensors are never parameters."""
     with pytest.raises(GraphError, match=r"s: .*1048576.*weight"):
         x_flow().custom_named("s", lambda e, x: x + e.constant(np.zeros((2**15 + 1, 8))).sum()).build()
-    big = jnp.zeros((2**18 + 1,))
+    big = jnp.zeros((2**18 + 1,), jnp.float32)
     with pytest.raises(GraphError, match=r"emit\.param"):
         x_flow().custom_named("s", lambda e, x: e.jax(lambda t: t + big.sum(), x)).build()
     spec = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)

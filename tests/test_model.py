@@ -372,6 +372,28 @@ def test_jvp_and_hessian() -> None:
     assert np.isfinite(hessian).all() and np.any(hessian)
 
 
+def test_disable_jit_runs_op_by_op() -> None:
+    """As it does for any jitted function: for a look at the numbers in between."""
+    model = compiled(mlp_flow(), MLP)
+    with jax.disable_jit():
+        np.testing.assert_allclose(model.apply(model.params, X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(model(X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_may_be_made_inside_a_trace() -> None:
+    """A first use under jit, with constants to fold and an optional input that makes another program."""
+
+    def body(emit: Any, x: Any) -> Any:
+        scale = emit.optional_input("scale")
+        x = x if scale is None else x * scale
+        return x + emit.gelu(emit.constant(np.ones(H)))
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", H)).input("scale", ("batch", 1), default=None).custom(body)
+    model = compiled(flow, {})
+    got = jax.jit(lambda x, s: model.apply({}, x, s))(X[0], np.full((S, 1), 2, np.float32))
+    np.testing.assert_allclose(got, 2 * X[0] + 0.8413447, rtol=1e-5)
+
+
 def test_apply_does_not_compile_again() -> None:
     """One trace for each size, as jit does."""
     model = compiled(mlp_flow(), MLP)
@@ -628,8 +650,14 @@ def llama_specs(dtype: Any = np.float32) -> dict[str, Spec]:
     return llama.weight_specs(config, dtype)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+ROUND_TRIPS = [
+    *((layout, np.float32) for layout in LAYOUTS),
+    ("both", ml_dtypes.bfloat16),
+    ("bf16", ml_dtypes.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), ROUND_TRIPS)
 def test_weights_round_trip(layout: str, dtype: Any) -> None:
     """Whatever the layout, `weights()` has the checkpoint's keys, shapes, dtypes and, where exact, bits."""
     rng = np.random.default_rng(0)

@@ -61,6 +61,11 @@ def x_flow() -> rlx.ModelFlow:
     return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
 
 
+def read_by(flow: rlx.ModelFlow, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights that the flow reads: the others would be an error."""
+    return {key: weights[key] for key in flow.build(weights).keys_read}
+
+
 def llama_flow(layers: int = 2, biased: bool = False) -> rlx.ModelFlow:
     """A tied Llama of width 8."""
     spec = LlamaDecoderSpec(4, 4, 2, attention_bias=biased)
@@ -154,7 +159,7 @@ def outputs(
 ) -> dict[str, np.ndarray]:
     """All outputs of the flow, compiled with these settings; `eager` runs op by op and spares XLA."""
     weights = WEIGHTS if weights is None else weights
-    used = {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}
+    used = read_by(flow, weights)
     model = compiled(flow, used, profile=profile(**tables))
     with jax.disable_jit(eager):
         out = model.apply(model.params, inputs) if eager else model(inputs)
@@ -215,7 +220,7 @@ def test_a_llama_in_each_form(roll: str, policy: str, merge: bool, llama_logits:
 
 def mir_of(flow: rlx.ModelFlow, weights: Any = None, **tables: Any) -> Graph:
     """The MIR template of the forward program."""
-    used = {k: v for k, v in (weights or {}).items() if k in flow.build(weights).keys_read}
+    used = read_by(flow, weights or {})
     return open_compiler(flow, used, profile(**tables), True, False).template("forward").mir
 
 
@@ -664,7 +669,7 @@ def test_matmul_precision_reaches_derived_programs(program: str) -> None:
 def test_matmul_precision_reaches_operators(name: str) -> None:
     """`@`, `emit.linear` and the blocks."""
     flow = flow_of([[(name, 0, 0)]])
-    used = {k: v for k, v in WEIGHTS.items() if k in flow.build(WEIGHTS).keys_read}
+    used = read_by(flow, WEIGHTS)
     model = compiled(flow, used, profile=profile(precision={"matmul": "highest"}))
     assert precisions(model, X) == {HIGHEST}
 

@@ -49,6 +49,11 @@ def weights_of(count: int, *names: str) -> dict[str, np.ndarray]:
     return {f"{name}{i}": w(*shape, seed=i) for i in range(count) for name, shape in shapes.items()}
 
 
+def read_by(flow: rlx.ModelFlow, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights that the flow reads: the others would be an error."""
+    return {key: weights[key] for key in flow.build(weights).keys_read}
+
+
 def nodes_of(built: BuiltModel | Any) -> list[Node]:
     """All top-level nodes of the HIR."""
     return list(built.hir.nodes)
@@ -242,14 +247,18 @@ DIFFERENT: dict[str, Layer] = {
     "width": lambda i: Sequence([Linear(f"u{i}"), Linear(f"d{i}")]),
     "slice": lambda i: Custom(lambda e, x: x + x[:, :, i : i + 1]),
     "python value in a closure": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (i + 1.5), x + 1)),
-    "array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.full(H, i + 1.0)), x + 1)),
+    "array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
     "numpy array in a closure": lambda i: Custom(lambda e, x: e.jax(scaled_by(np.full(H, i + 1.0, np.float32)), x + 1)),
-    "array in a nested jit": lambda i: Custom(lambda e, x: e.jax(jax.jit(scaled_by(jnp.full(H, i + 1.0))), x + 1)),
-    "array in a scan": lambda i: Custom(lambda e, x: e.jax(scanned_by(jnp.full(H, i + 1.0)), x + 1)),
-    "array in a custom_jvp": lambda i: Custom(lambda e, x: e.jax(custom_by(jnp.full(H, i + 1.0)), x + 1)),
-    "array in a remat": lambda i: Custom(lambda e, x: e.jax(jax.checkpoint(scaled_by(jnp.full(H, i + 1.0))), x + 1)),
+    "array in a nested jit": lambda i: Custom(
+        lambda e, x: e.jax(jax.jit(scaled_by(jnp.full(H, i + 1.0, jnp.float32))), x + 1)
+    ),
+    "array in a scan": lambda i: Custom(lambda e, x: e.jax(scanned_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
+    "array in a custom_jvp": lambda i: Custom(lambda e, x: e.jax(custom_by(jnp.full(H, i + 1.0, jnp.float32)), x + 1)),
+    "array in a remat": lambda i: Custom(
+        lambda e, x: e.jax(jax.checkpoint(scaled_by(jnp.full(H, i + 1.0, jnp.float32))), x + 1)
+    ),
     "close numbers": lambda i: Custom(lambda e, x: e.jax(lambda t: t * (1 + i * 1e-6), x + 1)),
-    "shape": lambda i: Custom(lambda e, x: e.jax(lambda t: t + jnp.ones(i + 1).sum(), x + 1)),
+    "shape": lambda i: Custom(lambda e, x: e.jax(lambda t: t + jnp.ones(i + 1, t.dtype).sum(), x + 1)),
 }
 
 
@@ -292,8 +301,10 @@ SAME: dict[str, Layer] = {
     "closure on the carry": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x)),
     "closure on an inner value": lambda i: Custom(lambda e, x: e.jax(lambda t: jnp.tanh(t) + 1, x * 2)),
     "closure on a weight": lambda i: Custom(lambda e, x: x + e.jax(lambda t: t * t, e.param(f"g{i}"))),
-    "equal captured arrays": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.arange(6.0)), x)),
-    "equal arrays in nested jits": lambda i: Custom(lambda e, x: e.jax(jax.jit(scaled_by(jnp.arange(6.0))), x)),
+    "equal captured arrays": lambda i: Custom(lambda e, x: e.jax(scaled_by(jnp.arange(6, dtype=jnp.float32)), x)),
+    "equal arrays in nested jits": lambda i: Custom(
+        lambda e, x: e.jax(jax.jit(scaled_by(jnp.arange(6, dtype=jnp.float32))), x)
+    ),
     "a jax function": lambda i: Custom(lambda e, x: e.jax(jnp.sin, x)),
     "jax.nn.relu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.relu(t), x * 2)),
     "jax.nn.gelu": lambda i: Custom(lambda e, x: e.jax(lambda t: jax.nn.gelu(t), x * 2)),
@@ -423,7 +434,7 @@ def test_two_repeats_in_a_row() -> None:
     """Each is a region of its own."""
     weights = weights_of(6, "w", "g")
     flow = x_flow().repeat_layers(3, linear).custom(lambda e, x: e.tanh(x)).repeat_layers(4, lambda i: RmsNorm(f"g{i}"))
-    model = compiled(flow, {k: v for k, v in weights.items() if k in flow.build(weights).keys_read}, profile=SCAN)
+    model = compiled(flow, read_by(flow, weights), profile=SCAN)
     want = np.tanh(X @ weights["w0"].T @ weights["w1"].T @ weights["w2"].T)
     for i in range(4):
         want = want / np.sqrt((want * want).mean(-1, keepdims=True) + 1e-5) * weights[f"g{i}"]
@@ -506,7 +517,7 @@ def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: in
         return flow.custom(lambda e, x: e.tanh(x))
 
     flows = tail(x_flow().repeat_layers(count, layer)), tail(plain(x_flow(), count, layer))
-    used = {k: v for k, v in weights.items() if k in flows[0].build(weights).keys_read}
+    used = read_by(flows[0], weights)
     got, want = (outputs(compiled(f, used, profile=SCAN if scan and f is flows[0] else UNROLL), X) for f in flows)
     assert list(got) == list(want)
     for name, value in want.items():

@@ -95,7 +95,8 @@ class Encoder:
     def _rows(self, texts: list[str]) -> list[list[int]]:
         if self.tokenizer is None:
             raise RequestError("strings need a tokenizer: the checkpoint has no tokenizer.json; pass token ids")
-        limits = (self.pipeline.max_seq_length, self.tokenizer.model_max_length, self.max_positions)
+        # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
+        limits = (self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions)
         longest = min((x for x in limits if x is not None), default=None)
         rows = self.tokenizer.encode_batch([self.pipeline.prompt + t for t in texts], max_length=longest)
         return [id_list(row, self.vocab_size, f"texts[{i}]") for i, row in enumerate(rows)]
