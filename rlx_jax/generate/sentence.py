@@ -271,7 +271,7 @@ def _module(entry: Mapping[str, Any], place: int, where: str) -> tuple[str, str]
         raise ConfigError(f"{where}: module {place} has idx {quote(entry['idx'])}; the modules run in the listed order")
     if kind not in _MODULE_TYPES:
         raise UnsupportedError(
-            f"{where}: module {place} has type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
+            f"{where}: module {place}: type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
         )
     return _MODULE_TYPES[kind], path
 
