@@ -158,7 +158,7 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
     mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
     for name in settings.passes:
         mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
-    return Template(built, hir, mir, bounds_of(hir), state_types(mir, settings.scan), types, seconds, nodes)
+    return Template(built, hir, mir, bounds_of(built.hir), state_types(mir, settings.scan), types, seconds, nodes)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:

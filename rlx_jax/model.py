@@ -300,6 +300,7 @@ class CompiledModel:
         types = self._template().state
         if not types:
             raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
+        check_length(binding.get("context", 0), self._template().bounds, f"{self.compiler.flow.name}: init_state")
         bound = {k: t.bind(binding) for k, t in types.items()}
         open_sizes = sorted({s for t in bound.values() for s in t.symbols})
         if open_sizes:

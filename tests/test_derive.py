@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
-from rlx_jax.errors import DeriveError, GraphError
+from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError
 from rlx_jax.ir import hir
 
 H, F, V = 8, 12, 17
@@ -252,6 +252,34 @@ def test_last_token_of_each_row() -> None:
     np.testing.assert_allclose(b[:, 0], np.asarray(a)[np.arange(2), LENGTHS - 1], atol=2e-6)
 
 
+SUFFIXES: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda e, x: x,
+    "a weight": lambda e, x: x + e.param("b"),
+    "a transpose": lambda e, x: e.tanh(x.transpose(1, 0, 2)).transpose(1, 0, 2),
+    "flattened tokens": lambda e, x: e.jax(lambda t: jnp.tanh(t.reshape(-1, H)).reshape(t.shape), x),
+    "heads": lambda e, x: x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(0, 1, 3, 2).reshape(*x.shape),
+    "a gate from the tokens": lambda e, x: x * e.flow_input("tokens").astype("f32").reshape(*x.shape[:2], 1),
+    "a rotary table": lambda e, x: x * e.state.rope_cos[..., :1],
+    "positions": lambda e, x: blocks.GatherAdd("at", "p").emit(e, x),
+}
+
+
+@pytest.mark.parametrize("name", SUFFIXES)
+def test_logits_of_the_last_token_only(name: str) -> None:
+    """The head sees one row for each sequence; its logits are those of the last valid token among all."""
+    flow = (
+        rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32")
+        .input("at", ("batch", "seq"), dtype="int32", default="positions")
+        .rope_tables(RopeTables.theta(4)).embed("e")
+    )  # fmt: skip
+    flow = head(llama_layers(flow, 1).custom_named("suffix", SUFFIXES[name]))
+    weights = llama_weights(1) | {"b": w(H), "p": w(CONTEXT, H)}
+    lm = rlx.CausalLM(flow, {key: weights[key] for key in flow.build(weights).keys_read})
+    every, _ = lm.prefill(TOKENS[:, :5], lengths=LENGTHS)
+    last, _ = lm.prefill(TOKENS[:, :5], lengths=LENGTHS, logits="last")
+    np.testing.assert_allclose(last, np.asarray(every)[np.arange(2), LENGTHS - 1], rtol=1e-5, atol=1e-5)
+
+
 def test_side_outputs_come_along() -> None:
     """Token-wise ones, by name."""
 
@@ -468,6 +496,23 @@ def test_wrong_calls_are_refused(name: str, extend_model: Any) -> None:
     with pytest.raises(rlx.RlxError):
         WRONG_CALLS[name](extend_model, state)
     assert not any(a.is_deleted() for a in state.leaves.values())
+
+
+@pytest.mark.parametrize("kind", ["rotary", "learned"])
+def test_a_context_over_the_position_table_is_refused(kind: str) -> None:
+    """Its last rows would be read for every later position, and nobody would notice."""
+    flow = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32")
+    if kind == "rotary":
+        angles = np.arange(8)[:, None] * 20.0 ** (-np.arange(2) / 2)
+        flow = flow.embed("e").rope_tables(RopeTables.param(8, 2, np.cos(angles), np.sin(angles)))
+        weights = llama_weights(1)
+    else:
+        flow = flow.input("at", ("batch", "seq"), "int32", default="positions").embed("e").gather_add("at", "p")
+        weights = llama_weights(1) | {"p": w(8, H)}
+    model = compiled(head(llama_layers(flow, 1)), weights, program="extend")
+    assert model.init_state(2, 8).length.shape == (2,)
+    with pytest.raises(SequenceLengthError, match="8"):
+        model.init_state(2, 9)
 
 
 def test_the_forward_program_has_no_state() -> None:

@@ -587,6 +587,7 @@ OPERATORS: dict[str, tuple[Custom, Callable[[np.ndarray], np.ndarray]]] = {
         lambda x: (x >= 0) * 1.0 + (x <= 1) + (x < 2) + (x != 3),
     ),
     "where": (lambda e, x: e.where(x == x, 0.0, x), lambda x: 0 * x),
+    "where of numbers": (lambda e, x: e.where(x > 0, 1.0, -0.5), lambda x: np.where(x > 0, 1.0, -0.5)),
     "maximum": (lambda e, x: e.maximum(x, 0.5) - e.minimum(0.1, x), lambda x: np.maximum(x, 0.5) - np.minimum(x, 0.1)),
     "sum": (lambda e, x: x.sum(-1), lambda x: x.sum(-1)),
     "mean": (lambda e, x: x.mean((1, 2), keepdims=True), lambda x: x.mean((1, 2), keepdims=True)),
@@ -745,6 +746,7 @@ MISUSE: dict[str, Custom] = {
     "concat of nothing": lambda e, x: e.concat([]),
     "matmul": lambda e, x: x @ x,
     "string": lambda e, x: x + "1",
+    "maximum of numbers": lambda e, x: e.maximum(1.0, 2.0),
     "none": lambda e, x: x + None,
     "unary": lambda e, x: e.unary("tanhh", x),
     "jax branch": lambda e, x: e.jax(lambda t: t if t.shape[1] > 3 else -t, x),
@@ -839,6 +841,19 @@ def test_a_weight_of_another_shape() -> None:
         x_flow().linear("w", shape=(F, H)).build({"w": w(V, H)})
 
 
+def test_one_key_has_one_shape() -> None:
+    """Two stages may share a weight, not disagree about it."""
+    with pytest.raises(WeightShapeError, match="'w'.*8, 8.*4, 8|'w'.*4, 8.*8, 8"):
+        compiled(x_flow().linear("w", shape=(8, 8)).linear("w", shape=(4, 8)))
+
+
+@pytest.mark.parametrize("profile", ["encoder", {"fusion": {}}, 3])
+def test_a_profile_is_a_profile(profile: Any) -> None:
+    """The message says how to get one by name."""
+    with pytest.raises(rlx.RlxError, match="CompileProfile"):
+        compiled(x_flow(), {}, profile=profile)
+
+
 def test_shapes_may_stand_on_the_stages() -> None:
     """Then a flow compiles without weights."""
     model = compiled(x_flow().linear("w", bias="b", shape=(F, H)))
@@ -882,6 +897,23 @@ def test_declaring_inputs() -> None:
         base.input("x", (2,)).build(given=["no_such"])
     with pytest.raises(GraphError, match="not a stage"):
         base.stage(lambda e, x: x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["state", "params"])
+def test_names_that_calls_use_themselves_are_refused(name: str) -> None:
+    """`model(…, state=…)` and `apply(params, …)` could not tell such an input from their own argument."""
+    with pytest.raises(GraphError, match=name):
+        rlx.ModelFlow("m").input(name, (2,))
+
+
+def test_bound_sizes_are_dimensions_of_the_inputs() -> None:
+    """A misspelt one would compile nothing ahead and say nothing; sizes are at least 1."""
+    with pytest.raises(GraphError, match="bacth.*batch"):
+        compiled(x_flow().bind(bacth=2, seq=3), {})
+    sizes: list[Any] = [0, -1, 2.5, True]
+    for size in sizes:
+        with pytest.raises(ShapeError, match="batch"):
+            compiled(x_flow().bind(batch=size, seq=3), {})
 
 
 @pytest.mark.parametrize("default", ["positons", "none", float("nan"), [0]])
@@ -956,13 +988,16 @@ def test_a_weight_used_twice_is_stored_once() -> None:
 
 
 def test_weights_of_other_dtypes_enter_as_f32() -> None:
-    """bf16 and f16 checkpoints; integers stay."""
+    """bf16, f16 and f64 checkpoints; integers and bools stay."""
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float64):
         stored = w(F, H).astype(dtype)
         close(run(x_flow().linear("w"), X, weights={"w": stored}), X @ stored.astype(np.float32).T)
-    index = np.array([2, 0], np.int32)
-    got = run(x_flow().custom(lambda e, x: e.jax(lambda t, i: t[:, :, i], x, e.param("i"))), X, weights={"i": index})
-    close(got, X[:, :, index])
+    for dtype in (np.int32, np.int64, np.uint8):
+        index = np.array([2, 0], dtype)
+        flow = x_flow().custom(lambda e, x: e.jax(lambda t, i: t[:, :, i], x, e.param("i").astype("i32")))
+        close(run(flow, X, weights={"i": index}), X[:, :, index])
+    keep = np.arange(H) % 2 == 0
+    close(run(x_flow().custom(lambda e, x: e.where(e.param("k"), x, 0.0)), X, weights={"k": keep}), X * keep)
 
 
 # -- when data is read -------------------------------------------------------------------------

@@ -678,6 +678,15 @@ def test_weights_round_trip(layout: str, dtype: Any) -> None:
     assert np.abs(np.asarray(again(IDS)) - np.asarray(model(IDS))).max() < (0.3 if layout == "bf16" else 1e-4)
 
 
+def test_wide_weights_come_back_without_a_warning() -> None:
+    """JAX has no 64-bit numbers by default: values that it holds are right, and nothing is said."""
+    given = {"w1": MLP["w1"].astype(np.float64), "w2": MLP["w2"], "b2": MLP["b2"].astype(np.float16)}
+    model = compiled(mlp_flow(), given)
+    back = model.weights()
+    np.testing.assert_array_equal(np.asarray(back["w1"]), MLP["w1"])
+    assert back["b2"].dtype == np.float16
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_init(layout: str) -> None:
     """Normal with 1/√fan_in, norms 1, biases 0; by key, whatever the layout; and the model runs with it."""

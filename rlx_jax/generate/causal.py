@@ -21,7 +21,7 @@ from rlx_jax.errors import (
     SessionStateError,
 )
 from rlx_jax.flow import Weights
-from rlx_jax.generate.opening import check_positions, open_token_model
+from rlx_jax.generate.opening import check_positions, known_positions, open_token_model
 from rlx_jax.generate.requests import (
     Prompts,
     bucket,
@@ -97,7 +97,7 @@ class CausalLM:
         bos_id: int | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
-        self.tokenizer, self.max_positions = tokenizer, max_positions
+        self.tokenizer, self.max_positions = tokenizer, known_positions(self.model, max_positions)
         self.eos_ids = tuple(eos_ids) or (tokenizer.eos_ids if tokenizer else ())
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
         self._pick = jax.jit(_greedy)

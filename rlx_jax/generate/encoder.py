@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RequestError
 from rlx_jax.flow import Weights
-from rlx_jax.generate.opening import check_positions, open_token_model
+from rlx_jax.generate.opening import check_positions, known_positions, open_token_model
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool
 from rlx_jax.generate.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Encoder:
         max_positions: int | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
-        self.tokenizer, self.max_positions = tokenizer, max_positions
+        self.tokenizer, self.max_positions = tokenizer, known_positions(self.model, max_positions)
         self.pipeline = pipeline or SentencePipeline()
         flow = self.model.compiler.flow
         if MASK not in [i.name for i in flow.inputs]:

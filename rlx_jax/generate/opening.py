@@ -30,6 +30,12 @@ def open_token_model(
     return model, rows
 
 
+def known_positions(model: CompiledModel, max_positions: int | None) -> int | None:
+    """The longest sequence that the model and its position tables know; None without a limit."""
+    limits = (max_positions, model.compiler.template("forward").bounds.positions)
+    return min((x for x in limits if x is not None), default=None)
+
+
 def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
     """A sequence fits the model.
 

@@ -79,7 +79,7 @@ class BertFlow:
     name: str = "bert"
 
     def assemble(self) -> ModelFlow:
-        """The flow, without weights."""
+        """The flow, with the shapes of its weights and no data."""
         c, positions = self.config, self.config.max_position_embeddings
         p = f"{self.prefix}.embeddings" if self.prefix else "embeddings"
         ids = ("batch", "seq")
@@ -100,6 +100,7 @@ class BertFlow:
                 c.activation,
             )
             .output("hidden_states")
+            .with_weights(weight_specs(c, self.prefix))
         )  # fmt: skip
 
 

@@ -126,9 +126,11 @@ class Llama32Flow:
     name: str = "llama"
 
     @staticmethod
-    def for_prefill(config: LlamaConfig, batch: int | None = None, seq: int | None = None) -> Llama32Flow:
-        """The forward program, bound to sizes where they are given."""
-        return Llama32Flow(config, batch, seq)
+    def for_prefill(
+        config: LlamaConfig | Mapping[str, Any], batch: int | None = None, seq: int | None = None
+    ) -> Llama32Flow:
+        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
+        return Llama32Flow(config if isinstance(config, LlamaConfig) else LlamaConfig.from_hf(config), batch, seq)
 
     def spec(self) -> LlamaDecoderSpec:
         """The spec of every layer."""
@@ -143,7 +145,7 @@ class Llama32Flow:
         )
 
     def assemble(self) -> ModelFlow:
-        """The flow, without weights."""
+        """The flow, with the shapes of its weights and no data."""
         c, spec = self.config, self.spec()
         layer = llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
         sizes = {k: v for k, v in {"batch": self.batch, "seq": self.seq}.items() if v is not None}
@@ -156,6 +158,7 @@ class Llama32Flow:
             .final_norm(c.rms_norm_eps)
             .lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
             .bind(**sizes)
+            .with_weights(weight_specs(c))
         )
 
 

@@ -188,14 +188,22 @@ class Gather(Mir):
 
 @dataclass(frozen=True)
 class TakeRow(Mir):
-    """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""
+    """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]` (or `[1, S, …]`, shared by all rows), index `[B]` → `[B, 1, …]`."""
 
     def check(self, *operands: TensorType) -> None:
         x, index = operands
-        if x.rank < 2 or index.shape != x.shape[:1] or not jnp.issubdtype(index.dtype, jnp.integer):
+        shared = x.rank > 1 and is_static(x.shape[0]) and x.shape[0] == 1
+        if (
+            x.rank < 2
+            or index.rank != 1
+            or not (shared or index.shape == x.shape[:1])
+            or not jnp.issubdtype(index.dtype, jnp.integer)
+        ):
             raise ShapeError(f"take_row: x is [B,S,…] and the index [B] integers, got {x} and {index}")
 
     def eval(self, x: Array, index: Array) -> Array:
+        if x.shape[0] is not index.shape[0] and x.shape[0] == 1:
+            return jnp.take(x[0], index, axis=0, mode="clip")[:, None]
         at = index.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.take_along_axis(x, at, axis=1, mode="clip")
 

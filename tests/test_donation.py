@@ -1,0 +1,92 @@
+"""The state is updated in place, this is proved for every compiled program, and a planted fault is caught."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.compile import compile_program
+from rlx_jax.errors import GraphError
+from rlx_jax.ir.ops.attention import CacheUpdate
+from rlx_jax.lowering.donation import cache_copies
+from rlx_jax.lowering.plan import state_types
+from rlx_jax.models.llama import LlamaConfig, weight_specs
+
+CONFIG = LlamaConfig.from_hf(
+    {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+)
+BATCH, CONTEXT = 3, 2048
+
+
+def extended(roll: str, compute: str = "f32") -> Any:
+    """The extend program, compiled for one token a row and called once."""
+    rng = np.random.default_rng(0)
+    weights = {k: rng.normal(0, 0.1, s.shape).astype(np.float32) for k, s in weight_specs(CONFIG).items()}
+    profile = rlx.CompileProfile().replace(layers={"roll": roll}, precision={"compute": compute})
+    model = rlx.compile(rlx.Llama32Flow(CONFIG), weights, profile=profile, program="extend")
+    model(np.ones((BATCH, 1), np.int32), np.ones(BATCH, np.int32), state=model.init_state(BATCH, CONTEXT))
+    return model
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
+    """Every byte of the state, temporaries that do not grow with it, no copy of an array of a cache's shape."""
+    (executable,) = extended(roll, compute).compiler.executables.values()
+    donation = executable.donation
+    width = 2 if compute == "bf16" else 4
+    layer = 2 * BATCH * CONTEXT * 2 * 8 * width
+    assert donation.state_bytes == 4 * layer + 4 * BATCH
+    assert donation.aliased_bytes == donation.state_bytes
+    assert not donation.copies and not donation.problems()
+    assert donation.temp_bytes < donation.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
+
+
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_a_dtype_drift_is_caught_before_xla(roll: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that leaves a program in another dtype: the verifier names the leaf and both types."""
+    update = CacheUpdate.eval
+    monkeypatch.setattr(CacheUpdate, "eval", lambda self, *arrays: update(self, *arrays).astype(jnp.bfloat16))
+    with pytest.raises(GraphError, match=r"(read as f32.* written as bf16|dtype)"):
+        extended(roll)
+
+
+def test_a_drift_that_only_the_compiled_program_shows() -> None:
+    """As jax neither donates nor warns, the proof compares aliased bytes with the state's."""
+    model = extended("unroll")
+    ((key, executable),) = model.compiler.executables.items()
+    lir, function = model.compiler.function(key)
+
+    def drifting(params: Any, state: Any, inputs: Any) -> Any:
+        outputs, after = function(params, state, inputs)
+        return outputs, {k: v.astype(jnp.bfloat16) if v.ndim == 4 else v for k, v in after.items()}
+
+    state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
+    inputs = {i.input: i.type.spec for i in lir.graph.inputs}
+    with pytest.raises(GraphError, match="in place"):
+        compile_program(lir, drifting, model.param_specs(), state, inputs)
+    assert executable.donation is not None
+
+
+def test_copies_are_found_in_hlo() -> None:
+    """Only whole arrays of a cache's own shape and dtype count."""
+    (cache,) = {
+        t for t in state_types(extended("unroll").compiler.template("extend").mir, False).values() if t.rank > 2
+    }
+    cache = cache.bind({"batch": 3, "context": 2048})
+    hlo = "  %c = f32[3,2048,2,8]{3,2,1,0} copy(%p)\n  %d = f32[3,2048,2,9]{3,2,1,0} copy(%p)\n"
+    assert [re.sub(" =.*", "", x) for x in cache_copies(hlo, {cache})] == ["%c"]
+    assert not cache_copies(hlo, {dataclasses.replace(cache, dtype=np.dtype(np.int32))})
