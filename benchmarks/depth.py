@@ -37,7 +37,7 @@ def figures(layers: int, roll: str, trace: bool, size: bool = False) -> dict[str
     gc.collect()
     start = time.perf_counter()
     model = rlx.compile(flow, specs, profile=profile)
-    _, function = model.compiler.function(KEY)  # specialise, verify, plan
+    function = model.compiler.function(KEY).run  # specialise, verify, plan
     found = {"before tracing": time.perf_counter() - start}
     if trace:
         jitted = jax.jit(function)

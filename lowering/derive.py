@@ -85,6 +85,8 @@ def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False
     if not any({"batch", "seq"} <= i.type.symbols for i in graph.inputs):
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
+    if any(i.input == LENGTHS.input for i in graph.inputs):
+        raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
     d = Derivation(program, types)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
+from rlx_jax.errors import GraphError, ProfileError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
 from rlx_jax.flow import Buildable, BuiltModel, ModelFlow, Weights
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
@@ -181,6 +181,15 @@ def make_function(lir: Lir, layout: Layout) -> Function:
     return function
 
 
+@dataclass(frozen=True)
+class Specialised:
+    """A program for one choice of sizes, as a pure function and as the same under `jax.jit`."""
+
+    lir: Lir
+    run: Function
+    jitted: Function
+
+
 @dataclass
 class Executable:
     """A compiled program."""
@@ -231,7 +240,7 @@ class Compiler:
     settings: Settings
     layout: Layout
     templates: dict[tuple[str, frozenset[str], bool], Template] = field(default_factory=dict)
-    functions: dict[ProgramKey, tuple[Lir, Function]] = field(default_factory=dict)
+    functions: dict[ProgramKey, Specialised] = field(default_factory=dict)
     executables: dict[ProgramKey, Executable] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
 
@@ -246,25 +255,29 @@ class Compiler:
                 self.templates[key] = make_template(built, self.settings, program, last_only, build_s)
             return self.templates[key]
 
-    def function(self, key: ProgramKey) -> tuple[Lir, Function]:
+    def function(self, key: ProgramKey) -> Specialised:
         """The pure function for one choice of sizes; made once."""
         with self.lock:
             if key not in self.functions:
                 template = self.template(key.program, key.given, key.last_only)
                 lir = make_lir(template, dict(key.binding), self.settings)
-                self.functions[key] = (lir, make_function(lir, self.layout))
+                run = make_function(lir, self.layout)
+                self.functions[key] = Specialised(lir, run, jax.jit(run))
             return self.functions[key]
 
     def executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
         """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
         with self.lock:
             if key not in self.executables:
-                self.executables[key] = compile_program(*self.function(key), params, state, inputs)
+                program = self.function(key)
+                self.executables[key] = compile_program(program.lir, program.run, params, state, inputs)
             return self.executables[key]
 
 
 def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool) -> Compiler:
     """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data."""
+    if profile is not None and not isinstance(profile, CompileProfile):
+        raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
     start = time.perf_counter()
     flow = as_flow(flow)
     with paused_gc():

@@ -30,7 +30,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Op, Param, Value, constant, located
 from rlx_jax.ir.ops import contract, pointwise, shaping
-from rlx_jax.ir.param import Key, WeightSource, cast
+from rlx_jax.ir.param import Key, Program, WeightSource, cast
 from rlx_jax.ir.types import Dim, TensorType, as_dtype, is_float, is_static, path_text, tensor_type
 
 F32 = np.dtype(np.float32)
@@ -62,6 +62,7 @@ class Emit:
         self.keys_read: dict[str, None] = {}
         self.repeating = False
         self._zeros: dict[int, FlowValue] = {}
+        self._declared: dict[str, TensorType] = {}
         self._types: dict[tuple[tuple[int, ...], np.dtype[Any]], TensorType] = {}
 
     # -- where we are ------------------------------------------------------------------------
@@ -131,7 +132,11 @@ class Emit:
             WeightShapeError: the source has another shape.
         """
         stored = self._stored(key, shape)
-        program = cast(Key(key, stored), F32) if is_float(stored.dtype) else Key(key, stored)
+        program: Program = Key(key, stored)
+        if is_float(stored.dtype):
+            program = cast(program, F32)
+        elif stored.dtype.itemsize == 8:  # JAX has no 64-bit integers by default; values are checked when they load
+            program = cast(program, np.dtype(f"{'u' if stored.dtype.kind == 'u' else ''}int32"))
         self.keys_read[key] = None
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
@@ -142,7 +147,11 @@ class Emit:
                     f"{self.path}: the shape of weight {quote(key)} is not known; give weights=, shape= on the stage, "
                     "or a mapping of jax.ShapeDtypeStruct"
                 )
-            return tensor_type(shape, F32, key)
+            declared = tensor_type(shape, F32, key)
+            if self._declared.setdefault(key, declared) != declared:
+                before, now = list(self._declared[key].shape), list(declared.shape)
+                raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
+            return declared
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
@@ -274,6 +283,8 @@ class Emit:
 
     def where(self, condition: FlowValue, on_true: Any, on_false: Any) -> FlowValue:
         """`on_true` where `condition`, else `on_false`; numbers are allowed for one of them."""
+        if not isinstance(on_true, FlowValue | bool) and not isinstance(on_false, FlowValue):
+            on_true = self.constant(on_true)
         like = on_true if isinstance(on_true, FlowValue) else on_false
         return self.add(pointwise.Where(), condition, self.lift(on_true, like), self.lift(on_false, like))
 
@@ -326,6 +337,8 @@ class Emit:
 
     def _binary(self, kind: str, a: Any, b: Any) -> FlowValue:
         like = a if isinstance(a, FlowValue) else b
+        if not isinstance(like, FlowValue):
+            raise GraphError(f"{self.path}: {kind} of {a!r} and {b!r}: one of them must be a FlowValue")
         return self.add(pointwise.Binary(kind), self.lift(a, like), self.lift(b, like))
 
 

@@ -14,14 +14,14 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.emit import F32, Emit, FlowValue
-from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote
+from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, did_you_mean, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Origin, TypeCache
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import TensorType, as_dtype, is_float, tensor_type
+from rlx_jax.ir.types import TensorType, as_dim, as_dtype, is_float, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
@@ -120,6 +120,8 @@ class ModelFlow:
         """
         if not isinstance(name, str) or not name.isidentifier():
             raise GraphError(f"{self.name}: an input's name is an identifier, got {quote(name)}")
+        if name in ("state", "params"):
+            raise NameCollisionError(f"{self.name}: an input cannot be called {quote(name)}: calls use that name")
         if any(i.name == name for i in self.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
         declared = tensor_type(shape, NARROWED.get(as_dtype(dtype).name, dtype), f"input {name}")
@@ -151,6 +153,13 @@ class ModelFlow:
 
     def bind(self, **sizes: int) -> ModelFlow:
         """Sizes of symbolic dimensions to compile for ahead of the first call."""
+        known = {s for i in self.inputs for s in i.type.symbols}
+        for name, size in sizes.items():
+            if name not in known:
+                raise GraphError(
+                    f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, known)}"
+                )
+            as_dim(size, f"{self.name}: bind: {name}")
         return replace(self, binding={**self.binding, **sizes})
 
     def stage(self, *stages: BlockStage) -> ModelFlow:

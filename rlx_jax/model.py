@@ -170,6 +170,8 @@ class CompiledModel:
         """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`."""
         params = self._params("calling the model")
         values, key, arrays = self._bind(inputs, named, state, last_only)
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._result(self.compiler.function(key).run(params, arrays, values), key)
         executable = self._executable(key, params, arrays, values)
         return self._result(executable.call(params, arrays, values), key)
 
@@ -180,9 +182,8 @@ class CompiledModel:
         """
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
-        _, function = self.compiler.function(key)
         self.last = key
-        return self._result(jax.jit(function)(dict(params), arrays, values), key)
+        return self._result(self.compiler.function(key).jitted(dict(params), arrays, values), key)
 
     def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
         """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
@@ -327,7 +328,7 @@ class CompiledModel:
             return str(self._jaxpr())
         if self.last is None:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
-        lir, _ = self.compiler.function(self.last)
+        lir = self.compiler.function(self.last).lir
         if level == "lir":
             return f"lir @{lir.graph.name}\n  {lir.plan.text()}\n{dump(lir.graph, 'mir')}"
         executable = self.compiler.executables.get(self.last)

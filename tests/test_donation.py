@@ -68,7 +68,7 @@ def test_a_drift_that_only_the_compiled_program_shows() -> None:
     """As jax neither donates nor warns, the proof compares aliased bytes with the state's."""
     model = extended("unroll")
     ((key, executable),) = model.compiler.executables.items()
-    lir, function = model.compiler.function(key)
+    lir, function = model.compiler.function(key).lir, model.compiler.function(key).run
 
     def drifting(params: Any, state: Any, inputs: Any) -> Any:
         outputs, after = function(params, state, inputs)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import WeightShapeError
+from rlx_jax.errors import WeightDTypeError, WeightShapeError
 from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource
 
 HostArray = np.ndarray[Any, Any]
@@ -37,7 +37,10 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
         case Transposed(of=of):
             fill(out.T, of, source)
         case Cast(of=Key() as key):
-            out[...] = _read(key, source).astype(out.dtype)
+            data = _read(key, source)
+            if out.dtype.kind in "iu":
+                _check_range(data, out.dtype, key, source)
+            out[...] = data.astype(out.dtype)
         case Cast(of=of):
             inner = np.empty(of.type.shape, of.type.dtype)
             fill(inner, of, source)
@@ -62,6 +65,14 @@ def _read(key: Key, source: WeightSource) -> HostArray:
     return data
 
 
+def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> None:
+    info = np.iinfo(dtype)
+    if data.size and (data.min() < info.min or data.max() > info.max):
+        raise WeightDTypeError(
+            f"weight {key.key!r} ({source.where(key.key)}): values {data.min()} … {data.max()} do not fit {dtype}"
+        )
+
+
 def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype."""
     found: dict[str, jax.Array] = {}
@@ -78,7 +89,9 @@ def _backwards(program: Program, array: jax.Array) -> Iterator[tuple[str, jax.Ar
         case Transposed(of=of):
             yield from _backwards(of, array.T)
         case Cast(of=of):
-            yield from _backwards(of, array.astype(of.type.dtype))
+            wide = of.type.dtype.itemsize == 8 and not isinstance(array, jax.core.Tracer)
+            host: Any = np.asarray(array) if wide else array  # JAX has no 64-bit types by default, NumPy does
+            yield from _backwards(of, host.astype(of.type.dtype))
         case Concat(parts=parts, axis=axis):
             start = 0
             for part in parts:
