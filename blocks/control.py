@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, RlxError
 from rlx_jax.ir.graph import first_line
 
 
@@ -65,6 +65,11 @@ class Repeat:
         for index in range(self.count):
             stage = self.stage_for_index(index)
             inner = stage.inner if isinstance(stage, Named) else stage
+            if not callable(getattr(inner, "emit", None)):
+                raise GraphError(
+                    f"{emit.path or 'flow'}: layer {index} is {type(inner).__name__}, not a stage "
+                    "(a LayerStack becomes one by .build())"
+                )
             with emit.scope(self.name, index):
                 value = inner.emit(emit, value)
             bounds.append(len(emit.builder.nodes))
@@ -91,17 +96,14 @@ class Custom:
         with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.scope(name):
             try:
                 out = self.fn(emit, value)
-            except (TypeError, ValueError) as error:
-                if "FlowValue" not in str(error):
+            except Exception as error:
+                if isinstance(error, RlxError) or "FlowValue" not in str(error):
                     error.add_note(f"in the custom stage {emit.path}")
                     raise
                 raise GraphError(
-                    f"{emit.path}: a FlowValue was given to a function that needs an array; call it through "
-                    f"emit.jax(fn, value) ({first_line(error)})"
+                    f"{emit.path}: {first_line(error)}; a FlowValue takes operators and the functions of emit: "
+                    "use emit.jax(fn, value) for JAX functions and emit.constant(array) for small arrays"
                 ) from error
-            except Exception as error:
-                error.add_note(f"in the custom stage {emit.path}")
-                raise
             if out is not None and not isinstance(out, FlowValue):
                 raise GraphError(f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}")
             return out

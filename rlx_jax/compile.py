@@ -203,7 +203,8 @@ class Executable:
 
 def compile_program(lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
     """Trace and compile with XLA; the state is donated, and that is proved."""
-    donate = (1,) if lir.plan.donate_state and state else ()
+    # With debug_nans jax keeps every argument alive, so there is nothing to donate and nothing to prove.
+    donate = (1,) if lir.plan.donate_state and state and not jax.config.jax_debug_nans else ()  # type: ignore[attr-defined]
     jitted = jax.jit(function, donate_argnums=donate, compiler_options=dict(lir.plan.compiler_options) or None)
     start = time.perf_counter()
     lowered = jitted.lower(params, state, inputs)

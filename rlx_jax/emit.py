@@ -349,7 +349,7 @@ class FlowValue:
     """
 
     __slots__ = ("emit", "value")
-    __array_priority__ = 1000
+    __array_ufunc__ = None  # NumPy arrays leave operators with a FlowValue to it
 
     def __init__(self, emit: Emit, value: Value) -> None:
         self.emit, self.value = emit, value

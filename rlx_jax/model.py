@@ -140,7 +140,7 @@ def load_params(compiler: Compiler, device: Any) -> tuple[dict[str, jax.Array], 
     return params, time.perf_counter() - start
 
 
-@dataclass
+@dataclass(eq=False)
 class CompiledModel:
     """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
 
@@ -172,8 +172,17 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state, last_only)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._result(self.compiler.function(key).run(params, arrays, values), key)
+        if any(isinstance(v, jax.core.Tracer) for v in (*values.values(), *arrays.values())):
+            return self._result(self.compiler.function(key).jitted(params, arrays, values), key)
         executable = self._executable(key, params, arrays, values)
-        return self._result(executable.call(params, arrays, values), key)
+        try:
+            results = executable.call(params, arrays, values)
+        except ValueError as error:
+            if "sharding" not in str(error):
+                raise
+            # Parameters or inputs on other devices than those of the first call: jax.jit compiles for each placement.
+            results = self.compiler.function(key).jitted(params, arrays, values)
+        return self._result(results, key)
 
     def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
         """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
@@ -289,8 +298,9 @@ class CompiledModel:
         check_params(params, self.param_specs())
         return replace(self, params=dict(params))
 
-    def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0."""
+    def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
+        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed."""
+        key = jax.random.key(key) if isinstance(key, int) else key
         built = self.compiler.template("forward").built
         return initial_params(expand_composites(built.hir, built.types), self.compiler.layout.leaves, key)
 

@@ -93,12 +93,14 @@ class CausalLM:
         mesh: Any = None,
         strict: bool = True,
         max_positions: int | None = None,
-        eos_ids: Sequence[int] = (),
+        eos_ids: int | Sequence[int] = (),
         bos_id: int | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
         self.tokenizer, self.max_positions = tokenizer, known_positions(self.model, max_positions)
-        self.eos_ids = tuple(eos_ids) or (tokenizer.eos_ids if tokenizer else ())
+        self.eos_ids = ((eos_ids,) if isinstance(eos_ids, int) else tuple(eos_ids)) or (
+            tokenizer.eos_ids if tokenizer else ()
+        )
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
         self._pick = jax.jit(_greedy)
 
@@ -112,8 +114,7 @@ class CausalLM:
         block = token_block(tokens, self.vocab_size)
         row_lengths(lengths, block, low=1)
         self._check_positions(block.shape[1], "tokens")
-        result: jax.Array = self.model(block)
-        return result
+        return _primary(self.model(block))
 
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all"
@@ -166,7 +167,7 @@ class CausalLM:
         program, arrays = self._program(name), state.take(self.model.compiler)
         lengths = np.asarray(valid, np.int32)
         out, after = program.run((tokens,), {"lengths": lengths}, arrays, last_only=logits == "last")
-        result = out[:, 0] if logits == "last" else out
+        result = _primary(out)[:, 0] if logits == "last" else _primary(out)
         return result, DecodeState(after, state.lengths + valid, state.capacity, state.owner)
 
     # -- generation --------------------------------------------------------------------------
@@ -300,6 +301,12 @@ def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """logits `[B, V]` → ids int32 `[B, 1]`, and whether each row is free of NaN."""
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids[:, None], ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
+
+
+def _primary(outputs: Any) -> jax.Array:
+    """The logits: side outputs of a flow come after them by name."""
+    first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    return first
 
 
 def _cut(text: str, words: tuple[str, ...]) -> str:

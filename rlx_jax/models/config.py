@@ -34,6 +34,9 @@ INERT = frozenset(
 )
 """Fields without a part in the forward computation at inference."""
 
+NULLABLE = frozenset({"head_dim", "num_key_value_heads", "rope_theta"})
+"""Sizes that a config may give as null, for the default."""
+
 # Fields of every config that are harmless at one value and change the computation at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -66,9 +69,15 @@ class Fields:
         value = self.values.get(name)
         return default if value is None else value
 
+    def _given(self, name: str, default: Any) -> Any:
+        """As `raw`, but null is only a value where the reference writes it."""
+        if name in self.values and self.values[name] is None and name not in NULLABLE:
+            raise ConfigError(f"{self.where}: field {quote(name)} is null; expected a value")
+        return self.raw(name, default)
+
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
         """An integer in `[low, high]`."""
-        value = self.raw(name, default)
+        value = self._given(name, default)
         if value is None:
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer")
         if isinstance(value, bool) or not isinstance(value, int):
@@ -81,7 +90,7 @@ class Fields:
 
     def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
         """A finite number over `low`, or from `low` on if not `above`."""
-        value = self.raw(name, default)
+        value = self._given(name, default)
         if value is None:
             raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -94,14 +103,14 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
-        value = self.raw(name, default)
+        value = self._given(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
-        value = self.raw(name, default)
+        value = self._given(name, default)
         if not isinstance(value, str):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a string")
         return value
