@@ -59,8 +59,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
 
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
     """Instructions of an HLO text that copy an array of a cache's own shape and dtype."""
-    shapes = {
-        f"{short_name(t.dtype).replace('i32', 's32')}[{','.join(map(str, t.shape))}]" for t in types if t.rank > 2
-    }
+    caches = [t for t in types if t.rank > 2 and t.nbytes > SLACK]
+    shapes = {f"{short_name(t.dtype)}[{','.join(map(str, t.shape))}]" for t in caches}
     lines = (line.strip() for line in hlo.splitlines())
     return [x[:120] for x in lines if (m := re.search(r"= (\w+\[[\d,]*\])\S* copy\(", x)) and m.group(1) in shapes]

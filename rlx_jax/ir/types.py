@@ -242,7 +242,7 @@ class Dim:
     def __index__(self) -> int:
         raise ShapeError(
             f"the size of symbolic dimension {self.expr} is not known while the flow is traced; "
-            "use the dimension itself in .reshape, emit.jax(fn, value) for JAX functions, or give the input a static size"
+            "use it as it is in .reshape, emit.jax(fn, value) for JAX functions, or give the input a static size"
         )
 
     __int__ = __index__
