@@ -170,6 +170,9 @@ class Param(Leaf):
 
     programs: tuple[Program, ...]
 
+    def __hash__(self) -> int:
+        return hash(self.programs[0])
+
     def text(self) -> str:
         first = str(self.programs[0])
         return f'param("{first}"' + (f" … {len(self.programs)} layers)" if len(self.programs) > 1 else ")")

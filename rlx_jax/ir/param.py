@@ -42,6 +42,9 @@ class Key:
     key: str
     type: TensorType
 
+    def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
+        return hash(self.key)
+
     def __str__(self) -> str:
         return self.key
 

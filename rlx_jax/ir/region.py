@@ -142,16 +142,15 @@ def _difference(a: Layer, b: Layer, number: int, period: int) -> str:
     if len(a.nodes) != len(b.nodes):
         return f"layer {number} has {len(b.nodes)} ops, the layer before it {len(a.nodes)}"
     for x, y, refs_x, refs_y, operands in zip(a.nodes, b.nodes, a.refs, b.refs, b.operands, strict=True):
-        where = f"layer {number}, op {y.op.text()}"
         if x.types != y.types or not same_op(x.op, y.op, operands):
-            return f"{where}: the layer before it has {x.op.text()}"
+            return f"layer {number}, op {y.op.text()}: the layer before it has {x.op.text()}"
         if len(refs_x) != len(refs_y):
-            return f"{where}: another number of operands"
+            return f"layer {number}, op {y.op.text()}: another number of operands"
         for p, q in zip(refs_x, refs_y, strict=True):
             # In the first iteration a carry comes from outside the repeat.
             enters = number < 2 * period and q.kind == "back" and number - q.back < period
             if not (p.kind in ("outer", "leaf") if enters else _same_ref(p, q)):
-                return f"{where}: reads something else than the layer before it"
+                return f"layer {number}, op {y.op.text()}: reads something else than the layer before it"
     return ""
 
 
