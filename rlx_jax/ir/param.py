@@ -178,19 +178,6 @@ def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
     return bool(np.can_cast(narrow, wide, casting="safe"))
 
 
-def is_exact(program: Program) -> bool:
-    """Whether writing the program backwards gives the checkpoint's own bits."""
-    match program:
-        case Key():
-            return True
-        case Cast(of=of, dtype=dtype):
-            return widens(of.type.dtype, dtype) and is_exact(of)
-        case Transposed(of=of):
-            return is_exact(of)
-        case Concat(parts=parts) | Stack(parts=parts):
-            return all(is_exact(p) for p in parts)
-
-
 def leaf_name(program: Program) -> str:
     """The printed name of a leaf: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. Never parsed.
 
