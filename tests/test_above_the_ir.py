@@ -1,0 +1,83 @@
+"""Model code stays above the IR: recipes, notebooks and the README's code import no compiler internals."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import python_blocks
+
+ROOT = Path(__file__).parents[1]
+BELOW = ("rlx_jax.ir", "rlx_jax.lowering")
+NAMES = {"HirModule", "FusionPolicy", "Op"}
+
+
+def sources() -> dict[str, str]:
+    """What counts as model code, by path: every recipe, each notebook's code cells, the README's blocks."""
+    found = {
+        str(p.relative_to(ROOT)): p.read_text("utf-8") for p in sorted((ROOT / "rlx_jax" / "models").rglob("*.py"))
+    }
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        code = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        found[str(path.relative_to(ROOT))] = "\n".join(code)
+    return found | {"README.md": "\n".join(python_blocks((ROOT / "README.md").read_text("utf-8")))}
+
+
+def breaches(code: str) -> Iterator[str]:
+    """Imports of a module below, and the names of compiler internals."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            words = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            words = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Name | ast.Attribute):
+            words = [ast.unparse(node)]
+        else:
+            continue
+        for word in words:
+            word = word.replace("rlx.", "rlx_jax.", 1) if word.startswith("rlx.") else word
+            if any(f"{word}.".startswith(f"{module}.") for module in BELOW) or NAMES & set(word.split(".")):
+                yield word
+
+
+@pytest.mark.parametrize("name", sources())
+def test_above(name: str) -> None:
+    assert list(breaches(sources()[name])) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rlx_jax.ir",
+        "import rlx_jax.lowering.lower as lower",
+        "from rlx_jax.ir.graph import Builder",
+        "from rlx_jax import ir",
+        "from rlx_jax import lowering as l",
+        "from rlx_jax.anything import Op",
+        "def f():\n    from rlx_jax.ir import hir",
+        "x = rlx_jax.ir.hir",
+        "rlx.lowering.lower",
+        "m: rlx.HirModule",
+        "FusionPolicy.direct",
+    ],
+)
+def test_breaches_are_seen(code: str) -> None:
+    assert list(breaches(code))
+
+
+@pytest.mark.parametrize(
+    "code", ["import rlx_jax.iris", "from rlx_jax import blocks", "model.text('hir')", "Option(Op=1)"]
+)
+def test_the_rest_is_allowed(code: str) -> None:
+    assert not list(breaches(code))
+
+
+def test_every_kind_of_source_is_there() -> None:
+    """An empty list would pass."""
+    names = list(sources())
+    assert {"README.md", "rlx_jax/models/llama.py", "rlx_jax/models/bert.py"} <= set(names)

@@ -1,0 +1,55 @@
+"""The code of README.md and of the pages in docs/ runs.
+
+Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
+page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
+checkpoints, `path/to/minilm` is the real encoder. Blocks fenced otherwise (```text, ```sh) are not code to run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlx_jax.demo import minilm_directory
+from tests.oracles.checkpoints import FIXTURES, copy
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TINY = {"llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "bert": FIXTURES / "bert" / "bare_v5"}
+
+
+def python_blocks(page: str) -> Iterator[str]:
+    """The code of a page, each block behind as many empty lines as stand before it: errors name the page's lines."""
+    for block in FENCE.finditer(page):
+        if block[1] == "python":
+            yield "\n" * page.count("\n", 0, block.start(2)) + block[2]
+
+
+def test_blocks_are_found() -> None:
+    """Indentation and other languages: what counts as a block."""
+    page = "a\n```python\nx = 1\n```\n```sh\nls\n```\n\n```python\ny = '''\n'''\n```\n```\nplain\n```\n"
+    assert list(python_blocks(page)) == ["\n\nx = 1\n", "\n" * 9 + "y = '''\n'''\n"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_fences_are_known(page: Path) -> None:
+    """A misspelt fence would hide code from the test below."""
+    text = page.read_text("utf-8")
+    assert text.count("```") == 2 * len(FENCE.findall(text)), "an indented or unclosed fence"
+    assert {block[1] for block in FENCE.finditer(text)} <= {"python", "text", "sh", "toml", "json"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, from top to bottom."""
+    for name, fixture in TINY.items():
+        copy(fixture, tmp_path / "path" / "to" / name)
+    (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for code in python_blocks(page.read_text("utf-8")):
+        exec(compile(code, str(page), "exec"), namespace)
