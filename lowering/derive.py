@@ -44,7 +44,8 @@ PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)
-PROGRAMS = ("forward", "prefill", "extend")
+CACHED_PROGRAMS = ("prefill", "extend")
+PROGRAMS = ("forward", "train", *CACHED_PROGRAMS)
 
 
 @dataclass
@@ -80,8 +81,8 @@ def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False
         raise DeriveError(f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}")
     if last_only:
         graph = last_token_only(graph, types)
-    if program == "forward":
-        return graph
+    if program not in CACHED_PROGRAMS:
+        return graph  # `train` differs in how it runs: the plan scans its layers and may recompute them
     if not any({"batch", "seq"} <= i.type.symbols for i in graph.inputs):
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")

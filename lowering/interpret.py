@@ -1,12 +1,13 @@
 """Run a MIR graph: walk the nodes and call each op's `eval`. Under `jax.jit` this traces the program.
 
 A region runs as the plan says: a Python loop over the body (`unroll`) or `lax.scan`. In a scan, layer parameters
-are stacked leaves that are sliced, and state is a carry that is updated in place.
+are stacked leaves that are sliced, and state is a carry that is updated in place. With `remat` a gradient keeps
+little of each iteration and computes the rest again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,12 @@ from rlx_jax.ir.types import bind_path, path_text
 Array = Any
 StateKey = tuple[str, str]
 
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "layer": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What a gradient keeps of each iteration beside its operands, as a policy of `jax.checkpoint`."""
+
 
 @dataclass
 class Env:
@@ -31,6 +38,7 @@ class Env:
     inputs: Mapping[str, Array]
     state: dict[StateKey, Array]
     scan: bool = False
+    remat: str = "none"
     iteration: int | None = None
     operands: tuple[Array, ...] = ()
     sliced: Mapping[Program, Array] = field(default_factory=dict)
@@ -80,7 +88,11 @@ def _unroll(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, .
     carries, shared = operands[: op.carries], operands[op.carries :]
     sides: list[tuple[Array, ...]] = []
     for i in range(op.count):
-        out = interpret(op.body, replace(env, iteration=i, operands=(*carries, *shared)))
+
+        def step(*operands: Array, i: int = i) -> tuple[Array, ...]:
+            return interpret(op.body, replace(env, iteration=i, operands=operands))
+
+        out = _recomputed(step, op, env)(*carries, *shared)
         carries = out[: op.carries]
         sides.append(out[op.carries :])
     return (*carries, *(side for column in zip(*sides, strict=True) for side in column))
@@ -108,6 +120,14 @@ def _scan(op: Repeat, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...
 
     init = (operands[: op.carries], [env.state[key] for key in keys])
     xs = (jnp.arange(op.count, dtype=jnp.int32), [env.params[stack] for stack in stacks])
-    (carries, state), ys = lax.scan(step, init, xs)
+    (carries, state), ys = lax.scan(_recomputed(step, op, env), init, xs)
     env.state.update(zip(keys, state, strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))
+
+
+def _recomputed(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:
+    """One iteration, under `jax.checkpoint` if the plan says so. A body that writes state is never differentiated."""
+    if env.remat == "none" or op.body.writes:
+        return step
+    # A scan's body is compiled once, so that nothing in it can be merged with what it recomputes.
+    return jax.checkpoint(step, policy=REMAT[env.remat], prevent_cse=not env.scan)

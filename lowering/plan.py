@@ -17,17 +17,19 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices for one program: `scan` the layers or unroll them, donate the state, options for XLA."""
+    """Choices for one program: `scan` the layers or unroll them, donate the state, what a gradient recomputes
+    of each layer (`remat`: none, layer or dots), options for XLA."""
 
     target: str
     scan: bool
     donate_state: bool
+    remat: str = "none"
     compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
 
     def text(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
         return (
-            f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, "
+            f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, remat={self.remat}, "
             f"donate_state={str(self.donate_state).lower()}, compiler_options={options}"
         )
 

@@ -27,7 +27,6 @@ LATER = frozenset(
         "precision.weights",
         "precision.kv",
         "donation.inputs",
-        "layers.remat",
         "attention.implementation",
         "buckets.prompt",
         "buckets.batch",
@@ -116,10 +115,15 @@ class Donation(_Table):
 
 @dataclass(frozen=True)
 class Layers(_Table):
-    """roll: equal layers as one `scan` or one after the other (`unroll`); `auto` decides by the target."""
+    """roll: equal layers as one `scan` or one after the other (`unroll`); `auto` scans on TPU and in training.
+    remat: what a gradient of the `train` program computes again instead of keeping it. `layer` keeps only what
+        enters each layer; `dots` keeps the results of products with weights too. Other programs have no gradient
+        to plan for.
+    """
 
     PATH: ClassVar[str] = "layers"
     roll: Literal["auto", "scan", "unroll"] = "auto"
+    remat: Literal["none", "layer", "dots"] = "none"
 
 
 @dataclass(frozen=True)

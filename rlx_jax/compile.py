@@ -3,8 +3,8 @@
     flow ── build ──▶ HIR ── expand, precision, merge, derive ──▶ HIR of one program
          ── lower ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
 
-Each arrow is one function; the verifier runs after every one of them. A profile is read here, in `settings_for`,
-and nowhere below: passes, layout and plan get values.
+Each arrow is one function; the verifier runs after every one of them. A profile is read in `settings_for`
+(`rlx_jax/settings.py`) and nowhere else: passes, layout and plan get values.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
 from rlx_jax.flow import Buildable, BuiltModel, ModelFlow, Weights
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
-from rlx_jax.ir.types import TensorType, as_dtype, is_float
+from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.derive import derive
 from rlx_jax.lowering.donation import Donation, examine
@@ -41,69 +40,11 @@ from rlx_jax.lowering.precision import compute_in, pin_matmul
 from rlx_jax.lowering.specialise import specialise
 from rlx_jax.module import GraphModule
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.settings import Settings, settings_for
 
 Arrays = Mapping[str, Any]
 StateArrays = dict[tuple[str, str], Any]
 Function = Callable[[Arrays, StateArrays, Arrays], tuple[tuple[Any, ...], StateArrays]]
-
-
-# -- what a profile means here -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A profile, resolved for one flow on one target: plain values for the pass list, the Layout and the plan."""
-
-    target: str
-    policy: str
-    compute: np.dtype[Any]
-    matmul: str
-    passes: tuple[str, ...]
-    merge: bool
-    scan: bool
-    donate_state: bool
-    compiler_options: tuple[tuple[str, str | bool | int | float], ...]
-
-
-def settings_for(profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool) -> Settings:
-    """Resolve every `auto`. `merge` is what the caller wants where the profile leaves it open."""
-    target = profile.fusion.target if profile.fusion.target != "auto" else default_target()
-    backend = getattr(profile.backend, target)
-    compute = profile.precision.compute
-    dtype = as_dtype(compute) if compute != "auto" else auto_compute(target, source, keys)
-    roll = profile.layers.roll
-    return Settings(
-        target=target,
-        policy=profile.fusion.policy,
-        compute=dtype,
-        matmul=profile.precision.matmul,
-        passes=tuple(name for name in PASSES if getattr(profile.passes, name)),
-        merge=merge if backend.merge == "auto" else bool(backend.merge),
-        scan=target == "tpu" if roll == "auto" else roll == "scan",
-        donate_state=profile.donation.state,
-        compiler_options=tuple(sorted(backend.compiler_options.items())),
-    )
-
-
-def default_target() -> str:
-    """The platform JAX runs on: `cpu`, `cuda`, `rocm` or `tpu`."""
-    platform = jax.default_backend()
-    if platform != "gpu":
-        return platform
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
-
-
-def auto_compute(target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
-    """f32 on the CPU; elsewhere the dtype that most of the weights' bytes have."""
-    f32 = np.dtype(np.float32)
-    if target == "cpu" or source is None:
-        return f32
-    held: dict[np.dtype[Any], int] = {}
-    for spec in (source.spec(key) for key in keys):
-        if is_float(spec.dtype):
-            held[spec.dtype] = held.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
-    most = max(held, key=lambda d: held[d], default=f32)
-    return most if most.itemsize == 2 else f32
 
 
 # -- the pipeline ------------------------------------------------------------------------------
@@ -164,8 +105,13 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
     """MIR template → MIR with sizes → LIR."""
     graph = verify(specialise(template.mir, binding, template.types), "mir", "specialise", template.types)
-    plan = Plan(settings.target, settings.scan, settings.donate_state, dict(settings.compiler_options))
-    return Lir(graph, plan)
+    return Lir(graph, make_plan(settings))
+
+
+def make_plan(settings: Settings) -> Plan:
+    """What the plan takes from the settings."""
+    options = dict(settings.compiler_options)
+    return Plan(settings.target, settings.scan, settings.donate_state, settings.remat, options)
 
 
 def make_function(lir: Lir, layout: Layout) -> Function:
@@ -174,7 +120,8 @@ def make_function(lir: Lir, layout: Layout) -> Function:
     layout.check(lir.graph, lir.plan.scan)
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
-        env = Env({program: params[name] for program, name in names.items()}, inputs, dict(state), lir.plan.scan)
+        leaves = {program: params[name] for program, name in names.items()}
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat)
         outputs = interpret(lir.graph, env)
         return outputs, env.state
 
@@ -275,8 +222,18 @@ class Compiler:
             return self.executables[key]
 
 
-def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, strict: bool, merge: bool) -> Compiler:
-    """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data."""
+def open_compiler(
+    flow: Any,
+    weights: Weights,
+    profile: CompileProfile | None,
+    strict: bool,
+    merge: bool,
+    program: str = "forward",
+) -> Compiler:
+    """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data.
+
+    `program` decides how layers run and are stored; every program of the model shares it.
+    """
     if profile is not None and not isinstance(profile, CompileProfile):
         raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
     start = time.perf_counter()
@@ -285,10 +242,12 @@ def open_compiler(flow: Any, weights: Weights, profile: CompileProfile | None, s
         built = flow.build(weights)
     build_s = time.perf_counter() - start
     check_unread(built, strict)
-    settings = settings_for(profile or built.profile or CompileProfile(), built.source, built.keys_read, merge)
-    template = make_template(built, settings, "forward", False, build_s)
+    profile = profile or built.profile or CompileProfile()
+    settings = settings_for(profile, built.source, built.keys_read, merge, program)
+    first = "train" if program == "train" else "forward"
+    template = make_template(built, settings, first, False, build_s)
     compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
-    compiler.templates[("forward", frozenset(), False)] = template
+    compiler.templates[(first, frozenset(), False)] = template
     return compiler
 
 

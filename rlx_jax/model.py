@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.compile import Arrays, Compiler, Executable, ProgramKey, StateArrays, open_compiler
+from rlx_jax.compile import (
+    Arrays,
+    Compiler,
+    Executable,
+    ProgramKey,
+    StateArrays,
+    make_function,
+    make_plan,
+    open_compiler,
+)
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
@@ -25,8 +34,9 @@ from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.lowering.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.plan import activation_bytes, flops
+from rlx_jax.lowering.plan import Lir, activation_bytes, flops
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
@@ -95,7 +105,8 @@ def compile(
         flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
         weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
         profile: else the flow's own, else `auto`.
-        program: `forward`, `prefill` or `extend`.
+        program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
+            profile's `layers.remat` says), `prefill` or `extend`.
         strict: weights that nothing reads are an error.
 
     Raises:
@@ -103,7 +114,7 @@ def compile(
     """
     if mesh is not None:
         raise UnsupportedError("compile(mesh=…) is not built yet; leave it out to run on one device")
-    compiler = open_compiler(flow, weights, profile, strict, merge=False)
+    compiler = open_compiler(flow, weights, profile, strict, merge=False, program=program)
     return finish_model(compiler, program)
 
 
@@ -222,7 +233,7 @@ class CompiledModel:
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sizes.get("seq", 0), bounds, flow.name)
-        if self.program != "forward":
+        if self.program in CACHED_PROGRAMS:
             check_new_tokens(values["lengths"], sizes["seq"], low=1 if self.program == "prefill" else 0)
         arrays = self._state_arrays(template.state, state, sizes)
         key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
@@ -301,7 +312,7 @@ class CompiledModel:
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
         """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed."""
         key = jax.random.key(key) if isinstance(key, int) else key
-        built = self.compiler.template("forward").built
+        built = self._template().built
         return initial_params(expand_composites(built.hir, built.types), self.compiler.layout.leaves, key)
 
     def init_state(self, batch: int, context: int | None = None) -> State:
@@ -349,11 +360,8 @@ class CompiledModel:
         return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
 
     def _jaxpr(self) -> Any:
-        from rlx_jax.compile import make_function
-        from rlx_jax.lowering.plan import Lir, Plan
-
-        settings, mir = self.compiler.settings, self._template().mir
-        lir = Lir(mir, Plan(settings.target, settings.scan, settings.donate_state))
+        mir = self._template().mir
+        lir = Lir(mir, make_plan(self.compiler.settings))
         state = {k: t.spec for k, t in self._template().state.items()}
         inputs = {i.input: i.type.spec for i in mir.inputs}
         return jax.make_jaxpr(make_function(lir, self.compiler.layout))(self.param_specs(), state, inputs)

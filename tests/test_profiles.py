@@ -43,6 +43,7 @@ SETTINGS: dict[str, Any] = {
     "precision.matmul": "highest",
     "donation.state": False,
     "layers.roll": "scan",
+    "layers.remat": "layer",
     "backend.cpu.merge": True,
     "backend.cuda.merge": False,
     "backend.rocm.merge": True,
