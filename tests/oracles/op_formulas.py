@@ -1,0 +1,131 @@
+"""What each tensor op means, in plain NumPy: float64 formulas that share no code with the library.
+
+Each is written from the published formula, slowly where that is clearer: attention takes one score at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e⁻ˣ)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    """The error function."""
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * sigmoid(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+    "softplus": lambda x: np.log(1 + np.exp(x)),
+    "tanh": np.tanh,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": lambda x: -x,
+    "abs": np.abs,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "atan": np.arctan,
+    "round": np.rint,
+}
+BINARY_REFERENCE: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "max": np.maximum, "min": np.minimum, "pow": np.power,
+}  # fmt: skip
+COMPARE_REFERENCE: dict[str, Any] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+REDUCE_REFERENCE: dict[str, Any] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+
+
+def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Softmax of finite numbers."""
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-5) -> np.ndarray:
+    """x (mean x² + ε)^(−1/2) γ + β."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gamma + beta
+
+
+def layer_norm(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    """(x − mean)(var + ε)^(−1/2) γ + β with the biased variance."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * gamma + beta
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, kv_heads: int, causal: bool = False,
+    window: int | None = None, scale: float | None = None, softcap: float | None = None,
+    keep: np.ndarray | None = None, bias: np.ndarray | None = None, positions: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Attention one score at a time."""
+    batch, queries, width = q.shape
+    keys, dim = k.shape[1], width // heads
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for n in range(heads):
+            here = slice(n * dim, (n + 1) * dim)
+            shared = n // (heads // kv_heads)
+            there = slice(shared * dim, (shared + 1) * dim)
+            for s in range(queries):
+                at = s + keys - queries if positions is None else int(positions[b % len(positions), s])
+                scores: dict[int, float] = {}
+                for t in range(keys):
+                    if (causal or window is not None) and t > at:
+                        continue
+                    if window is not None and t <= at - window:
+                        continue
+                    if keep is not None and keep[b % len(keep), t] < 0.5:
+                        continue
+                    score = float(q[b, s, here] @ k[b, t, there]) * (dim**-0.5 if scale is None else scale)
+                    if softcap is not None:
+                        score = softcap * math.tanh(score / softcap)
+                    if bias is not None:
+                        shape = bias.shape
+                        score += float(bias[b % shape[0], n % shape[1], s % shape[2], t % shape[3]])
+                    if score != -math.inf:
+                        scores[t] = score
+                top = max(scores.values(), default=0.0)
+                total = sum(math.exp(x - top) for x in scores.values())
+                for t, score in scores.items():
+                    out[b, s, here] += math.exp(score - top) / total * v[b, t, there]
+    return out
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: int) -> np.ndarray:
+    """Half-split rotation of packed heads, one pair at a time."""
+    out, half = x.copy(), n_rot // 2
+    for b in range(x.shape[0]):
+        for head in range(x.shape[2] // head_dim):
+            for i in range(half):
+                first, second = head * head_dim + i, head * head_dim + half + i
+                c, s = cos[b % len(cos), :, i], sin[b % len(sin), :, i]
+                out[b, :, first] = x[b, :, first] * c - x[b, :, second] * s
+                out[b, :, second] = x[b, :, second] * c + x[b, :, first] * s
+    return out
+
+
+def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Row i of batch b goes to slot start + i, if it is valid and there is such a slot."""
+    out = cache.copy()
+    for b in range(len(cache)):
+        for i in range(int(lengths[b])):
+            if start[b] + i < cache.shape[1]:
+                out[b, start[b] + i] = new[b, i]
+    return out
