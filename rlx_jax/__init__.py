@@ -1,5 +1,9 @@
 """rlx_jax: a tracing compiler for people who build and run transformer-style models in JAX."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from rlx_jax.emit import Emit as Emit
 from rlx_jax.emit import FlowValue as FlowValue
 from rlx_jax.errors import RlxError as RlxError
@@ -19,4 +23,14 @@ from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.weights.source import open_weights as open_weights
 
+if TYPE_CHECKING:
+    from rlx_jax import nnx as nnx
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`rlx_jax.nnx` is imported when it is first used: it needs flax."""
+    if name == "nnx":
+        return importlib.import_module("rlx_jax.nnx")
+    raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")

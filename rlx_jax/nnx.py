@@ -1,0 +1,78 @@
+"""A flow as a Flax module: `rlx_jax.nnx.FlowModule(flow, weights)` trains, splits, merges and is saved as `nnx` does.
+
+The only module that imports flax; `import rlx_jax` does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from rlx_jax import model
+from rlx_jax.errors import MissingWeightError
+from rlx_jax.flow import Weights
+from rlx_jax.ir.types import is_float
+from rlx_jax.profiles import CompileProfile
+
+
+class FlowModule(nnx.Module):
+    """A compiled flow whose parameters are `nnx.Param`s. Calling it is `.apply` with its own parameters.
+
+    `params` is one flat dict by leaf name, the same names and arrays as `rlx_jax.compile(…).params`:
+    `module.params["model.norm.weight"]`. Names are not split at their dots, so that a path in `nnx.state` holds
+    the checkpoint key as it is: `("params", "model.norm.weight")`. Leaves of integers or bools are plain
+    `nnx.Variable`s: they are part of the state, and no filter on `nnx.Param` differentiates or updates them.
+
+    Args:
+        flow: as in `rlx_jax.compile`.
+        weights: as in `rlx_jax.compile`.
+        profile: as in `rlx_jax.compile`.
+        program: `forward`; or `train`, which follows the profile's `layers.remat` and rolls equal layers.
+        strict: as in `rlx_jax.compile`.
+        rngs: what random parameters are drawn from, where there are no weights: `nnx.Rngs` (its stream `params`),
+            a key of `jax.random`, or a seed. Not read where there are weights.
+
+    Raises:
+        MissingWeightError: neither weights nor `rngs`. Others: as `rlx_jax.compile`.
+    """
+
+    def __init__(
+        self,
+        flow: Any,
+        weights: Weights = None,
+        *,
+        profile: CompileProfile | None = None,
+        program: str = "forward",
+        strict: bool = True,
+        rngs: nnx.Rngs | jax.Array | int | None = None,
+    ) -> None:
+        compiled = model.compile(flow, weights, profile=profile, program=program, strict=strict)
+        params = compiled.params
+        if params is None:
+            if rngs is None:
+                raise MissingWeightError(
+                    f"{compiled.compiler.flow.name}: FlowModule needs parameters; pass weights=, or rngs= to draw them"
+                )
+            params = compiled.init(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)
+        self.compiled = replace(compiled, params=None)
+        self.params = nnx.data({name: variable(array) for name, array in params.items()})
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """`.apply` with these parameters: inputs by position or name; one output, or a dict by output name."""
+        return self.compiled.apply(self.arrays(), *inputs, **named)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The parameters as plain arrays by leaf name, as `.apply` and `CompiledModel.replace` take them."""
+        return {name: v.get_value() for name, v in self.params.items()}
+
+    def to_model(self) -> model.CompiledModel:
+        """The compiled model with these parameters: to call, to save, to read `.weights()` by checkpoint key."""
+        return self.compiled.replace(params=self.arrays())
+
+
+def variable(array: jax.Array) -> nnx.Variable[jax.Array]:
+    """A `Param` where there is a gradient."""
+    return nnx.Param(array) if is_float(array.dtype) else nnx.Variable(array)
