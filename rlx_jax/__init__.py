@@ -23,14 +23,14 @@ from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.weights.source import open_weights as open_weights
 
-if TYPE_CHECKING:
-    from rlx_jax import nnx as nnx
-
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from rlx_jax import nnx as nnx
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    """`rlx_jax.nnx` is imported when it is first used: it needs flax."""
-    if name == "nnx":
-        return importlib.import_module("rlx_jax.nnx")
-    raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """`rlx_jax.nnx` needs flax, so it is imported when it is first used."""
+        if name == "nnx":
+            return importlib.import_module("rlx_jax.nnx")
+        raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")
