@@ -23,7 +23,8 @@ from rlx_jax.ir.graph import (
     everywhere,
     rewrite,
 )
-from rlx_jax.ir.ops.contract import FusedMatMulBiasAct, FusedSwiGLU, RmsNormOp
+from rlx_jax.ir.ops.contract import RmsNormOp
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedSwiGLU
 from rlx_jax.ir.ops.shaping import Narrow
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.interpret import Env, interpret
@@ -78,7 +79,8 @@ def _lower_tail(b: Builder, start: int, out: tuple[Value, ...], policy: str) -> 
 
 def linear(op: hir.Linear, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """linear(x, w, b) → fused_mm_bias_act(x, w, b)."""
-    return b.add(FusedMatMulBiasAct(op.contract, op.activation), *inputs) if op.bias else None
+    fused = FusedMatMulBiasAct(op.contract, op.activation, f32_result=op.f32_result)
+    return b.add(fused, *inputs) if op.bias else None
 
 
 def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:

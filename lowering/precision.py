@@ -30,7 +30,8 @@ from rlx_jax.ir.graph import (
     rewrite,
 )
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.contract import BatchMatMul, FusedMatMulBiasAct, MatMul
+from rlx_jax.ir.ops.contract import BatchMatMul, MatMul
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
 from rlx_jax.ir.ops.shaping import Concat, Narrow, Reduce, Reshape, Slice, Softmax, Transpose
 from rlx_jax.ir.param import cast

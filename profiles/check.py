@@ -1,8 +1,8 @@
 """One checker for every table of a profile, driven by the types of the dataclass fields.
 
-A table is a frozen dataclass that derives from `Table`. Its fields are of four kinds: another table, a
-`Literal` of strings, `bool` (or a union of those), `str`, or `Options`. TOML, `replace` and the constructors
-all go through here, so that they accept and refuse the same things with the same words.
+A table is a frozen dataclass that derives from `Table`. Its fields are of five kinds: another table, a
+`Literal` of strings, `bool` (or a union of those), `str`, a tuple of one of these, or `Options`. TOML, `replace`
+and the constructors all go through here, so that they accept and refuse the same things with the same words.
 """
 
 from __future__ import annotations
@@ -154,12 +154,21 @@ def _checked(table: type[Table], key: str, hint: Any, value: object, at: At) -> 
         return value if isinstance(value, hint) else build(hint, value, at)
     if hint is Options:
         return _options(value, at)
+    if get_origin(hint) is tuple:
+        return _items(table, key, get_args(hint)[0], value, at)
     if _accepts(hint, value):
         return value
     if type(value) is str and value in table.LATER_VALUES.get(f"{table.PATH}.{key}", ()):
         raise UnsupportedError(f"{at}: {quote(value)} is known but not supported; {_expected(hint)}")
     close = _suggestion(value, _choices(hint)) if type(value) is str else ""
     raise ProfileError(f"{at}: {_expected(hint)}, found {_described(value)}{close}")
+
+
+def _items(table: type[Table], key: str, hint: Any, value: object, at: At) -> tuple[object, ...]:
+    """An array as a tuple, each item checked as a field of type `hint`."""
+    if not isinstance(value, (list, tuple)):
+        raise ProfileError(f"{at}: expected an array, found {_described(value)}")
+    return tuple(_checked(table, key, hint, item, At(at.source, f"{at.path}[{i}]")) for i, item in enumerate(value))
 
 
 def _suggestion(word: str, known: list[str]) -> str:

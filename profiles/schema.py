@@ -20,8 +20,6 @@ from rlx_jax.profiles.check import At, Options, Table, build, field_types
 LATER = frozenset(
     {
         "fusion.assert_clean",
-        "fusion.skip",
-        "fusion.disable",
         "passes.verbose",
         "precision.mixed",
         "precision.weights",
@@ -34,7 +32,6 @@ LATER = frozenset(
         "backend.metal",
         "backend.mlx",
         "backend.wgpu",
-        "backend.*.skip_fusion",
         "backend.*.unfuse_regions",
         "backend.*.weight_layout",
         "backend.*.dispatch",
@@ -65,6 +62,9 @@ PRESETS_LATER = (
 """Presets that are known by name and that no recipe uses yet."""
 
 
+FusionPass = Literal["fuse_matmul_bias_act",]
+
+
 class _Table(Table):
     LATER: ClassVar[frozenset[str]] = LATER
     LATER_VALUES: ClassVar[Mapping[str, tuple[str, ...]]] = LATER_VALUES
@@ -77,11 +77,14 @@ class Fusion(_Table):
     policy: `direct` takes the better rule of an op where there is one (attention without repeating keys and
         values), `fusable` each op's own expansion. Same numbers.
     target: the platform to compile for; `auto` is the one that JAX runs on.
+    skip: no fusion pass runs. disable: these do not. A Linear with bias is one op under `direct` even so.
     """
 
     PATH: ClassVar[str] = "fusion"
     policy: Literal["direct", "fusable"] = "direct"
     target: Literal["auto", "cpu", "cuda", "rocm", "tpu"] = "auto"
+    skip: bool = False
+    disable: tuple[FusionPass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,13 @@ class Layers(_Table):
 class Backend(_Table):
     """merge: whether projections of one input (q, k, v; gate, up) are stored and multiplied as one; `auto`
         merges where a checkpoint is loaded for generation, and not where leaves keep their checkpoint keys.
+    skip_fusion: no fusion pass runs on this backend.
     compiler_options: passed to XLA as they are, for this backend.
     """
 
     PATH: ClassVar[str] = "backend.*"
     merge: bool | Literal["auto"] = "auto"
+    skip_fusion: bool = False
     compiler_options: Options = field(default_factory=Options)
 
 

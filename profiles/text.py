@@ -114,7 +114,7 @@ def _syntax_message(message: str, text: str, source: str) -> str:
 
 
 def dump(tables: Mapping[str, Any]) -> str:
-    """TOML of nested mappings of scalars; an empty table is left out."""
+    """TOML of nested mappings of scalars and arrays; an empty table is left out."""
     return "\n".join(_blocks(tables, ""))
 
 
@@ -130,7 +130,9 @@ def _blocks(table: Mapping[str, Any], path: str) -> list[str]:
     return blocks
 
 
-def _toml(value: Scalar) -> str:
+def _toml(value: Scalar | tuple[Scalar, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):  # printable by the schema, so that these two are all there is to escape

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
-from rlx_jax.lowering.passes import PASSES
+from rlx_jax.lowering.passes import CLEANING, PASSES, fusion_passes
 from rlx_jax.profiles import CompileProfile
 
 
@@ -50,13 +50,22 @@ def settings_for(
         policy=profile.fusion.policy,
         compute=dtype,
         matmul=profile.precision.matmul,
-        passes=tuple(name for name in PASSES if getattr(profile.passes, name)),
+        passes=passes_for(profile, target),
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
         remat=profile.layers.remat if train else "none",
         donate_state=profile.donation.state,
         compiler_options=tuple(sorted(backend.compiler_options.items())),
     )
+
+
+def passes_for(profile: CompileProfile, target: str) -> tuple[str, ...]:
+    """The passes that run, in order."""
+    backend = getattr(profile.backend, target)
+    skip = profile.fusion.skip or backend.skip_fusion
+    names = {name for name in CLEANING if getattr(profile.passes, name)}
+    names.update(() if skip else fusion_passes(target, target == "cpu", profile.fusion.disable))
+    return tuple(name for name in PASSES if name in names)
 
 
 def default_target() -> str:

@@ -20,7 +20,15 @@ from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RopeOp, RopeTable
-from rlx_jax.ir.ops.contract import BatchMatMul, FusedMatMulBiasAct, FusedSwiGLU, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.fused import (
+    ElementwiseRegion,
+    FusedMatMulBiasAct,
+    FusedResidualLayerNorm,
+    FusedResidualRmsNorm,
+    FusedSwiGLU,
+    Step,
+)
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
 from rlx_jax.ir.ops.shaping import (
     REDUCE,
@@ -193,8 +201,7 @@ def contraction_samples() -> Iterator[Sample]:
         ("f32 8", "f32 batch 8 seq"),
     ):
         yield Sample(BatchMatMul(), (a, b), np.matmul)
-    yield Sample(FusedSwiGLU(), ("f32 batch seq 8",), lambda x: UNARY_REFERENCE["silu"](x[..., :4]) * x[..., 4:])
-    yield Sample(FusedSwiGLU(), ("bf16 3 2",), lambda x: UNARY_REFERENCE["silu"](x[..., :1]) * x[..., 1:])
+    yield from fused_samples()
     for dtype in ("f32", "bf16"):
         x, g = f"{dtype} batch seq 8", f"{dtype} 8"
         yield Sample(RmsNormOp(1e-5), (x, g), rms_norm)
@@ -202,6 +209,28 @@ def contraction_samples() -> Iterator[Sample]:
         yield Sample(LayerNormOp(1e-5), (x, g, g), layer_norm)
     yield Sample(RmsNormOp(0.5), ("f32 8", "f32 8"), lambda x, g: rms_norm(x, g, eps=0.5))
     yield Sample(LayerNormOp(0.5), ("f32 3 8", "f32 8", "f32 8"), lambda x, g, b: layer_norm(x, g, b, eps=0.5))
+
+
+def fused_samples() -> Iterator[Sample]:
+    """Fused ops, but for the biased product."""
+    silu, gelu = UNARY_REFERENCE["silu"], UNARY_REFERENCE["gelu_tanh"]
+    yield Sample(FusedSwiGLU(), ("f32 batch seq 8",), lambda x: silu(x[..., :4]) * x[..., 4:])
+    yield Sample(FusedSwiGLU(), ("bf16 3 2",), lambda x: silu(x[..., :1]) * x[..., 1:])
+    yield Sample(FusedSwiGLU(False), ("f32 batch 6",), lambda x: x[..., :3] * silu(x[..., 3:]))
+    yield Sample(FusedSwiGLU(True, "gelu_tanh"), ("f32 seq 6",), lambda x: gelu(x[..., :3]) * x[..., 3:])
+    x, g = "f32 batch seq 8", "f32 8"
+    yield Sample(FusedResidualLayerNorm(1e-5), (x, x, g, g), lambda x, r, g, b: layer_norm(x + r, g, b))
+    yield Sample(FusedResidualRmsNorm(1e-5), (x, x, g), lambda x, r, g: rms_norm(x + r, g))
+    yield Sample(FusedResidualRmsNorm(1e-5), (x, x, g, g), lambda x, r, g, b: rms_norm(x + r, g, b))
+    yield Sample(
+        FusedResidualLayerNorm(0.5, True), (x, x, g, g, g), lambda x, r, c, g, b: layer_norm(x + c + r, g, b, 0.5)
+    )
+    yield Sample(FusedResidualRmsNorm(0.5, True), (x, x, g, g), lambda x, r, c, g: rms_norm(x + c + r, g, eps=0.5))
+    add, mul, tanh = Binary("add"), Binary("mul"), Unary("tanh")
+    gated = ElementwiseRegion(3, (Step(tanh, (0,)), Step(mul, (3, 1)), Step(add, (2, 4))))
+    yield Sample(gated, (x, g, "f32"), lambda x, g, c: c + np.tanh(x) * g)
+    chosen = ElementwiseRegion(2, (Step(Compare("gt"), (0, 1)), Step(Where(), (2, 0, 1))))
+    yield Sample(chosen, ("f32 batch 8", "f32 8"), np.maximum)
 
 
 def sequence_samples() -> Iterator[Sample]:
@@ -390,6 +419,17 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a norm of another width", RmsNormOp(1e-5), ("f32 2 3", "f32 2"), ShapeError),
     ("a layer norm of another width", LayerNormOp(1e-5), ("f32 2 3", "f32 3", "f32 2"), ShapeError),
     ("an odd SwiGLU", FusedSwiGLU(), ("f32 2 3",), ShapeError),
+    ("an unknown gate", FusedSwiGLU(True, "sillu"), ("f32 2 4",), GraphError),
+    ("an unknown activation", FusedMatMulBiasAct(0, "gelluu"), ("f32 2 3", "f32 3 4", "f32 4"), GraphError),
+    ("a residual that broadcasts", FusedResidualLayerNorm(1.0), ("f32 2 3", "f32 1 3", "f32 3", "f32 3"), ShapeError),
+    ("a residual of another dtype", FusedResidualRmsNorm(1.0), ("f32 2 3", "bf16 2 3", "f32 3"), ShapeError),
+    (
+        "a residual norm without its bias",
+        FusedResidualLayerNorm(1.0, True),
+        ("f32 2 3",) * 2 + ("f32 3",) * 2,
+        ArityError,
+    ),
+    ("a region step that does not fit", ElementwiseRegion(1, (Step(Unary("exp"), (0,)),)), ("i32 2",), DTypeError),
     ("heads that do not divide", AttentionOp(4, 3), ("f32 1 2 8", "f32 1 2 6", "f32 1 2 6"), GraphError),
     ("a width that heads do not divide", AttentionOp(3, 3), ("f32 1 2 8", "f32 1 2 8", "f32 1 2 8"), ShapeError),
     ("k and v that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 1 3 8", "f32 1 2 8"), ShapeError),

@@ -27,7 +27,7 @@ from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.passes import PASSES
+from rlx_jax.lowering.passes import CLEANING, FUSION, PASSES
 
 H, F, V = 8, 12, 13
 B, S = 2, 3
@@ -129,13 +129,19 @@ PROGRAMS = st.lists(
 )
 VARIANTS = st.fixed_dictionaries(
     {
-        "fusion": st.fixed_dictionaries({"policy": st.sampled_from(["direct", "fusable"])}),
-        "passes": st.fixed_dictionaries({name: st.booleans() for name in PASSES}),
+        "fusion": st.fixed_dictionaries(
+            {
+                "policy": st.sampled_from(["direct", "fusable"]),
+                "disable": st.lists(st.sampled_from(FUSION["cpu"]), unique=True),
+            }
+        ),
+        "passes": st.fixed_dictionaries({name: st.booleans() for name in CLEANING}),
         "backend": st.fixed_dictionaries({"cpu": st.fixed_dictionaries({"merge": st.booleans()})}),
     }
 )
 PLAIN = {
-    "fusion": {"policy": "fusable"}, "passes": dict.fromkeys(PASSES, False), "backend": {"cpu": {"merge": False}},
+    "fusion": {"policy": "fusable", "skip": True}, "passes": dict.fromkeys(CLEANING, False),
+    "backend": {"cpu": {"merge": False}},
 }  # fmt: skip
 
 
@@ -303,7 +309,7 @@ def test_the_direct_policy_takes_better_rules() -> None:
         return STEPS["attention"](emit, STEPS["rms with zero beta"](emit, x, x), x)
 
     direct, fusable = (
-        ops(mir_of(x_flow().custom(stage), WEIGHTS, fusion={"policy": p})) for p in ("direct", "fusable")
+        ops(mir_of(x_flow().custom(stage), WEIGHTS, fusion={"policy": p, "skip": True})) for p in ("direct", "fusable")
     )
     assert any("fused_mm_bias_gelu" in t for t in direct) and not any("fused" in t for t in fusable)
     assert any("repeat_heads" in t for t in fusable) and not any("repeat_heads" in t for t in direct)

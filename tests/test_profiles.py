@@ -36,6 +36,8 @@ read = CompileProfile.from_toml_str
 SETTINGS: dict[str, Any] = {
     "fusion.policy": "fusable",
     "fusion.target": "cuda",
+    "fusion.skip": True,
+    "fusion.disable": ("fuse_matmul_bias_act",),
     "passes.dce": False,
     "passes.cse": False,
     "passes.constant_folding": False,
@@ -48,6 +50,10 @@ SETTINGS: dict[str, Any] = {
     "backend.cuda.merge": False,
     "backend.rocm.merge": True,
     "backend.tpu.merge": False,
+    "backend.cpu.skip_fusion": True,
+    "backend.cuda.skip_fusion": True,
+    "backend.rocm.skip_fusion": True,
+    "backend.tpu.skip_fusion": True,
 }
 
 
@@ -84,7 +90,8 @@ def test_settings_above_are_the_whole_schema() -> None:
 @pytest.mark.parametrize("path", SETTINGS)
 def test_toml_and_replace_set_the_same(path: str) -> None:
     value = SETTINGS[path]
-    spelled = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    spelled = str(list(value) if isinstance(value, tuple) else value)
+    spelled = spelled.lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else spelled
     from_text, replaced = read(f"{path} = {spelled}"), CompileProfile().replace(**nested(path, value))
     assert at(from_text, path) == at(replaced, path) == value != at(CompileProfile(), path)
     assert from_text == replaced != CompileProfile()
@@ -264,10 +271,13 @@ def test_targets_that_are_not_supported(value: str) -> None:
     [
         (
             "fusion.polcy = 'direct'",
-            r"fusion: unknown key 'polcy'; known here: policy, target; did you mean 'policy'\?",
+            r"fusion: unknown key 'polcy'; known here: policy, target, skip, disable; did you mean 'policy'\?",
         ),
         ("[fuson]", "unknown key 'fuson'; known here: .*; did you mean 'fusion'"),
         ("fusion.asert_clean = true", "did you mean 'assert_clean'"),
+        ("fusion.disable = 'fuse_matmul_bias_act'", "fusion.disable: expected an array, found the string"),
+        ("fusion.disable = ['fuse_matmul']", r"fusion.disable\[0\]: expected .*; did you mean 'fuse_matmul_bias_act'"),
+        ("fusion.disable = [['fuse_matmul_bias_act']]", r"fusion.disable\[0\]: expected .*, found an array"),
         ("[backend.cpu]\nmerg = true", "backend.cpu: unknown key 'merg'; known here: .*; did you mean 'merge'"),
         ("[backend.gpu]", r"unknown key 'gpu'; known here: .*; did you mean 'cuda' \(NVIDIA\) or 'rocm'"),
         ("[backend.metl]", "did you mean 'metal'"),

@@ -11,8 +11,8 @@ from jax import lax
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.pointwise import UNARY, same_rank
-from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.ops.pointwise import same_rank
+from rlx_jax.ir.types import TensorType, is_float
 
 Array = jax.Array
 
@@ -25,6 +25,14 @@ def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
         raise ShapeError(f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}")
     if x.dtype != w.dtype:
         raise DTypeError(f"{op}: x is {x}, w is {w}; cast one of them")
+
+
+def product_text(name: str, contract: int, precision: str, f32_result: bool) -> str:
+    """How dumps print a product: what is not at its default."""
+    notes = [f"contract={contract}"] if contract else []
+    notes += [f"precision={precision}"] if precision != "default" else []
+    notes += ["f32"] if f32_result else []
+    return f"{name}({', '.join(notes)})" if notes else name
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,7 @@ class MatMul(Mir):
         return 2 * results[0].size * int(operands[0].shape[-1])
 
     def text(self) -> str:
-        notes = [f"contract={self.contract}"] if self.contract else []
-        notes += [f"precision={self.precision}"] if self.precision != "default" else []
-        notes += ["f32"] if self.f32_result else []
-        return f"matmul({', '.join(notes)})" if notes else "matmul"
+        return product_text("matmul", self.contract, self.precision, self.f32_result)
 
 
 @dataclass(frozen=True)
@@ -80,53 +85,8 @@ class BatchMatMul(Mir):
         return 2 * results[0].size * int(operands[0].shape[-1])
 
 
-@dataclass(frozen=True)
-class FusedMatMulBiasAct(Mir):
-    """`act(x · w + b)`: the `direct` form of a Linear with bias. b `[N]`; `activation` from `UNARY`, "" for none."""
-
-    contract: int = 0
-    activation: str = ""
-    precision: str = "default"
-
-    def check(self, *operands: TensorType) -> None:
-        x, w, b = operands
-        check_product("linear", x, w, self.contract)
-        if b.shape != (w.shape[1 - self.contract],) or b.dtype != x.dtype:
-            raise ShapeError(f"linear: the bias of w {w} is [{w.shape[1 - self.contract]}], got {b}")
-
-    def eval(self, x: Array, w: Array, b: Array) -> Array:
-        y = MatMul(self.contract, self.precision).eval(x, w)
-        y = jnp.add(*same_rank(y, b))
-        return UNARY[self.activation](y) if self.activation else y
-
-    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        return 2 * results[0].size * int(operands[0].shape[-1])
-
-    def text(self) -> str:
-        notes = [f"contract={self.contract}"] if self.contract else []
-        notes += [f"precision={self.precision}"] if self.precision != "default" else []
-        name = "fused_mm_bias" + (f"_{self.activation}" if self.activation else "")
-        return f"{name}({', '.join(notes)})" if notes else name
-
-
-@dataclass(frozen=True)
-class FusedSwiGLU(Mir):
-    """`silu(gate) ⊙ up` from one operand `[…, 2F]` = gate ‖ up → `[…, F]`."""
-
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
-        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % 2:
-            raise ShapeError(f"fused_swiglu: the last axis is gate ‖ up, of even static size; got {x}")
-
-    def eval(self, x: Array) -> Array:
-        half = x.shape[-1] // 2
-        return jax.nn.silu(x[..., :half]) * x[..., half:]
-
-    def text(self) -> str:
-        return "fused_swiglu(gate_first=true)"
-
-
-def _check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
+def check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
+    """The checks of a norm of `x` over its last axis with weights `scales`."""
     if not is_float(x.dtype) or any(scale.dtype != x.dtype for scale in scales):
         raise DTypeError(f"{op}: x and its weights have one floating dtype; got {x} and {', '.join(map(str, scales))}")
     for scale in scales:
@@ -145,7 +105,7 @@ class RmsNormOp(Mir):
     eps: float
 
     def check(self, *operands: TensorType) -> None:
-        _check_norm("rms_norm", operands[0], operands[1:])
+        check_norm("rms_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
         wide = x.astype(jnp.float32)
@@ -165,7 +125,7 @@ class LayerNormOp(Mir):
     eps: float
 
     def check(self, *operands: TensorType) -> None:
-        _check_norm("layer_norm", operands[0], operands[1:])
+        check_norm("layer_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, gamma: Array, beta: Array) -> Array:
         wide = x.astype(jnp.float32)
