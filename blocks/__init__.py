@@ -4,6 +4,7 @@ Axis letters: B batch, S tokens, H hidden width, F feed-forward width, V vocabul
 K key/value heads, D head width. Weights are `[out, in]`, as checkpoints store them, unless a stage says otherwise.
 """
 
+from rlx_jax.blocks import stream_id as stream_id
 from rlx_jax.blocks.attention import AttnMask as AttnMask
 from rlx_jax.blocks.attention import SelfAttnPrefill as SelfAttnPrefill
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec as SelfAttnPrefillSpec
@@ -33,11 +34,16 @@ from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
 from rlx_jax.blocks.rope import RopeTables as RopeTables
+from rlx_jax.blocks.streams import DualStream as DualStream
+from rlx_jax.blocks.streams import LoadStream as LoadStream
+from rlx_jax.blocks.streams import StoreStream as StoreStream
+from rlx_jax.blocks.streams import bind_inputs_to_streams as bind_inputs_to_streams
 from rlx_jax.ir.hir import MaskKind as MaskKind
 
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
+    | StoreStream | LoadStream | DualStream
 )  # fmt: skip
 """Every stage."""

@@ -24,11 +24,14 @@ class BertEncoderLayerSpec:
     activation: str = "gelu"
 
     @staticmethod
-    def hf(prefix: str, hidden_size: int, num_heads: int, eps: float = 1e-12) -> BertEncoderLayerSpec:
+    def hf(
+        prefix: str, hidden_size: int, num_heads: int, eps: float = 1e-12, activation: str = "gelu"
+    ) -> BertEncoderLayerSpec:
         """Head width hidden / heads."""
         if num_heads < 1 or hidden_size % num_heads:
             raise GraphError(f"{prefix}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
-        return BertEncoderLayerSpec(prefix, hidden_size, num_heads, hidden_size // num_heads, eps)
+        head_dim = hidden_size // num_heads
+        return BertEncoderLayerSpec(prefix, hidden_size, num_heads, head_dim, eps, activation=activation)
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,20 @@ class Emit:
             )
         return self.state.named[key]
 
+    def set_stream(self, name: str, value: FlowValue) -> None:
+        """Keep `value` as stream `name`."""
+        self.state.streams[name] = value
+
+    def stream(self, name: str) -> FlowValue:
+        """The stream that an earlier stage kept as `name`."""
+        if name not in self.state.streams:
+            known = list(self.state.streams)
+            raise UnboundStreamError(
+                f"{self.path or 'flow'}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
+                f"{did_you_mean(name, known)}"
+            )
+        return self.state.streams[name]
+
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""
         if name in self.state.outputs:

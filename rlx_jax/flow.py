@@ -14,7 +14,15 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.emit import F32, Emit, FlowValue
-from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, did_you_mean, quote
+from rlx_jax.errors import (
+    GraphError,
+    NameCollisionError,
+    ShapeError,
+    UnboundStreamError,
+    did_you_mean,
+    listing,
+    quote,
+)
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Origin, TypeCache
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike
@@ -23,6 +31,7 @@ from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import TensorType, as_dim, as_dtype, is_float, tensor_type
 from rlx_jax.ir.verify import verify
+from rlx_jax.layer_stack import LayerStack
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
 
@@ -104,6 +113,7 @@ class ModelFlow:
     inputs: tuple[InputDecl, ...] = ()
     stages: tuple[BlockStage, ...] = ()
     output_name: str = "output"
+    side_names: tuple[str, ...] | None = None
     profile: CompileProfile | None = None
     weights: WeightSource | None = None
     left_keys: tuple[str, ...] = ()
@@ -151,23 +161,21 @@ class ModelFlow:
         source = None if weights is None else open_weights(weights)
         return replace(self, weights=source, left_keys=(*self.left_keys, *leave))
 
-    def bind(self, **sizes: int) -> ModelFlow:
-        """Sizes of symbolic dimensions to compile for ahead of the first call."""
+    def bind(self, **sizes: int | None) -> ModelFlow:
+        """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""
         known = {s for i in self.inputs for s in i.type.symbols}
-        for name, size in sizes.items():
+        given = {name: size for name, size in sizes.items() if size is not None}
+        for name, size in given.items():
             if name not in known:
                 raise GraphError(
                     f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, known)}"
                 )
             as_dim(size, f"{self.name}: bind: {name}")
-        return replace(self, binding={**self.binding, **sizes})
+        return replace(self, binding={**self.binding, **given})
 
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
-        for s in stages:
-            if not callable(getattr(s, "emit", None)):
-                raise GraphError(f"{self.name}: {s!r} is not a stage: it has no emit(emit, value)")
-        return replace(self, stages=(*self.stages, *stages))
+        return replace(self, stages=(*self.stages, *check_stages(stages, self.name)))
 
     raw_stage = stage
 
@@ -182,6 +190,20 @@ class ModelFlow:
     def output(self, name: str) -> ModelFlow:
         """Name the primary output."""
         return replace(self, output_name=name)
+
+    def outputs(self, names: Iterable[str]) -> ModelFlow:
+        """Name the primary output, and choose the side outputs: no others are computed. See `with_extra_outputs`."""
+        found = _names(names, "outputs")
+        if not found:
+            raise GraphError(f"{self.name}: outputs needs a name for the primary output")
+        return self.output(found[0]).with_extra_outputs(found[1:])
+
+    def with_extra_outputs(self, names: Iterable[str]) -> ModelFlow:
+        """The side outputs, by name, in this order: what a stage gave to `emit.output`, a stream, or a register.
+
+        Without this call the side outputs are all that stages give to `emit.output`.
+        """
+        return replace(self, side_names=_names(names, "with_extra_outputs"))
 
     def hidden_states(self) -> ModelFlow:
         """Name the primary output `hidden`."""
@@ -278,8 +300,8 @@ class ModelFlow:
         check_style(style)
 
         def layer(i: int) -> BlockStage:
-            spec = blocks.BertEncoderLayerSpec.hf(bert_layer_prefix(prefix, i), hidden, heads, eps)
-            return blocks.BertEncoderLayer(replace(spec, activation=activation))
+            p = bert_layer_prefix(prefix, i)
+            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation))
 
         return self.repeat_layers(count, layer)
 
@@ -311,6 +333,22 @@ class ModelFlow:
 
     plugin_named = custom_named
 
+    def store_stream(self, name: str) -> ModelFlow:
+        return self.stage(blocks.StoreStream(name))
+
+    def load_stream(self, name: str) -> ModelFlow:
+        return self.stage(blocks.LoadStream(name))
+
+    def bind_inputs_to_streams(self, pairs: Iterable[tuple[str, str]]) -> ModelFlow:
+        """Keep declared inputs as streams: pairs (input, stream)."""
+        return self.stage(blocks.bind_inputs_to_streams(pairs))
+
+    def dual_stream(
+        self, name: str, a: str, b: str, fn: Callable[[Emit, Any, Any], tuple[FlowValue, FlowValue]]
+    ) -> ModelFlow:
+        """`a, b = fn(emit, a, b)` on two streams."""
+        return self.stage(blocks.DualStream(name, a, b, fn))
+
     def when(self, condition: bool, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
         """`edit(flow)` if the condition holds."""
         return edit(self) if condition else self
@@ -320,9 +358,9 @@ class ModelFlow:
         return edit(self)
 
     @staticmethod
-    def from_recipe(recipe: ModelRecipe) -> ModelFlow:
-        """`recipe.assemble()`."""
-        return recipe.assemble()
+    def from_recipe(recipe: ModelRecipe | Callable[[], ModelFlow]) -> ModelFlow:
+        """`recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
+        return recipe() if callable(recipe) else recipe.assemble()
 
     # -- building ----------------------------------------------------------------------------
 
@@ -346,15 +384,30 @@ class ModelFlow:
             value = stage.emit(emit, value)
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
-        if self.output_name in emit.state.outputs:
+        side = self._side_outputs(emit)
+        if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
-        outputs = {self.output_name: value.value} | {n: v.value for n, v in emit.state.outputs.items()}
+        outputs = {self.output_name: value.value} | {n: v.value for n, v in side.items()}
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
         return BuiltModel(
             self.name, rolled.graph, source, self.profile, types, tuple(emit.keys_read), self.left_keys,
             rolled.refusals, self.binding, self,
         )  # fmt: skip
+
+    def _side_outputs(self, emit: Emit) -> dict[str, FlowValue]:
+        """Those that stages emitted, or those that the flow names."""
+        state = emit.state
+        if self.side_names is None:
+            return state.outputs
+        known = {**state.streams, **state.named, **state.outputs}
+        for name in self.side_names:
+            if name not in known:
+                raise UnboundStreamError(
+                    f"{self.name}: output {quote(name)} is no side output, register or stream; "
+                    f"known are {listing(known) or 'none'}{did_you_mean(name, known)}"
+                )
+        return {name: known[name] for name in self.side_names}
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
         """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
@@ -392,57 +445,27 @@ class ModelFlow:
         return summary(self.build(weights).hir)
 
 
-@dataclass(frozen=True)
-class LayerStack:
-    """Small stages in a row, built into one stage: `LayerStack.named("ffn").rms_norm(key).linear(key).build()`."""
+def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, ...]:
+    """The stages, each of which has an `emit`.
 
-    name: str | None = None
-    items: tuple[BlockStage, ...] = ()
+    Raises:
+        GraphError: one has not, or this is no list of stages.
+    """
+    if not isinstance(stages, Iterable):
+        raise GraphError(f"{where}: expected a list of stages, got {type(stages).__name__}")
+    found = tuple(stages)
+    for stage in found:
+        if not callable(getattr(stage, "emit", None)):
+            raise GraphError(f"{where}: {stage!r} is not a stage: it has no emit(emit, value)")
+    return found
 
-    @staticmethod
-    def named(name: str) -> LayerStack:
-        """A stack whose block path has a segment `name`."""
-        return LayerStack(name)
 
-    def stage(self, *stages: BlockStage) -> LayerStack:
-        """Append stages."""
-        return replace(self, items=(*self.items, *stages))
-
-    def stages(self, stages: Iterable[BlockStage]) -> LayerStack:
-        """Append several stages."""
-        return self.stage(*stages)
-
-    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> LayerStack:
-        return self.stage(blocks.LayerNorm(gamma, beta, eps))
-
-    def rms_norm(self, key: str, eps: float = 1e-5) -> LayerStack:
-        return self.stage(blocks.RmsNorm(key, eps))
-
-    def gather_add(self, input_name: str, key: str) -> LayerStack:
-        return self.stage(blocks.GatherAdd(input_name, key))
-
-    def linear(self, key: str, transpose: bool = True, bias: str | None = None) -> LayerStack:
-        return self.stage(blocks.Linear(key, transpose, bias))
-
-    def residual_save(self) -> LayerStack:
-        return self.stage(blocks.ResidualSave())
-
-    def residual_add(self) -> LayerStack:
-        return self.stage(blocks.ResidualAdd())
-
-    def swiglu(self, gate: str, up: str, down: str) -> LayerStack:
-        return self.stage(blocks.SwiGlu(gate, up, down))
-
-    def swiglu_hf_mlp(self, prefix: str) -> LayerStack:
-        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
-
-    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> LayerStack:
-        return self.stage(blocks.SelfAttnPrefill(spec))
-
-    def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> LayerStack:
-        return self.stage(blocks.Custom(fn))
-
-    def build(self) -> BlockStage:
-        """Named{Sequence} if named, else Sequence."""
-        inner = blocks.Sequence(self.items)
-        return blocks.Named(self.name, inner) if self.name else inner
+def _names(names: Iterable[str], where: str) -> tuple[str, ...]:
+    """Names of outputs: strings, each once."""
+    found = (names,) if isinstance(names, str) else tuple(names)
+    for name in found:
+        if not isinstance(name, str) or not name:
+            raise GraphError(f"{where}: a name is a string, got {quote(name)}")
+    if len(set(found)) < len(found):
+        raise NameCollisionError(f"{where}: a name stands twice in {listing(found)}")
+    return found

@@ -21,7 +21,7 @@ from rlx_jax.errors import (
     SessionStateError,
 )
 from rlx_jax.flow import Weights
-from rlx_jax.generate.opening import check_positions, known_positions, open_token_model
+from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
     Prompts,
     bucket,
@@ -114,7 +114,7 @@ class CausalLM:
         block = token_block(tokens, self.vocab_size)
         row_lengths(lengths, block, low=1)
         self._check_positions(block.shape[1], "tokens")
-        return _primary(self.model(block))
+        return primary(self.model(block))
 
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all"
@@ -167,7 +167,7 @@ class CausalLM:
         program, arrays = self._program(name), state.take(self.model.compiler)
         lengths = np.asarray(valid, np.int32)
         out, after = program.run((tokens,), {"lengths": lengths}, arrays, last_only=logits == "last")
-        result = _primary(out)[:, 0] if logits == "last" else _primary(out)
+        result = primary(out)[:, 0] if logits == "last" else primary(out)
         return result, DecodeState(after, state.lengths + valid, state.capacity, state.owner)
 
     # -- generation --------------------------------------------------------------------------
@@ -301,12 +301,6 @@ def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """logits `[B, V]` → ids int32 `[B, 1]`, and whether each row is free of NaN."""
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids[:, None], ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
-
-
-def _primary(outputs: Any) -> jax.Array:
-    """The logits: side outputs of a flow come after them by name."""
-    first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
-    return first
 
 
 def _cut(text: str, words: tuple[str, ...]) -> str:

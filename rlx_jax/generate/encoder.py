@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RequestError
 from rlx_jax.flow import Weights
-from rlx_jax.generate.opening import check_positions, known_positions, open_token_model
+from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool
 from rlx_jax.generate.tokenizer import Tokenizer
@@ -66,11 +66,9 @@ class Encoder:
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block, low=1)
         if lengths is None:
-            result: jax.Array = self.model(block)
-            return result
+            return primary(self.model(block))
         keep = (np.arange(block.shape[1])[None] < valid[:, None]).astype(np.int32)
-        result = self.model.run((block,), {MASK: keep})
-        return result
+        return primary(self.model.run((block,), {MASK: keep}))
 
     def embed(self, texts: Any) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.

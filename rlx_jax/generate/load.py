@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx_jax.errors import ConfigError, quote
+from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.encoder import Encoder
 from rlx_jax.generate.sentence import load_pipeline
@@ -22,6 +23,7 @@ def load(
     mesh: Any = None,
     dtype: str | None = None,
     strict: bool = True,
+    recipe: ModelRecipe | None = None,
     **options: Any,
 ) -> Any:
     """A Hugging Face or sentence-transformers directory as a `CausalLM` or an `Encoder`; `config.json` decides.
@@ -30,6 +32,7 @@ def load(
         profile: else `auto`.
         dtype: the compute dtype, short for `precision.compute` of the profile: "f32", "bf16", "f16".
         strict: weights that nothing reads are an error, not a warning.
+        recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, bound to its weights.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`.
 
     Raises:
@@ -39,17 +42,18 @@ def load(
     pipeline = load_pipeline(directory) if directory.is_dir() else None
     root = directory / pipeline.transformer if pipeline else directory
     pretrained = open_pretrained(root, strict=strict, **options)
+    flow = ModelFlow.from_recipe(recipe or pretrained.recipe)
     if dtype is not None:
-        profile = (profile or CompileProfile()).replace(precision={"compute": dtype})
+        profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict}
     if pretrained.kind == "encoder":
         tokenizer = load_tokenizer(root, lowercase=bool(pipeline and pipeline.do_lower_case))
         positions = pretrained.max_positions
-        return Encoder(pretrained.flow, tokenizer=tokenizer, pipeline=pipeline, max_positions=positions, **common)
+        return Encoder(flow, tokenizer=tokenizer, pipeline=pipeline, max_positions=positions, **common)
     eos = special_ids(root, "eos_token_id", pretrained)
     bos = special_ids(root, "bos_token_id", pretrained)
     return CausalLM(
-        pretrained.flow,
+        flow,
         tokenizer=load_tokenizer(root),
         max_positions=pretrained.max_positions,
         eos_ids=eos,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from rlx_jax.compile import open_compiler
 from rlx_jax.errors import GraphError, SequenceLengthError, UnsupportedError
 from rlx_jax.flow import Weights
@@ -44,3 +46,9 @@ def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
     """
     if max_positions is not None and tokens > max_positions:
         raise SequenceLengthError(f"{what}: {tokens} positions, the model knows {max_positions}")
+
+
+def primary(outputs: Any) -> jax.Array:
+    """The first output: side outputs of a flow come after it by name."""
+    first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    return first

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import Embed, GatherAdd, LayerNorm
+from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, Embed, GatherAdd, LayerNorm
+from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile
+from rlx_jax.weights.source import WeightSource
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -71,17 +74,37 @@ class BertFlow:
     """The recipe. Inputs: `input_ids` `[batch, seq]`, and optionally `attention_mask` (1 keeps a key),
     `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …). Output: `hidden_states` `[batch, seq, hidden]`.
 
-    `prefix` is `bert` for task checkpoints and empty for bare encoders.
+    Args:
+        prefix: `bert` for task checkpoints, empty for bare encoders.
+        batch, seq: sizes to compile for ahead of the first call.
+        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        hooks: see `rlx_jax.models.hooks`.
     """
 
     config: BertConfig
     prefix: str = ""
     name: str = "bert"
+    batch: int | None = None
+    seq: int | None = None
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+
+    def spec(self, index: int) -> BertEncoderLayerSpec:
+        """The spec of a layer, which holds the layer's keys."""
+        c, prefix = self.config, bert_layer_prefix(self.prefix, index)
+        return BertEncoderLayerSpec.hf(prefix, c.hidden_size, c.num_attention_heads, c.layer_norm_eps, c.activation)
 
     def assemble(self) -> ModelFlow:
-        """The flow, with the shapes of its weights and no data."""
+        """The flow, bound to its weights; without any, to their shapes."""
         c, positions = self.config, self.config.max_position_embeddings
         p = f"{self.prefix}.embeddings" if self.prefix else "embeddings"
+        weights = weight_specs(c, self.prefix) if self.weights is None else self.weights
         ids = ("batch", "seq")
         return (
             ModelFlow(self.name)
@@ -95,13 +118,13 @@ class BertFlow:
                 GatherAdd("position_ids", f"{p}.position_embeddings.weight", (positions, c.hidden_size)),
                 LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
             )
-            .repeat_bert_layers(
-                c.num_hidden_layers, self.prefix, "bert", c.hidden_size, c.num_attention_heads, c.layer_norm_eps,
-                c.activation,
-            )
+            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, lambda i, spec: BertEncoderLayer(spec)))
+            .patch(self.hooks.edit)
             .output("hidden_states")
-            .with_weights(weight_specs(c, self.prefix))
-        )  # fmt: skip
+            .patch(self.hooks.finish)
+            .bind(batch=self.batch, seq=self.seq)
+            .with_weights(weights, left_keys(self.prefix))
+        )
 
 
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,7 +16,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.flow import ModelFlow
+from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.models import bert, llama
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.weights.source import WeightSource, open_weights
@@ -26,9 +26,9 @@ Kind = Literal["causal", "encoder"]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint as a flow: what it is for, and how many positions it knows."""
+    """A checkpoint as a recipe bound to its weights: what it is for, and how many positions it knows."""
 
-    flow: ModelFlow
+    recipe: ModelRecipe
     kind: Kind
     vocab_size: int
     max_positions: int
@@ -37,24 +37,22 @@ class Pretrained:
 def _llama(config: Fields, source: WeightSource) -> Pretrained:
     c = llama.LlamaConfig.from_hf(config)
     # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
-    if c.tie_word_embeddings and source.has("lm_head.weight"):
+    if c.tie_word_embeddings and source.has(llama.HEAD):
         c = replace(c, tie_word_embeddings=False)
-    weights = checked(source, llama.weight_specs(c))
-    flow = llama.Llama32Flow(c).assemble().with_weights(weights, llama.left_keys(c))
-    return Pretrained(flow, "causal", c.vocab_size, c.max_position_embeddings)
+    recipe = llama.Llama32Flow(c, weights=checked(source, llama.weight_specs(c)))
+    return Pretrained(recipe, "causal", c.vocab_size, c.max_position_embeddings)
 
 
 def _bert(config: Fields, source: WeightSource) -> Pretrained:
     c = bert.BertConfig.from_hf(config)
     prefix = "bert" if source.has("bert.embeddings.word_embeddings.weight") else ""
-    flow = bert.BertFlow(c, prefix).assemble()
-    flow = flow.with_weights(checked(source, bert.weight_specs(c, prefix)), bert.left_keys(prefix))
-    return Pretrained(flow, "encoder", c.vocab_size, c.max_position_embeddings)
+    recipe = bert.BertFlow(c, prefix, weights=checked(source, bert.weight_specs(c, prefix)))
+    return Pretrained(recipe, "encoder", c.vocab_size, c.max_position_embeddings)
 
 
-Recipe = Callable[[Fields, WeightSource], Pretrained]
+Opener = Callable[[Fields, WeightSource], Pretrained]
 
-FAMILIES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
+FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
     "llama": (_llama, ("LlamaForCausalLM",)),
     "bert": (
         _bert,
@@ -92,7 +90,7 @@ def checked(source: WeightSource, shapes: dict[str, Any]) -> WeightSource:
 
 
 def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
-    """A Hugging Face directory as a flow; `options` are those of `open_weights`.
+    """A Hugging Face directory as a recipe; `options` are those of `open_weights`.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
@@ -106,14 +104,23 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedError(f"config.json: model_type {quote(kind)} ({quote(name)}) is not built; known are {known}")
-    recipe, names = FAMILIES[kind]
+    opener, names = FAMILIES[kind]
     if name and name not in names:
         raise UnsupportedError(
             f"config.json: architecture {quote(name)} is not built; of {kind} there are {', '.join(names)}"
         )
-    return recipe(config, open_weights(directory, **options))
+    return opener(config, open_weights(directory, **options))
 
 
 def from_pretrained(path: str | os.PathLike[str], **options: Any) -> ModelFlow:
     """The flow of a Hugging Face directory, bound to its weights: edit it, then `rlx_jax.compile(flow)`."""
-    return open_pretrained(path, **options).flow
+    return open_pretrained(path, **options).recipe.assemble()
+
+
+def recipe_for(path: str | os.PathLike[str], **options: Any) -> Any:
+    """The recipe of a Hugging Face directory (`Llama32Flow`, `BertFlow` …), bound to its weights.
+
+    Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
+    for the checkpoint's tokenizer as well.
+    """
+    return open_pretrained(path, **options).recipe

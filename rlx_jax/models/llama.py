@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, llama_prefill_layer_composed, llama_prefill_layer_fused
+from rlx_jax.blocks import (
+    LlamaDecoderSpec,
+    LmHead,
+    RopeTables,
+    llama_prefill_layer_composed,
+    llama_prefill_layer_fused,
+)
 from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile
+from rlx_jax.weights.source import WeightSource
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,14 @@ def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
 class Llama32Flow:
     """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
 
-    `composed` builds the layers from small stages instead of one block; the numbers are the same.
+    Args:
+        batch, seq: sizes to compile for ahead of the first call.
+        composed: build the layers from small stages instead of one block; the numbers are the same.
+        hidden_only: no head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
+        last_token_logits: the head of each row's last token only: `[batch, 1, vocab]`.
+        inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
+        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        hooks: see `rlx_jax.models.hooks`.
     """
 
     config: LlamaConfig
@@ -124,6 +141,17 @@ class Llama32Flow:
     seq: int | None = None
     composed: bool = False
     name: str = "llama"
+    hidden_only: bool = False
+    last_token_logits: bool = False
+    inputs_embeds: bool = False
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = after = add_after
+    patch_flow = add_patch
+    profile = set_profile
 
     @staticmethod
     def for_prefill(
@@ -132,8 +160,8 @@ class Llama32Flow:
         """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
         return Llama32Flow(config if isinstance(config, LlamaConfig) else LlamaConfig.from_hf(config), batch, seq)
 
-    def spec(self) -> LlamaDecoderSpec:
-        """The spec of every layer."""
+    def spec(self, index: int = 0) -> LlamaDecoderSpec:
+        """The spec of a layer: they are all alike."""
         c = self.config
         return LlamaDecoderSpec(
             c.num_attention_heads,
@@ -145,21 +173,38 @@ class Llama32Flow:
         )
 
     def assemble(self) -> ModelFlow:
-        """The flow, with the shapes of its weights and no data."""
-        c, spec = self.config, self.spec()
-        layer = llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
-        sizes = {k: v for k, v in {"batch": self.batch, "seq": self.seq}.items() if v is not None}
+        """The flow, bound to its weights; without any, to their shapes."""
+        c, layer = self.config, llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
+        weights = weight_specs(c) if self.weights is None else self.weights
+        unread = [EMBEDDING] * self.inputs_embeds + [HEAD] * self.hidden_only
         return (
             ModelFlow(self.name)
-            .input("input_ids", ("batch", "seq"), dtype="int32")
-            .rope_tables(RopeTables(c.inv_freq))
-            .token_embed()
-            .repeat_layers(c.num_hidden_layers, lambda i: layer(i, spec))
+            .patch(self._open)
+            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, layer))
+            .when(self.last_token_logits, ModelFlow.gather_last_token_at)
             .final_norm(c.rms_norm_eps)
-            .lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
-            .bind(**sizes)
-            .with_weights(weight_specs(c))
+            .patch(self.hooks.edit)
+            .patch(self._close)
+            .patch(self.hooks.finish)
+            .bind(batch=self.batch, seq=self.seq)
+            .with_weights(weights, leave=(*left_keys(c), *unread))
         )
+
+    def _open(self, flow: ModelFlow) -> ModelFlow:
+        """The input and its embedding."""
+        rope = RopeTables(self.config.inv_freq)
+        if self.inputs_embeds:
+            return flow.input("inputs_embeds", ("batch", "seq", self.config.hidden_size)).rope_tables(rope)
+        return flow.input("input_ids", ("batch", "seq"), dtype="int32").rope_tables(rope).token_embed()
+
+    def _close(self, flow: ModelFlow) -> ModelFlow:
+        """The head."""
+        c = self.config
+        if self.hidden_only:
+            return flow.hidden_states()
+        if self.inputs_embeds and c.tie_word_embeddings:  # no Embed stage to be tied to
+            return flow.stage(LmHead.separate(EMBEDDING, c.vocab_size, c.hidden_size)).output("logits")
+        return flow.lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
 
 
 def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
@@ -169,7 +214,7 @@ def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.
     attn = {"q": (q, c.hidden_size), "k": (kv, c.hidden_size), "v": (kv, c.hidden_size), "o": (c.hidden_size, q)}
     mlp = {"gate": (c.intermediate_size, c.hidden_size), "up": (c.intermediate_size, c.hidden_size)}
     mlp["down"] = (c.hidden_size, c.intermediate_size)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
         p = f"model.layers.{i}"
         shapes[f"{p}.input_layernorm.weight"] = shapes[f"{p}.post_attention_layernorm.weight"] = (c.hidden_size,)
@@ -180,7 +225,7 @@ def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.
                     shapes[f"{p}.{part}.{name}_proj.bias"] = shape[:1]
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+        shapes[HEAD] = (c.vocab_size, c.hidden_size)
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
 
 

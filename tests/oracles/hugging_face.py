@@ -140,6 +140,14 @@ def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, 
     return out
 
 
+def hidden_states(model: Any, tokens: npt.NDArray[Any]) -> list[Floats]:
+    """All hidden states of a batch `[B, S]`: the embeddings, then one for each layer."""
+    torch, _ = _modules()
+    with torch.no_grad():
+        result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True)
+    return [state.numpy() for state in result.hidden_states]
+
+
 def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
     """The same for a batch `[B, S]` without padding, in one call."""
     torch, _ = _modules()

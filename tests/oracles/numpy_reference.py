@@ -109,6 +109,13 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
+    hidden = llama_states(config, w, ids)[-1]
+    tied = config.get("tie_word_embeddings", False)
+    return hidden, hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+
+def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> list[Array]:
+    """What enters each layer `[S, H]`, and last what leaves the final norm: `output_hidden_states` of transformers."""
     ids = np.asarray(ids)
     n = config["num_attention_heads"]
     k = config.get("num_key_value_heads") or n
@@ -118,8 +125,10 @@ def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> t
     cos, sin = np.cos(angles), np.sin(angles)
     future = np.triu(np.ones((len(ids), len(ids)), bool), 1)
     x = w["model.embed_tokens.weight"][ids]
+    states = []
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}"
+        states.append(x)
         h = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
         q = rotate(linear(w, f"{p}.self_attn.q_proj", h).reshape(-1, n, d), cos, sin)
         key = rotate(linear(w, f"{p}.self_attn.k_proj", h).reshape(-1, k, d), cos, sin)
@@ -133,9 +142,7 @@ def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> t
         h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
         gate = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.mlp.gate_proj", h))
         x = x + linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", h))
-    hidden = rms_norm(x, w["model.norm.weight"], eps)
-    tied = config.get("tie_word_embeddings", False)
-    return hidden, hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+    return [*states, rms_norm(x, w["model.norm.weight"], eps)]
 
 
 def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:
@@ -156,15 +163,23 @@ def layer_norm(w: Weights, name: str, x: Array, eps: float) -> Array:
     return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def bert_row(
+def bert_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids, **inputs: Any) -> Array:
+    """One row of token ids: the last hidden state `[S, H]`; `inputs` as `bert_states`."""
+    return bert_states(config, w, ids, **inputs)[-1]
+
+
+def bert_states(
     config: dict[str, Any],
     w: Weights,
     ids: Sequence[int] | Ids,
     keep: Sequence[int] | Ids | None = None,
     types: Sequence[int] | Ids | None = None,
     positions: Sequence[int] | Ids | None = None,
-) -> Array:
-    """One row of token ids: the last hidden state `[S, H]`. `keep` is 1 for keys that may be attended to."""
+) -> list[Array]:
+    """The embeddings and what leaves each layer, `[S, H]` each: `output_hidden_states` of transformers.
+
+    `keep` is 1 for keys that may be attended to.
+    """
     ids = np.asarray(ids)
     p = "" if "embeddings.word_embeddings.weight" in w else "bert."
     n, eps = config["num_attention_heads"], config["layer_norm_eps"]
@@ -177,6 +192,7 @@ def bert_row(
         + w[f"{p}embeddings.token_type_embeddings.weight"][types]
     )
     x = layer_norm(w, f"{p}embeddings.LayerNorm", x, eps)
+    states = [x]
     for i in range(config["num_hidden_layers"]):
         q = f"{p}encoder.layer.{i}"
         query, key, value = (
@@ -190,7 +206,8 @@ def bert_row(
         x = layer_norm(w, f"{q}.attention.output.LayerNorm", attended + x, eps)
         inner = ACTIVATIONS[config["hidden_act"]](linear(w, f"{q}.intermediate.dense", x))
         x = layer_norm(w, f"{q}.output.LayerNorm", linear(w, f"{q}.output.dense", inner) + x, eps)
-    return x
+        states.append(x)
+    return states
 
 
 def pool(hidden: Array, modes: Sequence[str], normalise: bool) -> Array:

@@ -1,0 +1,138 @@
+"""Hooks: how a user changes what a recipe assembles, without touching the family's file.
+
+A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this module as its own:
+
+    hooks: Hooks = Hooks()
+    layer = on_layer
+    before_layers = add_before
+    after_layers = after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+
+Its `assemble` applies them: `hooks.stack(...)` where the layers stand, `hooks.edit` before the head, and
+`hooks.finish` at the end. Every method returns a changed copy of the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from rlx_jax.blocks import BlockStage, Repeat
+from rlx_jax.errors import GraphError, ProfileError
+from rlx_jax.flow import ModelFlow, check_stages
+from rlx_jax.profiles import CompileProfile
+
+Spec = TypeVar("Spec")
+R = TypeVar("R", bound="Hooked")
+
+
+class LayerNumber(int):
+    """The number of a layer, from 0. `ctx.index` and `ctx.index()` are the same."""
+
+    def __call__(self) -> int:
+        return int(self)
+
+
+@dataclass(frozen=True)
+class LayerContext(Generic[Spec]):
+    """What a layer hook is told: the layer's number, the spec of its stock stage, and that stage.
+
+    `default_stage()` is the family's own stage; after an earlier hook, that hook's.
+    """
+
+    index: LayerNumber
+    spec: Spec
+    stock: BlockStage
+
+    def default_stage(self) -> BlockStage:
+        """The stage to keep, wrap or leave out."""
+        return self.stock
+
+
+LayerHook = Callable[[LayerContext[Any]], BlockStage]
+Edit = Callable[[ModelFlow], ModelFlow]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The changes to a recipe, in the order in which they were made."""
+
+    layers: tuple[LayerHook, ...] = ()
+    before: tuple[BlockStage, ...] = ()
+    after: tuple[BlockStage, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    profile: CompileProfile | None = None
+
+    def stage(self, index: int, spec: Spec, default: Callable[[int, Spec], BlockStage]) -> BlockStage:
+        """The stage of one layer: the family's, through every layer hook."""
+        stage = default(index, spec)
+        for hook in self.layers:
+            stage = hook(LayerContext(LayerNumber(index), spec, stage))
+        return stage
+
+    def stack(self, count: int, spec: Callable[[int], Spec], default: Callable[[int, Spec], BlockStage]) -> Edit:
+        """An edit that appends the layers, with what stands before and after them."""
+        layers = Repeat(count, lambda i: self.stage(i, spec(i), default))
+        return lambda flow: flow.stage(*self.before, layers, *self.after)
+
+    def edit(self, flow: ModelFlow) -> ModelFlow:
+        """The edits of `patch_flow`."""
+        for edit in self.edits:
+            flow = edit(flow)
+            if not isinstance(flow, ModelFlow):
+                raise GraphError(f"patch_flow: the edit returned {type(flow).__name__}; expected the edited ModelFlow")
+        return flow
+
+    def finish(self, flow: ModelFlow) -> ModelFlow:
+        """The profile, if there is one."""
+        return flow if self.profile is None else flow.with_profile(self.profile)
+
+
+class Hooked(Protocol):
+    """A recipe that holds hooks."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def hooks(self) -> Hooks: ...
+
+
+# -- the methods of every recipe ---------------------------------------------------------------
+
+
+def on_layer(recipe: R, fn: LayerHook) -> R:
+    """Make every layer by `fn(ctx)`; `ctx` has `index`, `spec` and `default_stage()`, the family's own stage.
+
+    Hooks chain: the default stage of a second one is what the first returned.
+    """
+    if not callable(fn):
+        raise GraphError(f"layer: expected a function of a LayerContext, got {type(fn).__name__}")
+    return replace(recipe, hooks=replace(recipe.hooks, layers=(*recipe.hooks.layers, fn)))
+
+
+def add_before(recipe: R, stages: Iterable[BlockStage]) -> R:
+    """Put stages between the embedding and the layers, behind those of earlier calls."""
+    before = check_stages(stages, "before_layers")
+    return replace(recipe, hooks=replace(recipe.hooks, before=(*recipe.hooks.before, *before)))
+
+
+def add_after(recipe: R, stages: Iterable[BlockStage]) -> R:
+    """Put stages between the layers and what follows them (last-token gather, final norm)."""
+    after = check_stages(stages, "after_layers")
+    return replace(recipe, hooks=replace(recipe.hooks, after=(*recipe.hooks.after, *after)))
+
+
+def add_patch(recipe: R, edit: Edit) -> R:
+    """Run `edit(flow) → flow` on the assembled flow, before its head is appended."""
+    if not callable(edit):
+        raise GraphError(f"patch_flow: expected a function ModelFlow → ModelFlow, got {type(edit).__name__}")
+    return replace(recipe, hooks=replace(recipe.hooks, edits=(*recipe.hooks.edits, edit)))
+
+
+def set_profile(recipe: R, profile: CompileProfile) -> R:
+    """Compile with `profile` unless `compile` or `load` gets another."""
+    if not isinstance(profile, CompileProfile):
+        raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
+    return replace(recipe, hooks=replace(recipe.hooks, profile=profile))

@@ -1,0 +1,323 @@
+"""Recipes and their hooks: layers replaced, stages inserted, hidden states captured, from outside the package."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.blocks import BertEncoderLayerSpec, BlockStage, LlamaDecoderSpec
+from rlx_jax.models.bert import BertConfig
+from rlx_jax.models.hooks import LayerContext
+from rlx_jax.models.llama import LlamaConfig
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close
+
+LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
+TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
+BERT = checkpoints.FIXTURES / "bert" / "masked_lm_v4"
+LAYERS = 3
+NAMES = [f"hidden.{i}" for i in range(LAYERS + 1)]
+
+
+def record(directory: Path) -> dict[str, Any]:
+    """The recorded numbers of a fixture."""
+    with np.load(directory.with_suffix(".npz")) as file:
+        return dict(file)
+
+
+def compiled(flow: Any, weights: Any = None, **tables: Any) -> Any:
+    """`rlx.compile` with tables of the profile."""
+    return rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(**tables))
+
+
+# -- one layer replaced ------------------------------------------------------------------------
+
+
+def composed_at_1(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
+    """Layer 1 from small stages."""
+    if ctx.index == 1:
+        return blocks.llama_prefill_layer_composed(ctx.index(), ctx.spec)
+    return ctx.default_stage()
+
+
+@pytest.mark.parametrize("policy", ["fusable", "direct"])
+def test_a_layer_replaced_by_its_composed_form(policy: str) -> None:
+    """The same numbers: bit by bit under `fusable`, to 2e-6 under `direct`."""
+    recipe, tokens = rlx.recipe_for(LLAMA), record(LLAMA)["tokens"]
+    stock = np.asarray(compiled(recipe, fusion={"policy": policy})(tokens))
+    model = compiled(recipe.layer(composed_at_1), fusion={"policy": policy})
+    hooked = model(tokens)
+    assert_close(hooked, stock, tolerance=0 if policy == "fusable" else 2e-6)
+    assert_close(hooked, record(LLAMA)["logits"])
+    assert ["layer 1" in refusal for refusal in model.report().refusals] == [True]  # it says why it is not rolled
+    assert 'param("model.layers.1.self_attn.o_proj.weight"' in model.text("hir")
+
+
+def test_a_hooked_checkpoint_generates() -> None:
+    """`load(path, recipe=…)` keeps the tokenizer and the end tokens; prefill and extend are derived as ever."""
+    want = record(LLAMA)
+    lm = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).layer(composed_at_1))
+    prompts = [r[:n].tolist() for r, n in zip(want["ragged_tokens"], want["ragged_lengths"], strict=True)]
+    assert lm.generate(prompts, max_new_tokens=6) == want["greedy"][:, :6].tolist()
+
+
+def test_equal_layers_of_a_hook_still_roll() -> None:
+    """Every layer replaced in the same way is one region."""
+
+    def every(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
+        return blocks.llama_prefill_layer_composed(ctx.index, ctx.spec)
+
+    model = compiled(rlx.recipe_for(LLAMA).layer(every), layers={"roll": "scan"})
+    assert_close(model(record(LLAMA)["tokens"]), record(LLAMA)["logits"])
+    assert model.report().refusals == ()
+    assert "repeat(count=3" in model.text("hir")
+
+
+# -- hidden states -----------------------------------------------------------------------------
+
+
+def capturing(recipe: Any) -> Any:
+    """What enters each layer, and what leaves the last one and its norm, as outputs `hidden.0` …"""
+
+    def layer(ctx: LayerContext[Any]) -> BlockStage:
+        return blocks.Sequence([blocks.StoreStream(f"hidden.{ctx.index}"), ctx.default_stage()])
+
+    return recipe.layer(layer).patch_flow(lambda flow: flow.store_stream(NAMES[-1]).with_extra_outputs(NAMES))
+
+
+def emitting(recipe: Any) -> Any:
+    """The same through `emit.output`."""
+
+    def output(name: str) -> BlockStage:
+        def keep(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+            emit.output(name, x)
+            return x
+
+        return blocks.Custom(keep)
+
+    def layer(ctx: LayerContext[Any]) -> BlockStage:
+        return blocks.Sequence([output(f"hidden.{ctx.index}"), ctx.default_stage()])
+
+    return recipe.layer(layer).patch_flow(lambda flow: flow.stage(output(NAMES[-1])))
+
+
+@pytest.mark.parametrize("roll", ["scan", "unroll"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_every_hidden_state_as_an_output(family: str, roll: str) -> None:
+    """A dict of the model's own output and all hidden states; the layers stay one region."""
+    directory, states = (
+        (LLAMA, numpy_reference.llama_states) if family == "llama" else (BERT, numpy_reference.bert_states)
+    )
+    tokens, config = record(directory)["tokens"], numpy_reference.read_config(directory)
+    assert config["num_hidden_layers"] == LAYERS
+    weights = numpy_reference.read_weights(directory)
+    rows = [states(config, weights, row) for row in tokens]
+    model = compiled(capturing(rlx.recipe_for(directory)), layers={"roll": roll})
+    out = model(tokens)
+    assert list(out) == ["logits" if family == "llama" else "hidden_states", *NAMES]
+    for i, name in enumerate(NAMES):
+        assert_close(out[name], np.stack([row[i] for row in rows]).astype(np.float32))
+    assert model.report().refusals == () and "repeat(count=3" in model.text("hir")
+
+
+def test_two_ways_to_capture_are_one() -> None:
+    """A stream that is named an output, and `emit.output` of a custom stage."""
+    ours, theirs = (edit(rlx.recipe_for(LLAMA)).assemble().build().hir for edit in (capturing, emitting))
+    assert ours.output_names == theirs.output_names == ("logits", *NAMES)
+    assert ours.outputs == theirs.outputs and len(ours.nodes) == len(theirs.nodes)
+
+
+def test_side_outputs_of_the_cached_programs() -> None:
+    """Prefill and extend give the hidden states of their own tokens."""
+    recipe, tokens = capturing(rlx.recipe_for(LLAMA)), record(LLAMA)["tokens"]
+    prefill = rlx.compile(recipe, program="prefill")
+    extend = rlx.compile(recipe, program="extend")
+    first, state = prefill(tokens[:, :6], lengths=np.array([6, 6], np.int32), state=prefill.init_state(2, 16))
+    rest, state = extend(tokens[:, 6:], lengths=np.array([5, 5], np.int32), state=state)
+    config, weights = numpy_reference.read_config(LLAMA), numpy_reference.read_weights(LLAMA)
+    rows = [numpy_reference.llama_states(config, weights, row) for row in tokens]
+    for i, name in enumerate(NAMES):
+        both = np.concatenate([first[name], rest[name]], axis=1)
+        assert_close(both, np.stack([row[i] for row in rows]).astype(np.float32))
+
+
+def test_an_encoder_with_side_outputs_still_embeds() -> None:
+    """`embed` reads the primary output; without the files of sentence-transformers it takes the mean."""
+    want = record(BERT)
+    encoder = rlx.load(BERT, recipe=capturing(rlx.recipe_for(BERT)))
+    assert_close(encoder.embed(want["tokens"].tolist()), want["plain"].mean(axis=1))
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "directory, kind", [(LLAMA, "AutoModelForCausalLM"), (BERT, "AutoModel")], ids=["llama", "bert"]
+)
+def test_live_hidden_states(directory: Path, kind: str) -> None:
+    """`output_hidden_states=True` of transformers."""
+    tokens = record(directory)["tokens"]
+    out = compiled(capturing(rlx.recipe_for(directory)))(tokens)
+    states = hugging_face.hidden_states(hugging_face.load(directory, kind), tokens)
+    assert len(states) == len(NAMES)
+    for name, state in zip(NAMES, states, strict=True):
+        assert_close(out[name], state)
+
+
+# -- stages before, after, and in the flow ---------------------------------------------------------
+
+
+def scale(factor: float) -> BlockStage:
+    """A custom stage."""
+    return blocks.Custom(lambda emit, x: x * factor, f"scale_{factor:g}")
+
+
+def test_stages_before_and_after_the_layers() -> None:
+    """They accumulate, in order; powers of two are exact."""
+    directory, tokens = LLAMA, record(LLAMA)["tokens"]
+    recipe = rlx.recipe_for(directory)
+    model = compiled(capturing(recipe.before_layers([scale(2.0)]).before_layers([scale(4.0)]).after([scale(8.0)])))
+    embedded = numpy_reference.read_weights(directory)["model.embed_tokens.weight"][tokens].astype(np.float32)
+    np.testing.assert_array_equal(model(tokens)["hidden.0"], 8 * embedded)
+    text = model.text("hir")
+    order = [text.index(name) for name in ("scale_2", "scale_4", "repeat(", "scale_8", "lm_head")]
+    assert order == sorted(order)
+
+
+def test_patch_flow_runs_before_the_head() -> None:
+    """A softcap between the final norm and the head, against NumPy."""
+
+    def softcap(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        return 5.0 * emit.tanh(x / 5.0)
+
+    tokens = record(LLAMA)["tokens"]
+    recipe = rlx.recipe_for(LLAMA).patch_flow(lambda flow: flow.custom_named("softcap", softcap))
+    weights = numpy_reference.read_weights(LLAMA)
+    hidden = record(LLAMA)["hidden"].astype(np.float64)
+    want = (5 * np.tanh(hidden / 5)) @ weights["lm_head.weight"].T
+    assert_close(compiled(recipe)(tokens), want.astype(np.float32))
+    rlx.compile(recipe, program="extend").text("mir")  # proved token-wise, so there is a cached program
+
+
+def test_edits_after_the_head_are_edits_of_the_flow() -> None:
+    """The assembled flow goes on."""
+    flow = rlx.recipe_for(LLAMA).assemble().custom(lambda emit, x: 30.0 * emit.tanh(x / 30.0))
+    want = 30 * np.tanh(record(LLAMA)["logits"] / 30)
+    assert_close(compiled(flow)(record(LLAMA)["tokens"]), want)
+
+
+def test_hooks_chain_and_recipes_are_values() -> None:
+    """The default stage of a second layer hook is what the first returned; the recipe before is unchanged."""
+    seen: list[tuple[int, str]] = []
+
+    def first(ctx: LayerContext[Any]) -> BlockStage:
+        return blocks.Named("mine", ctx.default_stage())
+
+    def second(ctx: LayerContext[Any]) -> BlockStage:
+        stage = ctx.default_stage()
+        assert isinstance(stage, blocks.Named) and ctx.index() == ctx.index
+        seen.append((ctx.index, stage.name))
+        return stage
+
+    stock = rlx.BertFlow(BertConfig(11, 8, 16, 2, 2))
+    hooked = stock.layer(first).layer(second)
+    assert stock.hooks.layers == () and stock == rlx.BertFlow(BertConfig(11, 8, 16, 2, 2))
+    hooked.assemble().build()
+    assert seen == [(0, "mine"), (1, "mine")]
+
+
+def test_the_context_has_the_spec_of_its_layer() -> None:
+    """Keys of BERT's layers are in their specs."""
+    prefixes: list[str] = []
+
+    def note(ctx: LayerContext[BertEncoderLayerSpec]) -> BlockStage:
+        prefixes.append(ctx.spec.layer_prefix)
+        return ctx.default_stage()
+
+    rlx.BertFlow(BertConfig(11, 8, 16, 2, 2), prefix="bert").layer(note).assemble().build()
+    assert prefixes == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+
+
+# -- options of recipes ------------------------------------------------------------------------
+
+CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
+
+
+def test_hidden_only_and_last_token_logits() -> None:
+    """No head, or the head of the last token of each row."""
+    recipe, want = rlx.recipe_for(LLAMA), record(LLAMA)
+    model = compiled(dataclasses.replace(recipe, hidden_only=True))
+    assert_close(model(want["tokens"]), want["hidden"])
+    assert "lm_head.weight" not in model.params
+    last = compiled(dataclasses.replace(recipe, last_token_logits=True))(want["tokens"])
+    assert_close(last, want["logits"][:, -1:])
+
+
+@pytest.mark.parametrize("directory", [LLAMA, TIED], ids=["head", "tied"])
+def test_inputs_embeds(directory: Path) -> None:
+    """Embeddings in place of ids; a tied head still reads the table."""
+    want, weights = record(directory), numpy_reference.read_weights(directory)
+    model = compiled(dataclasses.replace(rlx.recipe_for(directory), inputs_embeds=True))
+    embeds = weights["model.embed_tokens.weight"][want["tokens"]].astype(np.float32)
+    assert_close(model(inputs_embeds=embeds), want["logits"])
+
+
+def test_sizes_bind_ahead_of_the_first_call() -> None:
+    """A recipe with batch and seq compiles while it loads."""
+    recipe = dataclasses.replace(rlx.recipe_for(BERT), batch=2, seq=11)
+    assert recipe.assemble().binding == {"batch": 2, "seq": 11}
+    assert rlx.compile(recipe).report().compiles == 1
+
+
+def test_a_recipe_without_a_checkpoint() -> None:
+    """Hooks work on a config alone."""
+    model = compiled(rlx.Llama32Flow(CONFIG).layer(composed_at_1))
+    assert model.params is None
+    lowered = model.lower(jax.ShapeDtypeStruct((1, 3), jnp.int32))
+    assert lowered.out_info[0][0].shape == (1, 3, 17)
+
+
+def test_profiles_of_a_recipe() -> None:
+    """The recipe's profile is the flow's, which `compile` and `load` may override."""
+    fusable = rlx.CompileProfile().replace(fusion={"policy": "fusable"})
+    recipe = rlx.recipe_for(LLAMA).profile(fusable)
+    assert recipe.assemble().profile == fusable
+    assert rlx.compile(recipe).compiler.settings.policy == "fusable"
+    assert rlx.load(LLAMA, recipe=recipe, dtype="f32").model.compiler.settings.policy == "fusable"
+    assert rlx.compile(recipe, profile=rlx.CompileProfile()).compiler.settings.policy == "direct"
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+MISUSES: dict[str, tuple[Any, str]] = {
+    "layer": (lambda r: r.layer(composed_at_1(LayerContext(0, None, blocks.ResidualSave()))), "layer: expected"),  # type: ignore[arg-type]
+    "layer returns no stage": (lambda r: r.layer(lambda ctx: None).assemble().build(), "layer 0 is NoneType"),
+    "layer returns a LayerStack": (lambda r: r.layer(lambda ctx: rlx.LayerStack()).assemble().build(), r"\.build\(\)"),
+    "before": (lambda r: r.before_layers(scale(2)), "before_layers: expected a list of stages, got Custom"),
+    "after": (lambda r: r.after_layers([lambda emit, x: x]), "after_layers: .* is not a stage"),
+    "patch": (lambda r: r.patch_flow("softcap"), "patch_flow: expected a function"),
+    "patch returns nothing": (lambda r: r.patch_flow(lambda flow: None).assemble(), "the edit returned NoneType"),
+    "output of nothing": (
+        lambda r: r.patch_flow(lambda flow: flow.with_extra_outputs(["hiden.0"])).assemble().build(),
+        "output 'hiden.0' is no side output",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_a_graph_error(misuse: str) -> None:
+    call, message = MISUSES[misuse]
+    with pytest.raises(errors.RlxError, match=message):
+        call(rlx.Llama32Flow(CONFIG))
+
+
+def test_a_profile_hook_takes_a_profile() -> None:
+    with pytest.raises(errors.ProfileError, match="expected a CompileProfile"):
+        rlx.Llama32Flow(CONFIG).profile("fast")  # type: ignore[arg-type]
