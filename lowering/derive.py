@@ -129,7 +129,10 @@ def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
 
 
 def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
-    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …"""
+    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …
+
+    Attention in a window of w keys gets a ring of min(context, w) slots.
+    """
     op = node.op
     assert isinstance(op, hir.Attention)
     if not op.causal:
@@ -143,13 +146,24 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     t = b.type(k)
     if t.shape[1] != symbol("seq") or b.type(q).shape[1] != symbol("seq"):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
-    cache = TensorType((t.shape[0], symbol("context"), op.kv_heads, t.shape[2] // op.kv_heads), t.dtype)
+    slots = symbol("context" if op.window is None else f"context_{op.window}")
+    cache = TensorType((t.shape[0], slots, op.kv_heads, t.shape[2] // op.kv_heads), t.dtype)
     leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
     leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
-    block = hir.CachedAttention(op, block_only=d.program == "prefill")
+    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
     out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
     return (out,)
+
+
+def ring_sizes(graph: Graph) -> dict[str, int]:
+    """The dimensions of rings in a derived program, with the most slots that each may have: its window."""
+    sizes: dict[str, int] = {}
+    for inner, node in graph.walk():
+        op = node.op
+        if isinstance(op, hir.CachedAttention) and op.ring and op.attend.window is not None:
+            sizes[str(inner.type(node.inputs[3]).shape[1])] = op.attend.window
+    return sizes
 
 
 def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -34,7 +34,7 @@ from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
-from rlx_jax.lowering.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import Lir, activation_bytes, flops
 from rlx_jax.profiles import CompileProfile
@@ -316,13 +316,18 @@ class CompiledModel:
         return initial_params(expand_composites(built.hir, built.types), self.compiler.layout.leaves, key)
 
     def init_state(self, batch: int, context: int | None = None) -> State:
-        """An empty state for `batch` rows and `context` cached tokens."""
+        """An empty state for `batch` rows and `context` cached tokens.
+
+        A layer that attends in a window of w keys holds min(context, w) of them.
+        """
         binding = {**self.compiler.flow.binding, "batch": as_dim(batch, "init_state: batch")}
         binding |= {} if context is None else {"context": as_dim(context, "init_state: context")}
         types = self._template().state
         if not types:
             raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
         check_length(binding.get("context", 0), self._template().bounds, f"{self.compiler.flow.name}: init_state")
+        rings = ring_sizes(self._template().hir)
+        binding |= {name: min(context or window, window) for name, window in rings.items()}
         bound = {k: t.bind(binding) for k, t in types.items()}
         open_sizes = sorted({s for t in bound.values() for s in t.symbols})
         if open_sizes:

@@ -19,7 +19,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
@@ -54,6 +54,7 @@ from tests.oracles.op_formulas import (
     attention,
     cache_update,
     layer_norm,
+    ring_step,
     rms_norm,
     rope,
     softmax,
@@ -255,6 +256,11 @@ def sequence_samples() -> Iterator[Sample]:
         new = cache.replace("keys", "4")
         yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
     yield Sample(CacheUpdate(), ("bf16 2 6 4", "bf16 2 3 4", "i32 2", "i32 2"), cache_update, below=4)
+    for ring in ("f32 batch keys 3", "f32 batch 2 2 3"):
+        for block in ("seq", "1"):
+            new = " ".join(["f32 batch", block, *ring.split()[3:]])
+            below = 2 if block == "1" else 5
+            yield Sample(RingStep(), (ring, new, "i32 batch", "i32 batch"), ring_step, below=below)
 
 
 def shaping_samples() -> Iterator[Sample]:
@@ -444,6 +450,7 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("tables of another length", RopeOp(8, 8), ("f32 1 2 8", "f32 1 3 4", "f32 1 3 4"), ShapeError),
     ("narrow tables", RopeOp(8, 8), ("f32 1 2 8", "f32 1 2 3", "f32 1 2 3"), ShapeError),
     ("rows of another dtype", CacheUpdate(), ("f32 2 4 3", "bf16 2 1 3", "i32 2", "i32 2"), GraphError),
+    ("rows of a ring of another width", RingStep(), ("f32 2 4 3", "f32 2 1 2", "i32 2", "i32 2"), ShapeError),
     ("float ids", Gather(), ("f32 4 2", "f32 3"), DTypeError),
     ("a float row index", TakeRow(), ("f32 2 4 3", "f32 2"), GraphError),
     ("another element count", Reshape((3, 2)), ("f32 2 4",), ShapeError),

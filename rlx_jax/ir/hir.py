@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, ShapeError, did_you_mean, quote
 from rlx_jax.ir.graph import Builder, Hir, Origin, Value, constant
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RopeOp, RopeTable, check_heads
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable, check_heads
 from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shaping import Gather, Iota, Narrow, RepeatHeads, Reshape, Slice, TakeRow, merge_axes, split_axis
@@ -280,10 +280,12 @@ class CachedAttention(Hir):
     (tokens already in the cache) and lengths `[B]` (new valid tokens).
     Results: the context, and both caches with the new rows written at `start`.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
+    With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
     """
 
     attend: Attention
     block_only: bool = False
+    ring: bool = False
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         return self.grouped(b, self.attend.heads // self.attend.kv_heads, *operands)
@@ -293,20 +295,30 @@ class CachedAttention(Hir):
         q, k, v, cache_k, cache_v, start, lengths = operands
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
-        cache_k = b(CacheUpdate(), cache_k, b(split, k), start, lengths)
-        cache_v = b(CacheUpdate(), cache_v, b(split, v), start, lengths)
+        new_k, new_v = b(split, k), b(split, v)
         extra: tuple[str, ...] = ()
         rows: tuple[Value, ...] = ()
-        if not self.block_only:
-            k, v = (b(merge_axes(4, 2), cache) for cache in (cache_k, cache_v))
+        if self.ring:
+            keys, at, cache_k = b.add(RingStep(), cache_k, new_k, start, lengths)
+            values, _, cache_v = b.add(RingStep(), cache_v, new_v, start, lengths)
+            extra, rows = ("key_positions",), (at,)
+        else:
+            keys = cache_k = b(CacheUpdate(), cache_k, new_k, start, lengths)
+            values = cache_v = b(CacheUpdate(), cache_v, new_v, start, lengths)
+        if self.block_only:
+            extra, rows = (), ()
+        else:
+            k, v = (b(merge_axes(4, 2), x) for x in (keys, values))
             steps = b(Reshape((1, -1)), b(Iota(1), q))
-            extra, rows = ("positions",), (b(Binary("add"), b(Reshape((-1, 1)), start), steps),)
+            extra = ("positions", *extra)
+            rows = (b(Binary("add"), b(Reshape((-1, 1)), start), steps), *rows)
         if times > 1:
             k, v = (b(RepeatHeads(kv_heads, times), x) for x in (k, v))
         return b(self.attend.op(kv_heads * times, extra), q, k, v, *rows), cache_k, cache_v
 
     def text(self) -> str:
-        return f"cached_{self.attend.text()}{', block_only' if self.block_only else ''}"
+        notes = [", block_only"] * self.block_only + [", ring"] * self.ring
+        return f"cached_{self.attend.text()}{''.join(notes)}"
 
 
 @dataclass(frozen=True)

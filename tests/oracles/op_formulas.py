@@ -129,3 +129,22 @@ def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths:
             if start[b] + i < cache.shape[1]:
                 out[b, start[b] + i] = new[b, i]
     return out
+
+
+def ring_step(ring: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+    """One token after the other: position p to slot p mod T. Keys are the old ring and the block, or the new ring."""
+    slots, after = ring.shape[1], ring.copy()
+
+    def positions(count: int) -> list[int]:
+        last = {p % slots: p for p in range(count)}
+        return [last.get(slot, -1) for slot in range(slots)]
+
+    for b in range(len(ring)):
+        for i in range(int(lengths[b])):
+            after[b, (start[b] + i) % slots] = new[b, i]
+    ends = start + lengths
+    if new.shape[1] == 1:
+        return after, np.array([positions(int(n)) for n in ends]), after
+    at = [[start[b] + i if i < lengths[b] else -1 for i in range(new.shape[1])] for b in range(len(ring))]
+    old = np.array([positions(int(n)) for n in start])
+    return np.concatenate([ring, new], 1), np.concatenate([old, np.array(at)], 1), after

@@ -26,7 +26,8 @@ class AttentionOp(Mir):
 
     Operands: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then those named in `extra`, in this order:
     `keep` `[B,T]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S,T]` added to the scores,
-    `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1).
+    `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1),
+    `key_positions` `[B,T]` int32, the absolute position of each key, −1 where a slot holds none.
     Without `positions` the queries are the last S of the T keys (bottom-right aligned).
 
     `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
@@ -100,12 +101,13 @@ class AttentionOp(Mir):
         """Which keys a query may read, broadcastable to `[B,K,G,S,T]`; None for all."""
         allowed = None
         if self.causal or self.window is not None:
-            at = jnp.arange(keys, dtype=jnp.int32)[None, None, :]
+            slots = extra.get("key_positions")
+            at = jnp.arange(keys, dtype=jnp.int32)[None, None, :] if slots is None else slots[:, None, :]
             rows = extra.get("positions")
             if rows is None:
                 rows = (jnp.arange(queries, dtype=jnp.int32) + (keys - queries))[None, :]
             distance = rows[:, :, None] - at
-            allowed = distance >= 0
+            allowed = distance >= 0 if slots is None else (distance >= 0) & (at >= 0)
             if self.window is not None:
                 allowed = allowed & (distance < self.window)
             allowed = allowed[:, None, None]
@@ -233,3 +235,40 @@ class CacheUpdate(Mir):
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, jnp.iinfo(jnp.int32).max)
         row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
         return cache.at[row, slot].set(new, mode="drop")
+
+
+@dataclass(frozen=True)
+class RingStep(Mir):
+    """Read and write a ring of the last T tokens: position p stands in slot `p mod T`.
+
+    ring `[B,T,K,D]`, new `[B,S,K,D]`, start and lengths `[B]` int32 (tokens before this call, and new valid ones).
+    Results: keys `[B,T+S,K,D]`, old ring then new block, which queries of the block may attend over; their absolute
+    positions `[B,T+S]` int32, −1 where a slot holds none; and the ring after the call, which keeps the last T
+    of all valid tokens. A block of one token gives the ring after the call as keys (`[B,T,K,D]`): what it wrote
+    over stood T tokens back, outside a window of T, so that a decoding step reads the cache in place.
+    """
+
+    def check(self, *operands: TensorType) -> None:
+        CacheUpdate().check(*operands)
+
+    def eval(self, ring: Array, new: Array, start: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        slots = ring.shape[1]
+        step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+        at = start[:, None] + step
+        valid = step < lengths[:, None]
+        kept = valid & (step >= lengths[:, None] - slots)
+        slot = jnp.where(kept, jnp.remainder(at, slots), jnp.iinfo(jnp.int32).max)
+        row = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
+        after = ring.at[row, slot].set(new, mode="drop")
+        if new.shape[1] == 1:  # a symbolic size is never 1 here: the general form serves the template
+            return after, _ring_positions(start + lengths, slots), after
+        keys = jnp.concatenate([ring, new], axis=1)
+        positions = jnp.concatenate([_ring_positions(start, slots), jnp.where(valid, at, -1)], axis=1)
+        return keys, positions, after
+
+
+def _ring_positions(count: Array, slots: int) -> Array:
+    """The absolute position in each slot of a ring that has seen `count` `[B]` tokens: `[B,T]`, −1 if none."""
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    last = count[:, None] - 1
+    return jnp.maximum(last - jnp.remainder(last - slot, slots), -1)
