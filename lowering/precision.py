@@ -108,8 +108,7 @@ def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
 
 
 def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
-    b = Builder(graph.name, types)
-    b.nodes, b.inputs, b.writes = list(graph.nodes), list(graph.inputs), list(graph.writes)
+    b = Builder.resume(graph, types)
     outputs = [
         b(CastTo(F32), v) if is_float(graph.type(v).dtype) and graph.type(v).dtype != F32 else v for v in graph.outputs
     ]

@@ -4,15 +4,16 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rlx_jax.built import BuiltModel as BuiltModel
 from rlx_jax.emit import Emit as Emit
 from rlx_jax.emit import FlowValue as FlowValue
 from rlx_jax.errors import RlxError as RlxError
-from rlx_jax.flow import BuiltModel as BuiltModel
 from rlx_jax.flow import ModelFlow as ModelFlow
 from rlx_jax.generate.causal import CausalLM as CausalLM
 from rlx_jax.generate.encoder import Encoder as Encoder
 from rlx_jax.generate.load import load as load
 from rlx_jax.generate.sampler import Sampler as Sampler
+from rlx_jax.ir.graph import GraphStage as GraphStage
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.model import CompiledModel as CompiledModel
 from rlx_jax.model import compile as compile
@@ -23,6 +24,8 @@ from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.weights.source import open_weights as open_weights
+
+Graph = GraphModule
 
 __version__ = "0.1.0"
 

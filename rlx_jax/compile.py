@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from rlx_jax.errors import GraphError, ProfileError, RlxWarning, UnexpectedWeightError, UnsupportedError, listing
-from rlx_jax.flow import Buildable, BuiltModel, ModelFlow, Weights
+from rlx_jax.built import Buildable, BuiltModel, Weights
+from rlx_jax.errors import GraphError, LevelError, ProfileError, RlxWarning, UnexpectedWeightError, listing
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
@@ -38,13 +38,26 @@ from rlx_jax.lowering.passes.dce import dce
 from rlx_jax.lowering.plan import Lir, Plan, state_types
 from rlx_jax.lowering.precision import compute_in, pin_matmul
 from rlx_jax.lowering.specialise import specialise
-from rlx_jax.module import GraphModule
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.settings import Settings, settings_for
+from rlx_jax.settings import Settings, settings_for, settings_of
 
 Arrays = Mapping[str, Any]
 StateArrays = dict[tuple[str, str], Any]
 Function = Callable[[Arrays, StateArrays, Arrays], tuple[tuple[Any, ...], StateArrays]]
+
+
+def choose_settings(built: BuiltModel, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
+    """By the given profile, else the flow's own, else `auto`; by its plan for a module at LIR.
+
+    Raises:
+        LevelError: a profile for a module at LIR.
+    """
+    if built.plan is None:
+        profile = profile or built.profile or CompileProfile()
+        return settings_for(profile, built.source, built.keys_read, merge, program)
+    if profile is not None:
+        raise LevelError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
+    return settings_of(built.plan)
 
 
 # -- the pipeline ------------------------------------------------------------------------------
@@ -112,6 +125,12 @@ def make_plan(settings: Settings) -> Plan:
     """What the plan takes from the settings."""
     options = dict(settings.compiler_options)
     return Plan(settings.target, settings.scan, settings.donate_state, settings.remat, options)
+
+
+def lir_of(built: BuiltModel, profile: CompileProfile | None, sizes: Mapping[str, int]) -> Lir:
+    """The forward program of `built` for one choice of sizes."""
+    settings = choose_settings(built, profile, merge=False, program="forward")
+    return make_lir(make_template(built, settings, "forward", False, 0.0), sizes, settings)
 
 
 def make_function(lir: Lir, layout: Layout) -> Function:
@@ -242,8 +261,7 @@ def open_compiler(
         built = flow.build(weights)
     build_s = time.perf_counter() - start
     check_unread(built, strict)
-    profile = profile or built.profile or CompileProfile()
-    settings = settings_for(profile, built.source, built.keys_read, merge, program)
+    settings = choose_settings(built, profile, merge, program)
     first = "train" if program == "train" else "forward"
     template = make_template(built, settings, first, False, build_s)
     compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
@@ -266,12 +284,8 @@ def paused_gc() -> Iterator[None]:
 
 def as_flow(flow: Any) -> Buildable:
     """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a BuiltModel."""
-    if isinstance(flow, ModelFlow | GraphModule):
+    if isinstance(flow, Buildable):
         return flow
-    if isinstance(flow, BuiltModel):
-        if flow.flow is None:
-            raise UnsupportedError("this BuiltModel has no flow")
-        return flow.flow.with_weights(flow.source) if flow.source is not None else flow.flow
     if callable(getattr(flow, "assemble", None)):
         return as_flow(flow.assemble())
     if callable(flow):

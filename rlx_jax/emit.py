@@ -28,10 +28,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.flow_value import FlowValue as FlowValue
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Op, Param, Value, constant, located
+from rlx_jax.ir.graph import Builder, Op, Param, Value, located
 from rlx_jax.ir.ops import pointwise, shaping
 from rlx_jax.ir.param import Key, Program, WeightSource, cast
-from rlx_jax.ir.types import TensorType, as_dtype, is_float, path_text, tensor_type
+from rlx_jax.ir.types import TensorType, is_float, path_text, tensor_type
 
 F32 = np.dtype(np.float32)
 
@@ -107,12 +107,8 @@ class Emit:
 
     def constant(self, array: Any, dtype: Any = "f32") -> FlowValue:
         """A small constant of the program (not a weight): at most 1 MiB."""
-        op = constant(array, as_dtype(dtype))
-        if len(op.data) > pointwise.MAX_CAPTURED:
-            raise GraphError(
-                f"{self.path}: a constant of {len(op.data)} bytes, over {pointwise.MAX_CAPTURED}; make it a weight"
-            )
-        return self.wrap(self.builder.leaf(op))
+        with located(self.builder.origin):
+            return self.wrap(self.builder.leaf(pointwise.small_constant(array, dtype)))
 
     def zeros(self, length: int) -> FlowValue:
         """f32 zeros `[length]`: the beta of an RMSNorm that has none. Made once for each length."""

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
+from rlx_jax.built import POSITIONS as POSITIONS
+from rlx_jax.built import REQUIRED, InputDecl, Weights
+from rlx_jax.built import BuiltModel as BuiltModel
 from rlx_jax.emit import F32, Emit, FlowValue
 from rlx_jax.errors import (
     GraphError,
@@ -24,36 +27,18 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Origin, TypeCache
+from rlx_jax.ir.graph import Builder, Origin, TypeCache
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import TensorType, as_dim, as_dtype, is_float, tensor_type
+from rlx_jax.ir.types import as_dim, as_dtype, is_float, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
 
-Weights = Any
-"""A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path."""
-
-REQUIRED = "required"
-POSITIONS = "positions"
 NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32"}  # JAX has no 64-bit types by default
-
-
-@dataclass(frozen=True)
-class InputDecl:
-    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without)."""
-
-    name: str
-    type: TensorType
-    default: float | str | None = REQUIRED
-
-    @property
-    def optional(self) -> bool:
-        return self.default != REQUIRED
 
 
 class ModelRecipe(Protocol):
@@ -63,46 +48,6 @@ class ModelRecipe(Protocol):
     def name(self) -> str: ...
 
     def assemble(self) -> ModelFlow: ...
-
-
-class Buildable(Protocol):
-    """What can be compiled: a ModelFlow, or a GraphModule."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def inputs(self) -> tuple[InputDecl, ...]: ...
-
-    @property
-    def binding(self) -> Mapping[str, int]: ...
-
-    def build(self, weights: Weights = None, given: Iterable[str] = ()) -> BuiltModel: ...
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """A flow after `build`: its HIR and what building it learned. No weight data was read."""
-
-    name: str
-    hir: Graph
-    source: WeightSource | None
-    profile: CompileProfile | None
-    types: TypeCache = field(repr=False)
-    keys_read: tuple[str, ...] = ()
-    left_keys: tuple[str, ...] = ()
-    refusals: tuple[str, ...] = ()
-    binding: Mapping[str, int] = field(default_factory=dict)
-    flow: ModelFlow | None = field(default=None, repr=False)
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        return self.hir.output_names
-
-    @property
-    def primary_shape(self) -> tuple[Any, ...]:
-        """Shape of the first output."""
-        return self.hir.type(self.hir.outputs[0]).shape
 
 
 @dataclass(frozen=True)
@@ -391,8 +336,8 @@ class ModelFlow:
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
         return BuiltModel(
-            self.name, rolled.graph, source, self.profile, types, tuple(emit.keys_read), self.left_keys,
-            rolled.refusals, self.binding, self,
+            self.name, rolled.graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
+            rolled.refusals, self.binding,
         )  # fmt: skip
 
     def _side_outputs(self, emit: Emit) -> dict[str, FlowValue]:

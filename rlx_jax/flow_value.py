@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError
-from rlx_jax.ir.graph import Value
+from rlx_jax.ir.graph import Value, located
 from rlx_jax.ir.ops import contract, pointwise, shaping
 from rlx_jax.ir.types import Dim, TensorType, as_dtype, is_static
 
@@ -134,9 +134,8 @@ class FlowValue:
         return iter([self[i] for i in range(size)])
 
     def __matmul__(self, other: FlowValue) -> FlowValue:
-        if isinstance(other, FlowValue) and other.ndim == 2 and self.ndim > 1:
-            return self.emit.add(contract.MatMul(), self, other)
-        return self.emit.add(contract.BatchMatMul(), self, self.emit.lift(other, self))
+        other = self.emit.lift(other, self)
+        return self.emit.add(contract.product(self.type, other.type), self, other)
 
     def __getitem__(self, key: Any) -> FlowValue:
         keys = key if isinstance(key, tuple) else (key,)
@@ -163,23 +162,9 @@ class FlowValue:
     def reshape(self, *shape: Any) -> FlowValue:
         """Reshape; sizes are ints, one -1, or dimensions of this value (`x.shape[0]`)."""
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        target: list[int | shaping.AxisOf] = []
         sizes = [d.expr if isinstance(d, Dim) else d for d in dims]
-        holes = sum(is_static(d) and d == -1 for d in sizes)
-        for expr in sizes:
-            if is_static(expr):
-                target.append(int(expr))
-            elif expr in self.type.shape:
-                target.append(shaping.AxisOf(self.type.shape.index(expr)))
-            elif not holes:
-                holes = 1
-                target.append(-1)  # a product such as batch·seq: what is left over
-            else:
-                raise ShapeError(f"{self.emit.path}: reshape of {self.type} cannot express dimension {expr}")
-        out = self.emit.add(shaping.Reshape(tuple(target)), self)
-        if any(w != got for w, got in zip(sizes, out.type.shape, strict=True) if not (is_static(w) and w == -1)):
-            raise ShapeError(f"{self.emit.path}: {self.type} cannot be reshaped to {tuple(dims)}")
-        return out
+        with located(self.emit.builder.origin):
+            return self.emit.add(shaping.reshape_to(self.type, sizes), self)
 
     def transpose(self, *perm: int) -> FlowValue:
         """Permute the axes; without arguments reverse them."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.built import InputDecl
 from rlx_jax.errors import (
     DTypeError,
     SequenceLengthError,
@@ -23,7 +24,6 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.flow import InputDecl
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Input, Op, Value
 from rlx_jax.ir.ops.pointwise import CastTo

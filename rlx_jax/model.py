@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.built import InputDecl, Weights
 from rlx_jax.compile import (
     Arrays,
     Compiler,
@@ -30,7 +31,6 @@ from rlx_jax.errors import (
     WeightShapeError,
     listing,
 )
-from rlx_jax.flow import InputDecl, Weights
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim

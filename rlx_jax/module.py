@@ -1,25 +1,40 @@
-"""`GraphModule`: a program at one level (HIR or MIR) that is built by hand, printed, lowered and compiled."""
+"""`GraphModule`: a program at one level (HIR, MIR or LIR) that is built by hand, printed, lowered and compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from rlx_jax.errors import GraphError, LevelError, ShapeError, WeightShapeError
-from rlx_jax.flow import BuiltModel, InputDecl, Weights
-from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Hir, Node, Op, Origin, Param, TypeCache, Value, everywhere, rewrite
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
-from rlx_jax.ir.ops.shaping import Concat, Narrow, Softmax, Transpose
-from rlx_jax.ir.param import Key, WeightSource, cast
+from rlx_jax import builders
+from rlx_jax.built import BuiltModel, InputDecl, Weights
+from rlx_jax.compile import lir_of
+from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, ShapeError, quote
+from rlx_jax.ir.graph import (
+    Builder,
+    Graph,
+    GraphStage,
+    Hir,
+    Node,
+    Op,
+    Origin,
+    Param,
+    TypeCache,
+    Value,
+    everywhere,
+    located,
+    rewrite,
+)
+from rlx_jax.ir.param import Key, WeightSource, keys_of, read_from
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
+from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import expand_composites, lower
+from rlx_jax.lowering.plan import Lir, Plan
+from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
 
-GraphStage = Literal["hir", "mir"]
+POLICIES = ("direct", "fusable")
 
 
 @dataclass(eq=False)
@@ -27,7 +42,7 @@ class GraphModule:
     """A graph that is being built. `len(module)` is its number of nodes. `rlx_jax.compile` takes it like a flow.
 
     >>> m = GraphModule.define("m", lambda m: m.linear(m.input("x", (2, 8)), m.param("w", (8, 8))))
-    >>> m.stage, len(m), m.lower().stage
+    >>> str(m.stage), len(m), str(m.lower().stage)
     ('hir', 3, 'mir')
     """
 
@@ -35,153 +50,272 @@ class GraphModule:
     stage: GraphStage
     builder: Builder = field(repr=False)
     outputs: list[Value] = field(default_factory=list, repr=False)
+    output_names: tuple[str, ...] = ()
     policy: str = "direct"
+    plan: Plan | None = None
 
     # -- opening -----------------------------------------------------------------------------
 
     @staticmethod
     def hir(name: str) -> GraphModule:
         """An empty HIR module."""
-        return GraphModule(name, "hir", Builder(name, TypeCache()))
+        return GraphModule(name, GraphStage.HIR, Builder(name, TypeCache()))
 
     @staticmethod
     def mir(name: str) -> GraphModule:
         """An empty MIR module."""
-        return GraphModule(name, "mir", Builder(name, TypeCache()))
+        return GraphModule(name, GraphStage.MIR, Builder(name, TypeCache()))
 
     @staticmethod
     def define(name: str, build: Callable[[GraphModule], Value]) -> GraphModule:
         """A HIR module whose only output is what `build` returns."""
         module = GraphModule.hir(name)
-        module.set_outputs([build(module)])
-        return module
+        return module.finish_hir(build(module))
 
     @staticmethod
-    def from_graph(graph: Graph, stage: GraphStage, types: TypeCache, policy: str = "direct") -> GraphModule:
-        """Wrap a finished graph."""
-        builder = Builder(graph.name, types)
-        builder.nodes, builder.inputs, builder.writes = list(graph.nodes), list(graph.inputs), list(graph.writes)
-        return GraphModule(graph.name, stage, builder, list(graph.outputs), policy)
+    def from_hir(graph: Graph, policy: str = "direct") -> GraphModule:
+        """A module that goes on from a HIR graph."""
+        return GraphModule.of(graph, GraphStage.HIR, policy=policy)
+
+    @staticmethod
+    def from_graph(graph: Graph) -> GraphModule:
+        """A module that goes on from a MIR graph."""
+        return GraphModule.of(graph, GraphStage.MIR)
+
+    from_mir = from_graph
+
+    @staticmethod
+    def from_lir(lir: Lir) -> GraphModule:
+        """A module around a planned program."""
+        return GraphModule.of(lir.graph, GraphStage.LIR, plan=lir.plan)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        stage: GraphStage,
+        types: TypeCache | None = None,
+        policy: str = "direct",
+        plan: Plan | None = None,
+    ) -> GraphModule:
+        """A module around a finished graph.
+
+        Raises:
+            GraphError: the graph is not a valid one of that level; all problems are listed.
+        """
+        if not isinstance(graph, Graph):
+            raise GraphError(f"expected a graph, as into_hir and into_graph give it; got {type(graph).__name__}")
+        builder = Builder.resume(graph, types or TypeCache())
+        verify(graph, stage, "opening", builder.types)
+        return GraphModule(graph.name, stage, builder, list(graph.outputs), graph.output_names, policy, plan)
 
     # -- building ----------------------------------------------------------------------------
 
     def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
-        """Declare an input."""
+        """Declare an input; strings in the shape are symbolic sizes."""
+        if any(i.input == name for i in self.builder.inputs):
+            raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
         return self.builder.input(name, tensor_type(tuple(shape), dtype, f"input {name}"))
+
+    def input_batch_seq(
+        self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
+    ) -> Value:
+        """Declare an input `[batch, seq, hidden]`."""
+        return self.input(name, (batch, seq, hidden), dtype)
 
     def param(self, name: str, shape: Sequence[int], dtype: Any = "f32") -> Value:
         """Declare a parameter; `name` is its weight key."""
         type = tensor_type(tuple(shape), dtype, f"param {name}")
+        for node in self.builder.nodes:
+            if isinstance(node.op, Param) and node.op.programs[0] == Key(name, node.op.type) and node.op.type != type:
+                raise NameCollisionError(f"{self.name}: parameter {quote(name)} is {node.op.type} and {type}")
         return self.builder.leaf(Param((Key(name, type),), type=type))
-
-    def set_outputs(self, values: Sequence[Value]) -> None:
-        """Set the outputs."""
-        self.outputs = list(values)
 
     def named(self, name: str, build: Callable[[GraphModule], Value]) -> Value:
         """Run `build` inside a block path segment `name`."""
         with self.builder.at(Origin((*self.builder.origin.path, name))):
             return build(self)
 
+    @staticmethod
+    def block(module: GraphModule, name: str, build: Callable[[GraphModule], Value]) -> Value:
+        """`module.named(name, build)`."""
+        return module.named(name, build)
+
     def shape(self, value: Value) -> TensorType:
         """The type of a value."""
-        return self.builder.type(value)
+        return self.builder.type(self._own(value))
 
     def add_node(self, op: Op, *values: Value, out_shape: Sequence[Any] | None = None) -> Value:
         """Append any op with one result; `out_shape` is checked against what is inferred.
 
         Raises:
-            LevelError: a HIR block in a MIR module. ShapeError, DTypeError, ArityError: it does not fit.
+            LevelError: a HIR block below HIR. ShapeError, DTypeError, ArityError: it does not fit.
         """
-        if self.stage != "hir" and isinstance(op, Hir):
-            raise LevelError(f"{op.name()} is a HIR block; module {self.name!r} is at level {self.stage}")
-        value = self.builder(op, *values)
-        if out_shape is not None and tuple(out_shape) != self.shape(value).shape:
-            raise ShapeError(f"{op.name()}: declared {tuple(out_shape)}, inferred {self.shape(value)}")
+        if self.stage != GraphStage.HIR and isinstance(op, Hir):
+            raise LevelError(f"{op.name()} is a HIR block; module {self.name!r} is at {self.stage}")
+        operands = [self._own(v) for v in values]
+        with located(self.builder.origin):
+            value = self.builder(op, *operands)
+        if out_shape is not None:
+            declared = tensor_type(tuple(out_shape), self.shape(value).dtype, op.name())
+            if declared != self.shape(value):
+                raise ShapeError(f"{self.name}: {op.name()}: declared {declared}, inferred {self.shape(value)}")
         return value
 
-    def linear(self, x: Value, w: Value, b: Value | None = None, activation: str = "") -> Value:
-        """`act(x · w [+ b])`, w `[in, out]`."""
-        op = hir.Linear(bias=b is not None, activation=activation)
-        return self.add_node(op, x, w, *([b] if b is not None else []))
+    def _own(self, value: Value) -> Value:
+        if not isinstance(value, Value):
+            raise GraphError(f"{self.name}: expected a value of this module, got {type(value).__name__}")
+        if not (0 <= value.node < len(self.builder.nodes)) or value.index >= len(self.builder.nodes[value.node].types):
+            raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
+        return value
 
-    def swiglu_ffn(self, x: Value, up: Value, gate: Value, down: Value) -> Value:
-        """`(silu(x · gate) ⊙ (x · up)) · down`, weights `[in, out]`."""
-        return self.linear(self.add_node(hir.GatedFfn(), self.linear(x, gate), self.linear(x, up)), down)
+    # blocks, at HIR
+    linear = builders.linear
+    linear_fused = builders.linear_fused
+    shared_linear_pair = builders.shared_linear_pair
+    swiglu_ffn = builders.swiglu_ffn
+    rms_norm = builders.rms_norm
+    residual_rms_norm = builders.residual_rms_norm
+    attention = attention_kind = attention_kind_opts = builders.attention
+    attention_ = builders.attention_
+    rope = builders.rope
+    rope_n = builders.rope_n
+    llama_decoder_block = transformer_block = builders.llama_decoder_block
+    hir_mir = builders.hir_mir
 
-    def rms_norm(self, x: Value, gamma: Value, beta: Value, eps: float = 1e-5) -> Value:
-        """RMSNorm over the last axis."""
-        return self.add_node(hir.RmsNorm(eps), x, gamma, beta)
-
-    def layer_norm(self, x: Value, gamma: Value, beta: Value, eps: float = 1e-5) -> Value:
-        """LayerNorm over the last axis."""
-        return self.add_node(hir.LayerNorm(eps), x, gamma, beta)
-
-    def rope(self, x: Value, cos: Value, sin: Value, head_dim: int, n_rot: int | None = None) -> Value:
-        """Rotary embedding of packed heads; cos and sin `[B|1, S, R/2]`."""
-        return self.add_node(hir.Rope(head_dim, n_rot or head_dim), x, cos, sin)
-
-    def attention(
-        self, q: Value, k: Value, v: Value, heads: int, kv_heads: int | None = None, mask: Any = "causal", *extra: Value
-    ) -> Value:
-        """Attention over packed heads; `extra` is the keep mask or the bias of those mask kinds."""
-        return self.add_node(hir.attention(heads, kv_heads or heads, hir.mask_kind(mask)), q, k, v, *extra)
-
-    def binary(self, kind: str, a: Value, b: Value) -> Value:
-        """`add`, `sub`, `mul`, `div`, `max`, `min`, `pow`."""
-        return self.add_node(Binary(kind), a, b)
-
-    def activation(self, kind: str, x: Value) -> Value:
-        """A function of one value, by its name in `UNARY`."""
-        return self.add_node(Unary(kind), x)
-
-    def softmax(self, x: Value, axis: int = -1) -> Value:
-        """Softmax along `axis`."""
-        return self.add_node(Softmax(axis), x)
-
-    def cast(self, x: Value, dtype: Any) -> Value:
-        """The same values in another dtype."""
-        return self.add_node(CastTo(as_dtype(dtype)), x)
-
-    def concat(self, values: Sequence[Value], axis: int) -> Value:
-        """Join values along `axis`."""
-        return self.add_node(Concat(axis), *values)
-
-    def transpose(self, x: Value, perm: Sequence[int]) -> Value:
-        """Permute the axes."""
-        return self.add_node(Transpose(tuple(perm)), x)
-
-    def narrow(self, x: Value, axis: int, start: int, length: int) -> Value:
-        """`length` elements of one axis from `start` on."""
-        return self.add_node(Narrow(axis, start, length), x)
+    # tensor ops, at every level
+    constant = builders.constant
+    mm = builders.mm
+    add, sub, mul, div, binary = builders.add, builders.sub, builders.mul, builders.div, builders.binary
+    eq, lt, compare, where = builders.eq, builders.lt, builders.compare, builders.where
+    gelu, gelu_approx, silu, relu = builders.gelu, builders.gelu_approx, builders.silu, builders.relu
+    exp, sqrt, neg, tanh, activation = builders.exp, builders.sqrt, builders.neg, builders.tanh, builders.activation
+    cast = builders.cast
+    layer_norm = ln = builders.layer_norm
+    softmax = sm = builders.softmax
+    sum, mean, reduce = builders.sum, builders.mean, builders.reduce
+    reshape_, transpose_, narrow_ = builders.reshape_, builders.transpose_, builders.narrow_
+    concat_, gather_ = builders.concat_, builders.gather_
 
     # -- finishing ---------------------------------------------------------------------------
 
-    def graph(self) -> Graph:
+    def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
+        """Set the outputs, and their names: without, `output`, or `output0`, `output1` …"""
+        self.outputs = [self._own(v) for v in values]
+        default = ("output",) if len(values) == 1 else tuple(f"output{i}" for i in range(len(values)))
+        self.output_names = tuple(names) or default
+
+    set_hir_outputs = set_outputs
+
+    def finish_hir(self, value: Value) -> GraphModule:
+        """Set the only output; the module."""
+        self.set_outputs([value])
+        return self
+
+    def finish(self) -> Graph:
         """The finished, verified graph.
 
         Raises:
-            GraphError: there are no outputs.
+            GraphError: there are no outputs, or the graph is wrong; all problems are listed.
         """
         if not self.outputs:
             raise GraphError(f"module {self.name!r} has no outputs: set_outputs([...])")
-        names = ["output"] if len(self.outputs) == 1 else [f"output{i}" for i in range(len(self.outputs))]
-        return verify(self.builder.finish(self.outputs, names), self.stage, "building", self.builder.types)
+        return verify(self._snapshot(), self.stage, "building", self.builder.types)
+
+    def _snapshot(self) -> Graph:
+        return self.builder.finish(self.outputs, self.output_names)
+
+    # -- levels ------------------------------------------------------------------------------
+
+    @property
+    def fusion_policy(self) -> str | None:
+        """How blocks will become tensor ops: `direct` or `fusable`. None below HIR."""
+        return self.policy if self.stage == GraphStage.HIR else None
+
+    def with_fusion_policy(self, policy: str) -> GraphModule:
+        """Set the policy; the module.
+
+        Raises:
+            LevelError: the module is below HIR.
+        """
+        if self.stage != GraphStage.HIR:
+            raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
+        if policy not in POLICIES:
+            raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(POLICIES)}")
+        self.policy = policy
+        return self
 
     def lower(self) -> GraphModule:
-        """HIR → MIR; MIR as it is."""
-        if self.stage == "mir":
+        """HIR → MIR; MIR and LIR as they are."""
+        if self.stage != GraphStage.HIR:
             return self
         types = self.builder.types
-        lowered = lower(expand_composites(self.graph(), types), self.policy, types)
-        return GraphModule.from_graph(verify(lowered, "mir", "lower", types), "mir", types, self.policy)
+        lowered = lower(expand_composites(self.finish(), types), self.policy, types)
+        return GraphModule.of(lowered, GraphStage.MIR, types)
+
+    def into_hir(self) -> Graph:
+        """The HIR graph.
+
+        Raises:
+            LevelError: the module is below HIR; there is no way back up.
+        """
+        if self.stage != GraphStage.HIR:
+            raise LevelError(f"module {self.name!r} is at {self.stage}; there is no way back to HIR")
+        return self.finish()
+
+    def into_graph(self) -> Graph:
+        """The MIR graph: HIR is lowered, the plan of LIR is dropped."""
+        return self.lower().finish()
+
+    into_mir = into_graph
+
+    def into_lir(self, profile: CompileProfile | None = None, **sizes: int) -> Lir:
+        """The planned program: lowered, optimised and specialised as `rlx_jax.compile` does it.
+
+        `sizes` are those of the symbolic dimensions.
+
+        Raises:
+            GraphError: a symbolic dimension has no size. LevelError: LIR already, and given a profile or sizes.
+        """
+        if self.plan is None:
+            return lir_of(self.build(), profile, sizes)
+        if profile is not None or sizes:
+            raise LevelError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
+        return Lir(self.finish(), self.plan)
+
+    def as_hir(self) -> Graph | None:
+        """The graph as it is, at HIR; else None."""
+        return self._snapshot() if self.stage == GraphStage.HIR else None
+
+    def as_graph(self) -> Graph | None:
+        """The graph as it is, at MIR and LIR; else None."""
+        return self._snapshot() if self.stage != GraphStage.HIR else None
+
+    as_mir = as_graph
+
+    def as_lir(self) -> Lir | None:
+        """The graph as it is and its plan, at LIR; else None."""
+        return Lir(self._snapshot(), self.plan) if self.plan is not None else None
+
+    @property
+    def graph(self) -> Graph:
+        """The MIR graph as it is.
+
+        Raises:
+            LevelError: the module is at HIR.
+        """
+        found = self.as_graph()
+        if found is None:
+            raise LevelError(f"module {self.name!r} is at hir, so it has no MIR graph yet: lower() it, or use as_hir()")
+        return found
+
+    # -- looking -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.builder.nodes)
 
     def inspect(self) -> str:
-        """The dump of the graph."""
-        return dump(self.graph(), self.stage, f", fusion={self.policy}" if self.stage == "hir" else "")
+        """The dump of the graph as it is."""
+        return dump(self._snapshot(), self.stage, f", fusion={self.policy}" if self.stage == GraphStage.HIR else "")
 
     def __str__(self) -> str:
         return self.inspect()
@@ -199,27 +333,27 @@ class GraphModule:
         return {}
 
     def build(self, weights: Weights = None, given: Iterable[str] = ()) -> BuiltModel:
-        """The graph bound to weights, as `ModelFlow.build` gives it."""
+        """The graph bound to weights, as `ModelFlow.build` gives it. Shapes are read, data is not.
+
+        Raises:
+            MissingWeightError, WeightShapeError: a parameter is not in the source, or has another shape there.
+        """
         source = None if weights is None else open_weights(weights)
-        graph = self.graph()
-        keys = tuple(p.programs[0].key for p in graph.params() if isinstance(p.programs[0], Key))
+        graph = self.finish()
         if source is not None:
             graph = _bind(graph, source, self.builder.types)
-        return BuiltModel(self.name, graph, source, None, self.builder.types, keys)
+        keys = dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
+        profile = CompileProfile().replace(fusion={"policy": self.policy})
+        types, stage = self.builder.types, self.stage
+        return BuiltModel(self.name, graph, source, profile, types, self, tuple(keys), stage=stage, plan=self.plan)
 
 
 def _bind(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
     """Point parameters at what the source stores, cast to the declared dtype."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        op = node.op
-        if not isinstance(op, Param) or not isinstance(op.programs[0], Key):
+        if not isinstance(node.op, Param):
             return None
-        key = op.programs[0].key
-        spec = source.spec(key)
-        stored = tensor_type(tuple(spec.shape), spec.dtype, key)
-        if stored.shape != op.type.shape:
-            raise WeightShapeError(f"weight {key!r} ({source.where(key)}): declared {op.type}, got {stored}")
-        return (b.leaf(Param((cast(Key(key, stored), op.type.dtype),), type=op.type)),)
+        return (b.leaf(Param(tuple(read_from(p, source) for p in node.op.programs), type=node.op.type)),)
 
     return rewrite(graph, everywhere(fn), types)

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 
 from rlx_jax import model
+from rlx_jax.built import Weights
 from rlx_jax.errors import MissingWeightError
-from rlx_jax.flow import Weights
 from rlx_jax.ir.types import is_float
 from rlx_jax.profiles import CompileProfile
 

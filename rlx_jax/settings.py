@@ -12,6 +12,7 @@ import numpy as np
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.passes import CLEANING, PASSES, fusion_passes
+from rlx_jax.lowering.plan import Plan
 from rlx_jax.profiles import CompileProfile
 
 
@@ -66,6 +67,22 @@ def passes_for(profile: CompileProfile, target: str) -> tuple[str, ...]:
     names = {name for name in CLEANING if getattr(profile.passes, name)}
     names.update(() if skip else fusion_passes(target, target == "cpu", profile.fusion.disable))
     return tuple(name for name in PASSES if name in names)
+
+
+def settings_of(plan: Plan) -> Settings:
+    """What is left to choose for a program at LIR: nothing. It runs as its plan says."""
+    return Settings(
+        target=plan.target,
+        policy="direct",
+        compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
+        matmul="default",
+        passes=(),
+        merge=False,
+        scan=plan.scan,
+        remat=plan.remat,
+        donate_state=plan.donate_state,
+        compiler_options=tuple(sorted(plan.compiler_options.items())),
+    )
 
 
 def default_target() -> str:

@@ -17,6 +17,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec
+from rlx_jax.built import InputDecl
 from rlx_jax.compile import open_compiler
 from rlx_jax.errors import (
     DTypeError,
@@ -30,7 +31,6 @@ from rlx_jax.errors import (
     UnexpectedWeightError,
     WeightShapeError,
 )
-from rlx_jax.flow import InputDecl
 from rlx_jax.ir.types import path_text
 
 B, S, H, V, F = 2, 3, 8, 11, 12

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, RmsNorm, Sequence
+from rlx_jax.built import BuiltModel
 from rlx_jax.errors import GraphError
-from rlx_jax.flow import BuiltModel
 from rlx_jax.ir.graph import Graph, Node
 from rlx_jax.ir.region import Repeat
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.built import Weights
 from rlx_jax.errors import (
     BatchMismatchError,
     NumericsError,
@@ -20,7 +21,6 @@ from rlx_jax.errors import (
     SequenceLengthError,
     SessionStateError,
 )
-from rlx_jax.flow import Weights
 from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
     Prompts,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.built import Weights
 from rlx_jax.errors import GraphError, RequestError
-from rlx_jax.flow import Weights
 from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from rlx_jax.built import Weights
 from rlx_jax.compile import open_compiler
 from rlx_jax.errors import GraphError, SequenceLengthError, UnsupportedError
-from rlx_jax.flow import Weights
 from rlx_jax.model import CompiledModel, finish_model
 from rlx_jax.profiles import CompileProfile
 

@@ -15,6 +15,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 import jax
@@ -23,6 +24,14 @@ import numpy as np
 from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
 from rlx_jax.ir.param import Program
 from rlx_jax.ir.types import Path, TensorType, bind_path, path_text
+
+
+class GraphStage(StrEnum):
+    """The level of a program: blocks (HIR), tensor ops (MIR), tensor ops with sizes and a plan (LIR)."""
+
+    HIR = "hir"
+    MIR = "mir"
+    LIR = "lir"
 
 
 @dataclass(frozen=True)
@@ -313,6 +322,14 @@ class Builder:
         self.inputs: list[Input] = []
         self.writes: list[tuple[StateLeaf, Value]] = []
         self._leaves: dict[Op, Value] = {}
+
+    @staticmethod
+    def resume(graph: Graph, types: TypeCache) -> Builder:
+        """A builder that goes on where `graph` ends."""
+        b = Builder(graph.name, types)
+        b.nodes, b.inputs, b.writes = list(graph.nodes), list(graph.inputs), list(graph.writes)
+        b._leaves = {n.op: Value(i) for i, n in enumerate(graph.nodes) if isinstance(n.op, Leaf)}
+        return b
 
     def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
         """Append a node; all of its results."""

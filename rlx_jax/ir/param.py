@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from rlx_jax.errors import WeightShapeError
+from rlx_jax.errors import WeightShapeError, quote
 from rlx_jax.ir.types import TensorType, is_float, short_name
 
 
@@ -114,16 +114,47 @@ class Stack:
 Program = Key | Transposed | Cast | Concat | Stack
 
 
-def keys_of(program: Program) -> Iterator[str]:
-    """The checkpoint keys a program reads, in order."""
+def stored_keys(program: Program) -> Iterator[Key]:
+    """The stored tensors a program reads, in order."""
     match program:
-        case Key(key=key):
-            yield key
+        case Key():
+            yield program
         case Transposed(of=of) | Cast(of=of):
-            yield from keys_of(of)
+            yield from stored_keys(of)
         case Concat(parts=parts) | Stack(parts=parts):
             for part in parts:
-                yield from keys_of(part)
+                yield from stored_keys(part)
+
+
+def keys_of(program: Program) -> Iterator[str]:
+    """The checkpoint keys a program reads, in order."""
+    return (stored.key for stored in stored_keys(program))
+
+
+def read_from(program: Program, source: WeightSource) -> Program:
+    """The same program over what `source` stores under its keys, which may have other dtypes.
+
+    Raises:
+        MissingWeightError: the source has no such key. WeightShapeError: it has another shape.
+    """
+    match program:
+        case Key(key=key, type=declared):
+            spec = source.spec(key)
+            stored = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
+            if stored.shape != declared.shape:
+                raise WeightShapeError(f"weight {quote(key)} ({source.where(key)}): expected {declared}, got {stored}")
+            return cast(Key(key, stored), declared.dtype)
+        case Cast(of=Key() as stored_key, dtype=dtype):
+            read = read_from(stored_key, source)
+            return cast(read.of if isinstance(read, Cast) else read, dtype)
+        case Cast(of=of, dtype=dtype):
+            return cast(read_from(of, source), dtype)
+        case Transposed(of=of):
+            return Transposed(read_from(of, source))
+        case Concat(parts=parts, axis=axis):
+            return Concat(tuple(read_from(p, source) for p in parts), axis)
+        case Stack(parts=parts):
+            return Stack(tuple(read_from(p, source) for p in parts))
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:

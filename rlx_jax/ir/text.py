@@ -9,7 +9,7 @@ from rlx_jax.ir.graph import Graph, Hir, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Stack, leaf_name
 from rlx_jax.ir.types import TensorType, path_text
 
-MARK = {"hir": "h", "mir": "%"}
+MARK = {"hir": "h", "mir": "%", "lir": "%"}
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:

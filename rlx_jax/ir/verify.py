@@ -12,6 +12,7 @@ from rlx_jax.ir.types import path_text
 LEGAL: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat),
     "mir": (Leaf, Mir, Repeat),
+    "lir": (Leaf, Mir, Repeat),
 }
 """Which kinds of op may stand at which level."""
 
@@ -53,7 +54,9 @@ def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True) -> I
     for value in graph.roots():
         if not _exists(graph, value):
             yield f"output {value} does not exist"
-    if len(graph.output_names) not in (0, len(graph.outputs)) or (top and not graph.output_names):
+    if top and not graph.outputs:
+        yield "there are no outputs"
+    if len(graph.output_names) not in (0, len(graph.outputs)) or (top and graph.outputs and not graph.output_names):
         yield f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
     names = [i.input for i in graph.inputs]
     read = {n.op.input for _, n in graph.walk() if isinstance(n.op, Input)} if top else set()

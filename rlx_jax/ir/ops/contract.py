@@ -85,18 +85,25 @@ class BatchMatMul(Mir):
         return 2 * results[0].size * int(operands[0].shape[-1])
 
 
+def product(a: TensorType, b: TensorType) -> MatMul | BatchMatMul:
+    """The op of `a @ b`: a `MatMul` where `b` is a matrix."""
+    return MatMul() if b.rank == 2 and a.rank > 1 else BatchMatMul()
+
+
 def check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
     """The checks of a norm of `x` over its last axis with weights `scales`."""
     if not is_float(x.dtype) or any(scale.dtype != x.dtype for scale in scales):
         raise DTypeError(f"{op}: x and its weights have one floating dtype; got {x} and {', '.join(map(str, scales))}")
     for scale in scales:
-        if scale.shape != x.shape[-1:]:
-            raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}]; got {scale}")
+        if not 0 < scale.rank <= x.rank or scale.shape != x.shape[-scale.rank :]:
+            raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}")
 
 
 @dataclass(frozen=True)
 class RmsNormOp(Mir):
     """`x · (mean(x²) + ε)^(−1/2) ⊙ γ [+ β]` over the last axis; the statistic is taken in f32.
+
+    γ and β are `[H]`, or as long as the last axes of x (`[N, H]`: weights for each head).
 
     As in Hugging Face's Llama the normalised value is rounded to x's dtype before γ is applied
     (visible in bf16 only).

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, did_you_mean, quote
-from rlx_jax.ir.graph import Mir, TypeCache, types_of
-from rlx_jax.ir.types import TensorType, is_float, short_name
+from rlx_jax.ir.graph import Constant, Mir, TypeCache, constant, types_of
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 
 Array = jax.Array
 
@@ -167,6 +167,18 @@ class FullLike(Mir):
 
 
 MAX_CAPTURED = 2**20  # bytes
+
+
+def small_constant(value: Any, dtype: Any) -> Constant:
+    """A constant of the program, of at most 1 MiB.
+
+    Raises:
+        GraphError: a larger one: it is a weight.
+    """
+    op = constant(value, as_dtype(dtype))
+    if len(op.data) > MAX_CAPTURED:
+        raise GraphError(f"a constant of {len(op.data)} bytes, over {MAX_CAPTURED}; make it a weight")
+    return op
 
 
 def captured_arrays(closed: Any) -> Iterator[Any]:

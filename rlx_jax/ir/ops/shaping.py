@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,31 @@ class Reshape(Mir):
 
     def text(self) -> str:
         return f"reshape([{', '.join(map(str, self.target))}])"
+
+
+def reshape_to(x: TensorType, dims: Sequence[DimLike]) -> Reshape:
+    """The reshape of `x` to sizes: ints, one -1, dimensions of `x`, or a product of them (`batch·seq`).
+
+    Raises:
+        ShapeError: a size that cannot be expressed, or another number of elements.
+    """
+    target: list[int | AxisOf] = []
+    holes = sum(is_static(d) and d == -1 for d in dims)
+    for dim in dims:
+        if is_static(dim):
+            target.append(int(dim))
+        elif dim in x.shape:
+            target.append(AxisOf(x.shape.index(dim)))
+        elif not holes:
+            holes = 1
+            target.append(-1)  # a product such as batch·seq: what is left over
+        else:
+            raise ShapeError(f"reshape of {x} cannot express dimension {dim}")
+    op = Reshape(tuple(target))
+    (out,) = op.infer(TypeCache(), x)
+    if any(w != got for w, got in zip(dims, out.shape, strict=True) if not (is_static(w) and w == -1)):
+        raise ShapeError(f"{x} cannot be reshaped to {tuple(dims)}")
+    return op
 
 
 def split_axis(rank: int, axis: int, sizes: tuple[int, ...]) -> Reshape:
