@@ -23,6 +23,7 @@ from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
+from rlx_jax.save import save as save
 from rlx_jax.weights.source import open_weights as open_weights
 
 Graph = GraphModule

@@ -222,6 +222,10 @@ class MissingFileError(StorageError, FileNotFoundError):
     """A file does not exist."""
 
 
+class TargetExistsError(StorageError, FileExistsError):
+    """A save would replace something; the message says how to allow it."""
+
+
 class SaveFailedError(StorageError):
     """A save failed; the message names what is still good."""
 

@@ -179,7 +179,7 @@ class CompiledModel:
         self, inputs: tuple[Any, ...], named: Mapping[str, Any], state: State | None = None, last_only: bool = False
     ) -> Any:
         """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`."""
-        params = self._params("calling the model")
+        params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state, last_only)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._result(self.compiler.function(key).run(params, arrays, values), key)
@@ -283,7 +283,12 @@ class CompiledModel:
 
     # -- parameters --------------------------------------------------------------------------
 
-    def _params(self, doing: str) -> dict[str, Any]:
+    def require_params(self, doing: str) -> dict[str, Any]:
+        """`params`, or an error that says how to get them.
+
+        Raises:
+            MissingWeightError: there are none; `doing` needs them.
+        """
         if self.params is None:
             raise MissingWeightError(
                 f"{self.compiler.flow.name}: {doing} needs parameters; pass weights= to compile, "
@@ -297,7 +302,7 @@ class CompiledModel:
 
     def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
         """Parameters by checkpoint key, in the checkpoint's shapes and dtypes."""
-        arrays = self._params("weights()") if params is None else params
+        arrays = self.require_params("weights()") if params is None else params
         return by_key({program: arrays[name] for name, program in self.compiler.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:

@@ -46,7 +46,6 @@ _OTHER_FORMATS = {
     ".tar": "archives are not opened; unpack it",
     ".gz": "archives are not opened; unpack it",
 }
-_ORBAX_MARKERS = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt", "checkpoint"}
 
 
 def open_directory(directory: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
@@ -135,10 +134,6 @@ def _choose(directory: str, names: list[str]) -> str:
             raise MissingFileError(
                 f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; name the one you mean"
             )
-    if _ORBAX_MARKERS & set(names) or any(".orbax-checkpoint-tmp" in name for name in names):
-        raise UnsupportedError(
-            f"{where}: an orbax checkpoint, which is not read yet; restore it with orbax and pass a mapping of arrays"
-        )
     for name in names:
         refuse_other_format(os.path.join(directory, name))
     raise MissingFileError(f"{where}: no .safetensors file; there is {listing(names) or 'nothing'}")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightDTypeError, WeightShapeError
-from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource
+from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource, widens
+from rlx_jax.ir.types import is_float
 
 HostArray = np.ndarray[Any, Any]
 
@@ -77,27 +78,50 @@ def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype."""
     found: dict[str, jax.Array] = {}
     for program, array in leaves.items():
-        for key, value in _backwards(program, array):
-            found.setdefault(key, value)
+        for key, value in pieces(program, array):
+            if key.key not in found:
+                found[key.key] = _as_stored(value, key.type.dtype)
     return found
 
 
-def _backwards(program: Program, array: jax.Array) -> Iterator[tuple[str, jax.Array]]:
+def pieces(program: Program, leaf: Any) -> Iterator[tuple[Key, Any]]:
+    """A leaf cut into what it holds of each checkpoint key: stored shapes, the leaf's dtype; views where possible.
+
+    `leaf` is an array of NumPy or JAX, and so are the pieces.
+    """
     match program:
-        case Key(key=key):
-            yield key, array
+        case Key():
+            yield program, leaf
         case Transposed(of=of):
-            yield from _backwards(of, array.T)
+            yield from pieces(of, leaf.T)
         case Cast(of=of):
-            wide = of.type.dtype.itemsize == 8 and not isinstance(array, jax.core.Tracer)
-            host: Any = np.asarray(array) if wide else array  # JAX has no 64-bit types by default, NumPy does
-            yield from _backwards(of, host.astype(of.type.dtype))
+            yield from pieces(of, leaf)
         case Concat(parts=parts, axis=axis):
             start = 0
             for part in parts:
                 size = part.type.shape[axis]
-                yield from _backwards(part, jax.lax.slice_in_dim(array, start, start + size, axis=axis))
+                yield from pieces(part, leaf[(slice(None),) * axis + (slice(start, start + size),)])
                 start += size
         case Stack(parts=parts):
             for i, part in enumerate(parts):
-                yield from _backwards(part, array[i])
+                yield from pieces(part, leaf[i])
+
+
+def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:
+    if value.dtype == dtype:
+        return value
+    wide = dtype.itemsize == 8 and not isinstance(value, jax.core.Tracer)
+    return (np.asarray(value) if wide else value).astype(dtype)  # JAX has no 64-bit types by default, NumPy does
+
+
+def narrows(program: Program) -> bool:
+    """Whether running `program` may lose bits of a float. (Integers are checked against their range when loaded.)"""
+    match program:
+        case Key():
+            return False
+        case Transposed(of=of):
+            return narrows(of)
+        case Cast(of=of, dtype=dtype):
+            return narrows(of) or (is_float(of.type.dtype) and not widens(of.type.dtype, dtype))
+        case Concat(parts=parts) | Stack(parts=parts):
+            return any(narrows(part) for part in parts)

@@ -23,6 +23,12 @@ MAX_METADATA_ENTRIES = 65_536
 """Entries of `__metadata__` in a header."""
 MAX_INDEX_BYTES = 64 * 2**20
 """`model.safetensors.index.json`."""
+MAX_TREE_BYTES = 64 * 2**20
+"""`_METADATA` of an orbax checkpoint, or `rlx_manifest.json`."""
+MAX_ARRAY_METADATA_BYTES = 64 * 2**10
+"""The zarr metadata of one array of an orbax checkpoint."""
+MAX_CHUNKS = 2**20
+"""Chunks of one array of an orbax checkpoint: at least one for each device that it was saved from."""
 MAX_CONFIG_BYTES = 4 * 2**20
 """`config.json` and its like."""
 MAX_JSON_VALUES = 2**18

@@ -81,7 +81,7 @@ class SafetensorsFile:
         slices = check_index(index, info.shape, name)
         if not slices:
             return self._read_rows(name, info.shape, 0)
-        first, count, rest = _span(slices[0], info.shape[0])
+        first, count, rest = span(slices[0], info.shape[0])
         rows = self._read_rows(name, (count, *info.shape[1:]), first)
         return np.ascontiguousarray(rows[(rest, *slices[1:])])
 
@@ -161,10 +161,10 @@ def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
     return bytes(buffer)
 
 
-def _span(part: slice, dim: int) -> tuple[int, int, slice]:
+def span(part: slice, dim: int) -> tuple[int, int, slice]:
     """The rows first … first + count that hold all of `part`, and the slice that takes `part` out of them.
 
-    >>> _span(slice(8, 2, -3), 10)
+    >>> span(slice(8, 2, -3), 10)
     (5, 4, slice(None, None, -3))
     """
     rows = range(dim)[part]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
 import jax
@@ -16,8 +18,10 @@ import numpy as np
 
 from rlx_jax.errors import (
     DuplicateWeightError,
+    IntegrityError,
     MissingFileError,
     MissingWeightError,
+    RlxWarning,
     UnsupportedError,
     WeightDTypeError,
     WeightError,
@@ -28,9 +32,21 @@ from rlx_jax.errors import (
 from rlx_jax.ir.param import WeightSource as WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights import limits
+from rlx_jax.weights.atomic import abandoned_old
 from rlx_jax.weights.directory import INDEX_SUFFIX, open_directory, open_index, refuse_other_format
 from rlx_jax.weights.files import Links, resolve
 from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.manifest import (
+    NAME,
+    Manifest,
+    VerifiedSource,
+    Verify,
+    check_files,
+    close,
+    read_manifest,
+)
+from rlx_jax.weights.orbax import OrbaxSource
+from rlx_jax.weights.orbax_tree import below, find_item, is_orbax, read_tree
 from rlx_jax.weights.safetensors import SafetensorsFile, check_index, close_names
 from rlx_jax.weights.safetensors_header import check_shape
 
@@ -44,6 +60,8 @@ def open_weights(
     on_nonfinite: OnNonfinite = "error",
     links: Links = "follow",
     max_bytes: int | None = None,
+    verify: Verify = "auto",
+    subtree: str = "",
 ) -> WeightSource:
     """A source of weights. Nothing but names, shapes and dtypes is read yet.
 
@@ -59,11 +77,17 @@ def open_weights(
             `"refuse"` symbolic and hard links, for what came out of an archive. A path that you pass is
             followed wherever it leads.
         max_bytes: refuse weights with more bytes than that, all tensors together. No limit unless given.
+        verify: `"auto"`: what `rlx_jax.save` wrote is compared with its digests when it is read, and an orbax
+            checkpoint without them is read with a warning; `"full"`: no digests are an error; `"metadata"`:
+            digests are not looked at.
+        subtree: of an orbax checkpoint, only the arrays below this dotted path, whose keys lose it: `"params"`.
 
     Raises:
         MissingFileError: the path, or anything usable in the directory, does not exist.
         UnsupportedError: another format; the message says what to do.
         SafetensorsError, ConfigError, PathEscapeError, CheckpointFormatError: malformed files.
+        CheckpointIncompleteError: an orbax checkpoint that was never finished; lists those that were.
+        IntegrityError: files differ from the manifest beside them, or there is none to verify with.
         WeightError: `weights` is something else, or its values are; or a subclass for contradictory shards.
         LimitError: over `max_bytes` or one of `rlx_jax.weights.limits`.
 
@@ -73,27 +97,42 @@ def open_weights(
     """
     _check_option("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
     _check_option("links", links, get_args(Links))
+    _check_option("verify", verify, get_args(Verify))
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
         raise WeightError(f"max_bytes: expected a number of bytes, got {quote(max_bytes)}")
+    if not isinstance(subtree, str) or (subtree and not all(subtree.split("."))):
+        raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(subtree)}")
     if isinstance(weights, str | os.PathLike):
-        files = _open_path(os.fsdecode(weights), strict, links)
+        path = os.fsdecode(weights)
+        path = abandoned_old(path) or path
+        options = _Options(strict, on_nonfinite, links, verify, subtree)
+        source = _open_directory(path, options) if os.path.isdir(path) else _open_file(path, options)
         try:
-            source: MappingSource | SafetensorsSource = SafetensorsSource(files, on_nonfinite=on_nonfinite)
             _check_total(source, max_bytes)
         except BaseException:
-            for file in files:
-                file.close()
+            close(source)
             raise
         return source
     if isinstance(weights, WeightSource):
-        if (strict, on_nonfinite, links, max_bytes) != (True, "error", "follow", None):
+        if (strict, on_nonfinite, links, max_bytes, verify, subtree) != (True, "error", "follow", None, "auto", ""):
             raise WeightError("these weights are open already; give the options where you open them")
         return weights
     if isinstance(weights, Mapping):
-        source = MappingSource(weights, on_nonfinite=on_nonfinite)
-        _check_total(source, max_bytes)
-        return source
+        arrays = MappingSource(weights, on_nonfinite=on_nonfinite)
+        _check_total(arrays, max_bytes)
+        return arrays
     raise WeightError(f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `open_weights` that matter for paths."""
+
+    strict: bool
+    on_nonfinite: OnNonfinite
+    links: Links
+    verify: Verify
+    subtree: str
 
 
 class MappingSource:
@@ -259,7 +298,58 @@ class SafetensorsSource:
         return self._file_of[key]
 
 
-def _open_path(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
+def _open_directory(path: str, options: _Options) -> WeightSource:
+    """The weights of a directory: safetensors if there are such files, else orbax. Digests first, decoders then."""
+    names = os.listdir(path)
+    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names) or not is_orbax(path, names):
+        manifest = _manifest(path, options.verify)
+        source: WeightSource = _open_files(path, options)
+    else:
+        path, subtree = find_item(path, options.subtree)
+        manifest = _manifest(path, options.verify)
+        if manifest is None and options.verify == "auto":
+            message = f"{quote(path)}: an orbax checkpoint without {NAME}: bits are not verified"
+            warnings.warn(f'{message}; verify="metadata" says that this is meant', RlxWarning, stacklevel=3)
+        source = OrbaxSource(read_tree(path, subtree), on_nonfinite=options.on_nonfinite, links=options.links)
+        if manifest is not None:
+            named = {below(name, subtree): entry for name, entry in manifest.weights.items()}
+            manifest = replace(manifest, weights={key: entry for key, entry in named.items() if key is not None})
+    return source if manifest is None else VerifiedSource(source, manifest.weights, quote(path))
+
+
+def _manifest(directory: str, verify: Verify) -> Manifest | None:
+    """The manifest to check weights with, after the files agreed with it."""
+    if verify == "metadata":
+        return None
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        check_files(directory, manifest.files)
+    elif verify == "full":
+        raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
+    return manifest
+
+
+def _open_file(path: str, options: _Options) -> WeightSource:
+    if options.verify == "full":
+        raise IntegrityError(f"{quote(path)}: a single file has no {NAME}; open the directory that holds it")
+    return _open_files(path, options)
+
+
+def _open_files(path: str, options: _Options) -> SafetensorsSource:
+    """One file, an index with its shards, or the files of a directory."""
+    if options.subtree:
+        raise WeightError(f"{quote(path)}: subtree= is for orbax checkpoints; safetensors files hold no tree")
+    files = _safetensors_files(path, options.strict, options.links)
+    try:
+        source = SafetensorsSource(files, on_nonfinite=options.on_nonfinite)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return source
+
+
+def _safetensors_files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
     if os.path.isdir(path):
         return open_directory(path, strict=strict, links=links)
     if not os.path.lexists(path):

@@ -1,0 +1,210 @@
+"""Directories that appear whole or not at all.
+
+A save writes into a work directory beside its target, `.name.rlx-save-….`, and holds a lock on it. When
+all data is on disk, one rename makes it the target; an existing target is exchanged in the same step. So
+whatever ends the process, the target is the old one or the new one. A work directory whose lock is free
+belongs to nobody any more, and the next save beside it removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, TargetExistsError, quote
+
+NEW, OLD = "new", "old"
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+
+
+@contextmanager
+def replacing(target: str, overwrite: bool, nbytes: int) -> Iterator[str]:
+    """Where to make a directory that becomes `target` when the block ends without an exception.
+
+    Args:
+        target: the directory to make. Its parent must exist.
+        overwrite: replace what is there; the caller has made sure that it may.
+        nbytes: about how much will be written, in bytes.
+
+    Raises:
+        TargetExistsError: `target` exists and `overwrite` is false.
+        NoSpaceError: less than 1.1 × `nbytes` are free, or the disk filled up.
+        SaveFailedError: the system refused something. What was at `target` is still there.
+    """
+    parent, name = os.path.split(target)
+    kept = f"{quote(target)} is as it was"
+    with _storage_errors(target, kept):
+        _remove_abandoned(parent, name)
+        if not overwrite and os.path.lexists(target):
+            raise _exists(target)
+        free = shutil.disk_usage(parent).free
+        if free < nbytes * 1.1:
+            raise NoSpaceError(f"{quote(target)}: about {nbytes} bytes to write, {free} are free; {kept}")
+        work, lock = _make_work(parent, name)
+    try:
+        with _storage_errors(target, kept):
+            new = os.path.join(work, NEW)
+            yield new
+            sync_tree(new)
+            _commit(work, target, overwrite)
+    finally:
+        try:
+            _discard(work, target)
+        finally:
+            os.close(lock)
+
+
+def abandoned_old(target: str) -> str | None:
+    """Where the content of `target` is, if a save died between its two renames; else None.
+
+    Only file systems that cannot exchange two directories need two.
+    """
+    if os.path.lexists(target):
+        return None
+    parent, name = os.path.split(os.path.abspath(target))
+    found = (os.path.join(work, OLD) for work in _works(parent, name))
+    return next((old for old in found if os.path.isdir(old)), None)
+
+
+def write_synced(path: str, content: bytes) -> None:
+    """A new file with this content, on disk when the call returns."""
+    with open(path, "xb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def sync_tree(directory: str) -> None:
+    """Everything below a directory is on disk when the call returns."""
+    for folder, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _sync(os.path.join(folder, name))
+        _sync(folder)
+
+
+@contextmanager
+def _storage_errors(target: str, kept: str) -> Iterator[None]:
+    """System errors as ours; interrupts and our own errors pass."""
+    try:
+        yield
+    except RlxError:
+        raise
+    except Exception as cause:
+        number = cause.errno if isinstance(cause, OSError) else None
+        text = str(cause)
+        full = number in _NO_SPACE or "No space left" in text or "quota exceeded" in text
+        error = NoSpaceError if full else SaveFailedError
+        raise error(f"saving to {quote(target)} failed; {kept}: {quote(text)}") from cause
+
+
+def _exists(target: str) -> TargetExistsError:
+    return TargetExistsError(f"{quote(target)} exists; pass overwrite=True to replace what rlx_jax.save wrote there")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- work directories --------------------------------------------------------------------------
+
+
+def _make_work(parent: str, name: str) -> tuple[str, int]:
+    """A locked work directory: its path, and the descriptor that holds the lock."""
+    while True:
+        work = os.path.join(parent, f".{name}.rlx-save-{os.getpid()}-{secrets.token_hex(4)}")
+        os.mkdir(work)
+        lock = _lock(work)
+        if lock is not None and os.path.isdir(work):  # another save may have removed it before it was locked
+            return work, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(work: str) -> int | None:
+    """A descriptor with the lock, or None if someone else holds it. The lock ends with its process."""
+    try:
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _works(parent: str, name: str) -> list[str]:
+    pattern = re.compile(re.escape(f".{name}.rlx-save-") + r"\d+-[0-9a-f]{8}")
+    return [os.path.join(parent, entry) for entry in sorted(os.listdir(parent)) if pattern.fullmatch(entry)]
+
+
+def _remove_abandoned(parent: str, name: str) -> None:
+    """Remove the work directories of saves to the same target that have ended without removing them."""
+    target = os.path.join(parent, name)
+    for work in _works(parent, name):
+        lock = _lock(work)
+        if lock is None:
+            continue
+        try:
+            _discard(work, target)
+        finally:
+            os.close(lock)
+
+
+def _discard(work: str, target: str) -> None:
+    """Remove a work directory that we hold, after what it took from the target is back in its place."""
+    old = os.path.join(work, OLD)
+    if os.path.isdir(old) and not os.path.lexists(target):
+        os.rename(old, target)
+        _sync(os.path.dirname(target))
+    shutil.rmtree(work, ignore_errors=True)  # what cannot be removed now is tried again by the next save
+
+
+# -- renames -----------------------------------------------------------------------------------
+
+
+def _commit(work: str, target: str, overwrite: bool) -> None:
+    """Make the new directory the target, durably."""
+    new, parent = os.path.join(work, NEW), os.path.dirname(target)
+    if overwrite and os.path.lexists(target):
+        if not _rename2(new, target, _EXCHANGE):
+            os.rename(target, os.path.join(work, OLD))
+            os.rename(new, target)
+    else:
+        try:
+            if not _rename2(new, target, _NOREPLACE):
+                os.rename(new, target)
+        except OSError as cause:
+            if cause.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise _exists(target) from cause  # another save was faster
+            raise
+    _sync(work)
+    _sync(parent)
+
+
+def _rename2(source: str, target: str, flags: int) -> bool:
+    """Linux's renameat2; whether the system and the file system know it."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), source, None, target)

@@ -1,0 +1,219 @@
+"""`rlx_manifest.json`: what `rlx_jax.save` wrote, with a SHA-256 of every weight and every file.
+
+It finds accidents: flipped bits, files cut short, files of two saves mixed. It does not stop someone who
+changes weights and manifest together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import DTypeError, IntegrityError, UnsupportedError, listing, quote
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.types import TensorType, as_dtype, short_name
+from rlx_jax.weights import limits
+from rlx_jax.weights.files import check_name, read_whole
+from rlx_jax.weights.safetensors import check_index
+from rlx_jax.weights.strict_json import parse_object
+
+Verify = Literal["auto", "full", "metadata"]
+"""Digests are checked where there is a manifest; there must be one; or shapes and dtypes only."""
+
+NAME = "rlx_manifest.json"
+VERSION = 1
+SMALL_FILE = 2**20
+"""Files up to this many bytes are digested when a checkpoint is opened, so that no decoder sees a damaged one."""
+
+_ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads it unchecked)'
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One weight: its type, and the SHA-256 of its bytes in row-major, little-endian order."""
+
+    type: TensorType
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file: its length and SHA-256."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The weights by checkpoint key, and the files by path within the directory."""
+
+    weights: Mapping[str, WeightEntry]
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> bytes:
+        weights = {
+            key: {
+                "dtype": short_name(entry.type.dtype),
+                "shape": list(entry.type.shape),
+                "nbytes": entry.type.nbytes,
+                "sha256": entry.sha256,
+            }
+            for key, entry in self.weights.items()
+        }
+        files = {name: {"nbytes": e.nbytes, "sha256": e.sha256} for name, e in self.files.items()}
+        content = {"format": "rlx_jax checkpoint", "version": VERSION, "weights": weights, "files": files}
+        return json.dumps(content, indent=1).encode()
+
+
+def read_manifest(directory: str) -> Manifest | None:
+    """The manifest of a directory; None if there is none.
+
+    Raises:
+        IntegrityError: it is damaged.
+        UnsupportedError: a newer version wrote it.
+    """
+    path = os.path.join(directory, NAME)
+    if not os.path.lexists(path):
+        return None
+    where = quote(path)
+    raw = read_whole(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
+    content = parse_object(raw, where, IntegrityError)
+    if content.get("version") != VERSION:
+        raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")
+    try:
+        weights = {
+            key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), str(entry["sha256"]))
+            for key, entry in content["weights"].items()
+        }
+        files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+        raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
+    return Manifest(weights, files)
+
+
+def _type(entry: Mapping[str, Any], where: str) -> TensorType:
+    try:
+        found = TensorType(tuple(int(dim) for dim in entry["shape"]), as_dtype(str(entry["dtype"])))
+    except DTypeError as cause:
+        raise IntegrityError(f"{where}: {cause}") from cause
+    if math.prod(found.shape) * found.dtype.itemsize != entry["nbytes"]:
+        raise IntegrityError(f"{where}: {found} does not have {quote(entry['nbytes'])} bytes; {_ADVICE}")
+    return found
+
+
+def digest(array: Any) -> str:
+    """SHA-256 of an array's values in row-major, little-endian order."""
+    values = np.ascontiguousarray(array)
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return hashlib.sha256(values.reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def file_digest(path: str) -> FileEntry:
+    """Length and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), found)
+
+
+def check_files(directory: str, files: Mapping[str, FileEntry]) -> None:
+    """Every file of the manifest is there, with its length; small ones also with their digest.
+
+    Raises:
+        IntegrityError: lists those that differ.
+    """
+    wrong = []
+    for name, entry in files.items():
+        check_name(name)
+        path = os.path.join(directory, name)
+        if not os.path.isfile(path):
+            wrong.append(f"{name}: missing")
+        elif (size := os.path.getsize(path)) != entry.nbytes:
+            wrong.append(f"{name}: {size} bytes, expected {entry.nbytes}")
+        elif size <= SMALL_FILE and file_digest(path) != entry:
+            wrong.append(f"{name}: other content")
+    if wrong:
+        raise IntegrityError(f"{quote(directory)}: {len(wrong)} files differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+
+
+def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
+    """Names, shapes and dtypes agree with the manifest.
+
+    Raises:
+        IntegrityError: lists what differs on either side.
+    """
+    keys = source.keys()
+    wrong = [f"{key}: not in the manifest" for key in keys if key not in weights]
+    wrong += [f"{key}: not in the checkpoint" for key in weights if not source.has(key)]
+    for key in keys:
+        if key in weights and source.spec(key) != weights[key].type.spec:
+            wrong.append(f"{key}: {source.spec(key)}, the manifest says {weights[key].type}")
+    if wrong:
+        raise IntegrityError(f"{where}: {len(wrong)} weights differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+
+
+def close(source: WeightSource) -> None:
+    """Close the files that a source holds open, if it does."""
+    if isinstance(source, SupportsClose):
+        source.close()
+
+
+@runtime_checkable
+class SupportsClose(Protocol):
+    def close(self) -> None: ...
+
+
+class VerifiedSource:
+    """A source whose every read is compared with the manifest's digest."""
+
+    def __init__(self, source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
+        check_weights(source, weights, where)
+        self.source = source
+        self._weights, self._where = weights, where
+
+    def keys(self) -> tuple[str, ...]:
+        return self.source.keys()
+
+    def has(self, key: str) -> bool:
+        return self.source.has(key)
+
+    def where(self, key: str) -> str:
+        return self.source.where(key)
+
+    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+        return self.source.spec(key)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+        """The weight, or a part of it. All of it is read for the digest.
+
+        Raises:
+            IntegrityError: its bytes are not those that were saved.
+            Others: as the source's.
+        """
+        values = self.source.read(key)
+        if digest(values) != self._weights[key].sha256:
+            raise IntegrityError(f"{self._where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
+        return values[check_index(index, values.shape, key)] if index else values
+
+    def close(self) -> None:
+        """Close the files, if the source holds any open."""
+        close(self.source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def manifest_of(directory: str, weights: Mapping[str, WeightEntry], names: Iterable[str]) -> Manifest:
+    """The manifest for files that are in a directory already."""
+    return Manifest(weights, {name: file_digest(os.path.join(directory, name)) for name in names})

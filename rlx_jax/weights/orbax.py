@@ -1,0 +1,263 @@
+"""Orbax checkpoints: arrays read with tensorstore, one at a time and onto the host.
+
+Orbax itself restores onto the devices that the checkpoint was saved from, and takes shapes and chunks
+as the files give them; a wrong one can abort the process. Here the zarr metadata of every array are
+checked before tensorstore may allocate anything of that size, and no device plays a part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import CheckpointFormatError, DTypeError, LimitError, MissingWeightError, RlxError, quote
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.weights import limits
+from rlx_jax.weights.files import Links, check_name, resolve
+from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.orbax_tree import ArrayTree
+from rlx_jax.weights.safetensors import check_index, close_names, span
+from rlx_jax.weights.safetensors_header import check_shape
+from rlx_jax.weights.strict_json import parse_object
+
+Array = np.ndarray[Any, Any]
+_Error = CheckpointFormatError
+_NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")
+
+
+class OrbaxSource:
+    """Weights of one orbax checkpoint. Opening reads names, shapes and dtypes only.
+
+    Raises:
+        CheckpointFormatError: shapes, dtypes or chunks that contradict each other or the files that are there.
+        LimitError, PathEscapeError: see `rlx_jax.weights.limits` and `files.resolve`.
+    """
+
+    def __init__(self, tree: ArrayTree, *, on_nonfinite: OnNonfinite = "error", links: Links = "follow") -> None:
+        self._tree, self._on_nonfinite = tree, on_nonfinite
+        _check_links(tree.directory, links)
+        if not tree.ocdbt:  # the names of arrays are those of directories
+            for name in tree.arrays.values():
+                check_name(name)
+        self._store = _Store(tree, self._where())
+        self._arrays = self._store.describe()
+
+    def keys(self) -> tuple[str, ...]:
+        """The dotted paths of the arrays, in the order of the tree."""
+        return tuple(self._arrays)
+
+    def has(self, key: str) -> bool:
+        """Whether there is an array `key`."""
+        return key in self._arrays
+
+    def where(self, key: str) -> str:
+        """The directory of the tree.
+
+        Raises:
+            MissingWeightError: no such array.
+        """
+        self._info(key)
+        return self._tree.directory
+
+    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an array, from the metadata.
+
+        Raises:
+            MissingWeightError: no such array.
+        """
+        return self._info(key).spec
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Array:
+        """An array, or the part that `index` selects as in NumPy; a new C-contiguous array on the host.
+
+        Raises:
+            MissingWeightError: no such array.
+            WeightShapeError: `index` does not fit the shape.
+            CheckpointFormatError: the data cannot be decoded, or changed since the checkpoint was opened.
+            LimitError: it does not fit in memory.
+            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+        """
+        spec = self._info(key).spec
+        slices = check_index(index, spec.shape, key)
+        values = self._store.read(self._tree.arrays[key], spec, slices)
+        check_finite(values, key, self._where(), self._on_nonfinite)
+        return values
+
+    def _where(self) -> str:
+        return quote(self._tree.directory)
+
+    def _info(self, key: str) -> TensorType:
+        if key not in self._arrays:
+            raise MissingWeightError(
+                f"no weight {quote(key)} in the checkpoint of {len(self._arrays)}{close_names(key, self._arrays)}"
+            )
+        return self._arrays[key]
+
+
+# -- tensorstore -------------------------------------------------------------------------------
+
+
+class _Store:
+    """The key-value store below an array tree."""
+
+    def __init__(self, tree: ArrayTree, where: str) -> None:
+        self._tree, self._where = tree, where
+        self._driver, self._metadata = ("zarr3", "zarr.json") if tree.zarr3 else ("zarr", ".zarray")
+        with _typed(where):
+            import tensorstore
+
+            self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+
+    def _below(self, name: str) -> dict[str, Any]:
+        """The part of the store whose names begin with `name`."""
+        root = os.path.join(os.path.realpath(self._tree.directory), "")
+        if self._tree.ocdbt:
+            return {"driver": "ocdbt", "base": {"driver": "file", "path": root}, "path": name}
+        return {"driver": "file", "path": root + name}
+
+    def describe(self) -> dict[str, TensorType]:
+        """The type of every array, after its metadata agreed with the chunks that are there."""
+        import tensorstore
+
+        with _typed(self._where):
+            store = tensorstore.KvStore.open(self._below(""), context=self._context).result()
+            stored = sorted(os.fsdecode(name) for name in store.list().result())
+            asked = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
+            raw = {key: bytes(future.result().value) for key, future in asked.items()}
+        types = {}
+        for key, name in self._tree.arrays.items():
+            where = f"{self._where}: array {quote(key)}"
+            grid = _parse_zarr(raw[key], self._tree.zarr3, where)
+            self._check_chunks(grid, _below(stored, f"{name}/"), where)
+            types[key] = grid.type
+        return types
+
+    def read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> Array:
+        """The part of an array that `slices` select."""
+        import tensorstore
+
+        spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
+        rows = tuple(slice(first, first + count) for first, count, _ in spans)
+        where = f"{self._where}: array {quote(name)}"
+        try:
+            np.empty(spec.shape, spec.dtype)  # Python can say that memory is short; native code aborts
+        except MemoryError as cause:
+            raise LimitError(f"{where}: {spec.dtype.name}{list(spec.shape)} does not fit in memory") from cause
+        with _typed(where):
+            array = tensorstore.open(
+                {"driver": self._driver, "kvstore": self._below(f"{name}/")},
+                open=True, read=True, context=self._context,
+            ).result()  # fmt: skip
+            if tuple(array.shape) != spec.shape or array.dtype.numpy_dtype != spec.dtype:
+                raise _Error(f"{where}: was {spec.dtype.name}{list(spec.shape)} when it was opened, is {array.spec()}")
+            values = array[rows].read().result() if rows else array.read().result()
+        return np.array(values[tuple(rest for _, _, rest in spans)], order="C")
+
+    def _check_chunks(self, grid: _Grid, stored: list[str], where: str) -> None:
+        """As many chunks are stored as the shape asks for."""
+        found = sum(grid.is_chunk(name) for name in stored)
+        count = math.prod(-(-dim // chunk) for dim, chunk in zip(grid.type.shape, grid.chunks, strict=True))
+        if found > count or (self._tree.all_chunks and found < count):
+            raise _Error(
+                f"{where}: shape {list(grid.type.shape)} in chunks {list(grid.chunks)} takes {count} chunks, "
+                f"{found} are stored"
+            )
+        limits.at_most(count, limits.MAX_CHUNKS, "limits.MAX_CHUNKS", f"{where}: the number of chunks")
+
+
+@contextmanager
+def _typed(where: str) -> Iterator[None]:
+    """What native code raises, as one of our exceptions."""
+    try:
+        yield
+    except RlxError:
+        raise
+    except MemoryError as cause:
+        raise LimitError(f"{where}: does not fit in memory") from cause
+    except Exception as cause:
+        raise _Error(f"{where}: cannot be decoded; the checkpoint is damaged: {quote(cause)}") from cause
+
+
+def _below(names: list[str], prefix: str) -> list[str]:
+    """The names with that prefix, without it. `names` are sorted."""
+    first = bisect_left(names, prefix)
+    last = bisect_left(names, prefix + "\U0010ffff")
+    return [name[len(prefix) :] for name in names[first:last]]
+
+
+def _check_links(directory: str, links: Links) -> None:
+    """No file below `directory` leads out of it."""
+    for folder, inside, files in os.walk(directory):
+        for name in (*inside, *files):
+            path = os.path.join(folder, name)
+            if os.path.islink(path) or links == "refuse":
+                relative = os.path.relpath(path, directory)
+                if not os.path.isdir(path) or os.path.islink(path):
+                    resolve(directory, relative, links)
+
+
+# -- zarr metadata -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """An array and how it is cut into chunks."""
+
+    type: TensorType
+    chunks: tuple[int, ...]
+    names: re.Pattern[str]
+
+    def is_chunk(self, name: str) -> bool:
+        return self.names.fullmatch(name) is not None
+
+
+def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
+    """Shape, dtype and chunks of one array, from its `.zarray` or `zarr.json`."""
+    limit = limits.MAX_ARRAY_METADATA_BYTES
+    limits.at_most(len(raw), limit, "limits.MAX_ARRAY_METADATA_BYTES", f"{where}: bytes of metadata")
+    content = parse_object(raw, where, _Error)
+    version = content.get("zarr_format")
+    if version != (3 if zarr3 else 2) or (zarr3 and content.get("node_type") != "array"):
+        raise _Error(f"{where}: expected an array in zarr {3 if zarr3 else 2}, found {quote(version)}")
+    shape = _sizes(content.get("shape"), f"{where}: shape")
+    chunks = _sizes(_chunk_shape(content) if zarr3 else content.get("chunks"), f"{where}: chunks")
+    check_shape(shape, where)
+    if len(chunks) != len(shape) or not all(
+        1 <= chunk <= max(dim, 1) for dim, chunk in zip(shape, chunks, strict=True)
+    ):
+        raise _Error(f"{where}: chunks {list(chunks)} do not fit shape {list(shape)}")
+    dtype = _dtype(content.get("data_type" if zarr3 else "dtype"), where)
+    digits = r"\d+" if zarr3 or shape else "0"
+    rank = len(shape) if zarr3 else max(len(shape), 1)
+    names = "c" + rf"[/.]{digits}" * rank if zarr3 else r"[/.]".join([digits] * rank)
+    return _Grid(TensorType(shape, dtype), chunks, re.compile(names))
+
+
+def _chunk_shape(content: Mapping[str, Any]) -> Any:
+    grid = content.get("chunk_grid")
+    configuration = grid.get("configuration") if isinstance(grid, dict) else None
+    return configuration.get("chunk_shape") if isinstance(configuration, dict) else None
+
+
+def _sizes(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise _Error(f"{where}: expected whole numbers, found {quote(value)}")
+    return tuple(value)
+
+
+def _dtype(name: Any, where: str) -> np.dtype[Any]:
+    try:
+        if not isinstance(name, str):
+            raise TypeError(name)
+        return as_dtype(np.dtype(name).newbyteorder("=") if _NUMPY.fullmatch(name) else name)
+    except (DTypeError, TypeError) as cause:
+        raise _Error(f"{where}: dtype {quote(name)} is not one that weights have") from cause

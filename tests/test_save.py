@@ -1,0 +1,223 @@
+"""`rlx_jax.save`: what is written loads back, in every layout; what cannot be written exactly is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import load_file
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    IntegrityError,
+    MissingWeightError,
+    RlxNumericsWarning,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightError,
+)
+
+FORMATS = ["orbax", "safetensors"]
+FIXTURES = Path(__file__).parent / "fixtures"
+IDS = np.array([[1, 2, 3, 4]], np.int32)
+
+
+def mlp(dtype: Any = np.float32) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """A flow with one transposed weight and one bias, and weights for it."""
+    rng = np.random.default_rng(0)
+    weights = {"a.weight": rng.normal(size=(8, 4)).astype(dtype), "a.bias": rng.normal(size=8).astype(dtype)}
+    flow = rlx.ModelFlow("mlp").input("x", ("batch", 4)).linear("a.weight", bias="a.bias", transpose=True)
+    return flow, weights
+
+
+def assert_holds(path: Path, weights: dict[str, Any]) -> None:
+    source = rlx.open_weights(path, verify="full")
+    assert sorted(source.keys()) == sorted(weights)
+    for key, value in weights.items():
+        read = source.read(key)
+        assert read.dtype == value.dtype, key
+        np.testing.assert_array_equal(read, value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_saved_model_loads_back(tmp_path: Path, format: str) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    x = np.ones((2, 4), np.float32)
+    rlx.save(model, tmp_path / "it", format)
+    assert_holds(tmp_path / "it", weights)
+    np.testing.assert_array_equal(rlx.compile(flow, weights=tmp_path / "it")(x), model(x))
+    assert os.listdir(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_trained_parameters(tmp_path: Path, format: str) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    trained = jax.tree.map(lambda leaf: leaf * 2, model.params)
+    rlx.save(model.replace(params=trained), tmp_path / "it", format)
+    assert_holds(tmp_path / "it", {key: value * 2 for key, value in weights.items()})
+
+
+def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
+    flow, weights = mlp(ml_dtypes.bfloat16)
+    model = rlx.compile(flow, weights=weights)
+    for format in FORMATS:
+        rlx.save(model, tmp_path / format, format)
+    restored = ocp.StandardCheckpointer().restore(tmp_path / "orbax")
+    loaded = load_file(tmp_path / "safetensors" / "model.safetensors")
+    for key, value in weights.items():
+        np.testing.assert_array_equal(np.asarray(restored[key]), value)
+        np.testing.assert_array_equal(loaded[key], value)
+
+
+# -- every layout writes checkpoint keys -------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["gqa_tied_llama3_v5", "mha_linear_biases_v4"])
+def test_merged_llama_is_saved_under_its_own_keys(tmp_path: Path, name: str, format: str) -> None:
+    original = rlx.open_weights(FIXTURES / "llama" / name)
+    lm = rlx.load(FIXTURES / "llama" / name)
+    assert any("{q,k,v}" in leaf for leaf in lm.model.params), "this test is about merged leaves"
+    rlx.save(lm, tmp_path / "it", format)
+    read = {key for key in original.keys() if "inv_freq" not in key}
+    assert_holds(tmp_path / "it", {key: original.read(key) for key in read})
+    (tmp_path / "it" / "config.json").write_bytes((FIXTURES / "llama" / name / "config.json").read_bytes())
+    again = rlx.load(tmp_path / "it")
+    np.testing.assert_array_equal(again.logits(IDS), lm.logits(IDS))
+
+
+def test_scanned_layers_are_saved_one_by_one(tmp_path: Path) -> None:
+    profile = rlx.CompileProfile().replace(layers={"roll": "scan"})
+    lm = rlx.load(FIXTURES / "llama" / "gqa_tied_llama3_v5", profile=profile)
+    assert any("{0..1}" in leaf or "{0..3}" in leaf for leaf in lm.model.params), sorted(lm.model.params)
+    rlx.save(lm, tmp_path / "it", "safetensors")
+    original = rlx.open_weights(FIXTURES / "llama" / "gqa_tied_llama3_v5")
+    assert_holds(tmp_path / "it", {key: original.read(key) for key in original.keys()})
+
+
+# -- exactness ---------------------------------------------------------------------------------
+
+
+def test_values_that_the_checkpoint_cannot_hold(tmp_path: Path) -> None:
+    flow, weights = mlp(ml_dtypes.bfloat16)
+    model = rlx.compile(flow, weights=weights)  # computes in f32
+    trained = model.replace(params=jax.tree.map(lambda leaf: leaf + 1e-6, model.params))
+    with pytest.raises(
+        WeightDTypeError, match="2 weights are f32 in the model and bf16 .*'a.weight'.*dtype='f32' keeps"
+    ):
+        rlx.save(trained, tmp_path / "it")
+    assert os.listdir(tmp_path) == []
+    rlx.save(trained, tmp_path / "f32", dtype="f32")
+    assert_holds(tmp_path / "f32", {key: value.astype(np.float32) + np.float32(1e-6) for key, value in weights.items()})
+    rlx.save(trained, tmp_path / "bf16", dtype="bf16")
+    assert_holds(tmp_path / "bf16", weights)
+
+
+def test_untouched_weights_that_were_narrowed_are_copied_from_the_source(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    model = rlx.compile(flow, weights=weights, profile=profile)
+    params = dict(model.params or {})
+    assert {leaf.dtype for leaf in params.values()} == {jnp.bfloat16.dtype}
+    rlx.save(model, tmp_path / "same")
+    assert_holds(tmp_path / "same", weights)
+    params["a.bias"] = params["a.bias"] * 2
+    changed = model.replace(params=params)
+    with pytest.raises(WeightDTypeError, match="1 weights are bf16 in the model and f32 .*'a.bias'"):
+        rlx.save(changed, tmp_path / "no")
+    rlx.save(changed, tmp_path / "f32", dtype="f32")
+    twice = np.asarray(params["a.bias"]).astype(np.float32)
+    assert_holds(tmp_path / "f32", {"a.weight": weights["a.weight"], "a.bias": twice})
+
+
+def test_narrowing_to_infinity_warns(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights={**weights, "a.bias": np.full(8, 1e6, np.float32)})
+    with pytest.warns(RlxNumericsWarning, match="'a.bias': 8 values are too large for f16"):
+        rlx.save(model, tmp_path / "it", "safetensors", dtype="f16")
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def test_an_existing_target(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    path = tmp_path / "it"
+    rlx.save(model, path)
+    with pytest.raises(FileExistsError, match="exists; pass overwrite=True"):
+        rlx.save(model, path)
+    (path / "config.json").write_text("{}")
+    doubled = model.replace(params=jax.tree.map(lambda leaf: leaf * 2, model.params))
+    rlx.save(doubled, path, "safetensors", overwrite=True)
+    assert_holds(path, {key: value * 2 for key, value in weights.items()})
+    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "rlx_manifest.json"]
+    assert os.listdir(tmp_path) == ["it"]
+
+
+def test_overwriting_what_others_wrote_is_refused(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("notes", "file"):
+        with pytest.raises(TargetExistsError, match="rlx_jax.save did not write it"):
+            rlx.save(model, tmp_path / name, overwrite=True)
+    assert (tmp_path / "notes" / "a.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    rlx.save(model, tmp_path / "empty", overwrite=True)
+    assert_holds(tmp_path / "empty", weights)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    with pytest.raises(UnsupportedError, match="format 'safetensor': expected orbax or safetensors; did you mean"):
+        rlx.save(model, tmp_path / "it", "safetensor")
+    with pytest.raises(DTypeError, match="expected a floating one"):
+        rlx.save(model, tmp_path / "it", dtype="i32")
+    with pytest.raises(GraphError, match="save takes a CompiledModel, CausalLM or Encoder, got dict"):
+        rlx.save(weights, tmp_path / "it")  # type: ignore[arg-type]
+    shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in weights.items()}
+    with pytest.raises(MissingWeightError, match="save needs parameters"):
+        rlx.save(rlx.compile(flow, weights=shapes), tmp_path / "it")
+    with pytest.raises(StorageError, match="no such|No such"):
+        rlx.save(model, tmp_path / "nowhere" / "it")
+    deleted = jax.tree.map(lambda leaf: leaf + 0, model.params)
+    later = model.replace(params=deleted)
+    deleted["a.bias"].delete()
+    with pytest.raises(WeightError, match="'a.bias' has no values"):
+        rlx.save(later, tmp_path / "it")
+    assert os.listdir(tmp_path) == []
+
+
+# -- the manifest ------------------------------------------------------------------------------
+
+
+def test_the_manifest_is_asked_for(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    rlx.save(rlx.compile(flow, weights=weights), tmp_path / "it", "safetensors")
+    manifest = json.loads((tmp_path / "it" / "rlx_manifest.json").read_text())
+    assert manifest["version"] == 1 and sorted(manifest["weights"]) == sorted(weights)
+    assert manifest["weights"]["a.bias"] | {"sha256": ""} == {"dtype": "f32", "shape": [8], "nbytes": 32, "sha256": ""}
+    (tmp_path / "it" / "rlx_manifest.json").unlink()
+    rlx.open_weights(tmp_path / "it")
+    with pytest.raises(IntegrityError, match="no rlx_manifest.json to verify with"):
+        rlx.open_weights(tmp_path / "it", verify="full")
+    with pytest.raises(IntegrityError, match="a single file has no rlx_manifest.json"):
+        rlx.open_weights(tmp_path / "it" / "model.safetensors", verify="full")
