@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
@@ -99,6 +100,10 @@ class SelfAttnPrefill:
                 s.num_heads, s.num_kv_heads, mask, causal_keep=True, scale=s.score_scale, softcap=s.attn_logit_softcap
             )
             return emit.add(block, q, k, v, *extra)
+
+    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
+        """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
+        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim)
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
+from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
 from rlx_jax.blocks.control import Named, Sequence
 from rlx_jax.blocks.ffn import SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
@@ -84,6 +85,10 @@ class LlamaDecoder:
             cos, sin, *mask_operand(emit, mask, self.mask_input, "LlamaDecoder"),
             *(emit.param(f"{p}.{name}.bias") for name in biased),
         )  # fmt: skip
+
+    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
+        """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
+        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim)
 
 
 def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx_jax.blocks.contracts import Shape
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.ir import hir
 
@@ -42,6 +43,10 @@ class SwiGlu:
             with emit.scope("down_proj"):
                 return emit.linear(inner, self.down_key, down_b)
 
+    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
+        """`[B, S, F]` for an input `[B, S, H]`."""
+        return (*hidden[:-1], emit.param(self.gate_key).type.shape[0])
+
 
 @dataclass(frozen=True)
 class GeluFfn:
@@ -66,3 +71,7 @@ class GeluFfn:
             inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act)
         with emit.scope("output"):
             return emit.linear(inner, self.output_w, self.output_b)
+
+    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
+        """`[B, S, F]` for an input `[B, S, H]`."""
+        return (*hidden[:-1], emit.param(self.intermediate_w).type.shape[0])

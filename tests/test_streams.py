@@ -1,0 +1,234 @@
+"""Streams, chosen outputs, and the flow's methods against the stages they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, SelfAttnPrefillSpec, stream_id
+from rlx_jax.errors import GraphError, NameCollisionError, RlxError, UnboundInputError, UnboundStreamError
+
+X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+Y = np.random.default_rng(1).standard_normal((2, 5, 8)).astype(np.float32)
+
+
+def x_flow() -> rlx.ModelFlow:
+    """A flow over `x` `[batch, seq, 8]`."""
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", 8))
+
+
+def run(flow: rlx.ModelFlow, *inputs: Any) -> Any:
+    """Compile and call."""
+    return rlx.compile(flow)(*inputs)
+
+
+def times(factor: float) -> Callable[[Any, Any], Any]:
+    """A custom stage."""
+    return lambda emit, x: x * factor
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_store_and_load() -> None:
+    """Storing leaves the value active; loading replaces it; a stream may be stored again."""
+    flow = x_flow().store_stream("a").custom(times(2)).store_stream("b").load_stream("a").custom(times(4))
+    np.testing.assert_array_equal(run(flow, X), 4 * X)
+    np.testing.assert_array_equal(run(flow.load_stream("b"), X), 2 * X)
+    np.testing.assert_array_equal(run(flow.store_stream("b").load_stream("b"), X), 4 * X)
+
+
+def test_a_double_block() -> None:
+    """Two inputs as streams, mixed by a function of both; the active value passes by."""
+
+    def mix(emit: Any, image: Any, text: Any) -> Any:
+        return image + text.mean(axis=1, keepdims=True), text - image.mean(axis=1, keepdims=True)
+
+    flow = (
+        x_flow()
+        .input("context", ("batch", "words", 8))
+        .bind_inputs_to_streams([("x", stream_id.IMG), ("context", stream_id.TXT)])
+        .custom(times(3))
+        .dual_stream("double", stream_id.IMG, stream_id.TXT, mix)
+        .with_extra_outputs(["img", "txt"])
+    )
+    out = run(flow, X, Y)
+    assert list(out) == ["output", "img", "txt"]
+    np.testing.assert_array_equal(out["output"], 3 * X)
+    np.testing.assert_allclose(out["img"], X + Y.mean(1, keepdims=True), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out["txt"], Y - X.mean(1, keepdims=True), rtol=1e-5, atol=1e-6)
+    assert "double" in rlx.compile(flow).text("hir")
+
+
+@pytest.mark.parametrize("roll", ["scan", "unroll"])
+def test_a_stream_through_equal_layers(roll: str) -> None:
+    """What one layer stores the next one loads: a second carry of the region."""
+
+    def layer(i: int) -> blocks.BlockStage:
+        def step(emit: Any, x: Any) -> Any:
+            skip = emit.stream("skip")
+            emit.set_stream("skip", x)
+            return x + skip
+
+        return blocks.Custom(step)
+
+    profile = rlx.CompileProfile().replace(layers={"roll": roll})
+    model = rlx.compile(x_flow().store_stream("skip").repeat_layers(5, layer), profile=profile)
+    np.testing.assert_allclose(model(X), fibonacci(X, 5), rtol=1e-6)
+    assert model.report().refusals == ()
+
+
+def fibonacci(x: Any, count: int) -> Any:
+    """`count` steps of (a, b) → (a + b, a) from (x, x)."""
+    a, b = x, x
+    for _ in range(count):
+        a, b = a + b, a
+    return a
+
+
+def one_value(emit: Any, a: Any, b: Any) -> Any:
+    """Half of what a DualStream wants."""
+    return a
+
+
+NUMBERS: Any = [1]
+MISUSES: dict[str, tuple[Callable[[rlx.ModelFlow], Any], type[RlxError], str]] = {
+    "load": (lambda f: f.store_stream("image").load_stream("imag"), UnboundStreamError, "did you mean 'image'"),
+    "load of none": (lambda f: f.load_stream("a"), UnboundStreamError, "streams are none"),
+    "dual": (lambda f: f.store_stream("a").dual_stream("d", "a", "b", one_value), UnboundStreamError, "^d: .*'b'"),
+    "dual of one": (lambda f: f.store_stream("a").dual_stream("d", "a", "a", one_value), GraphError, "both streams"),
+    "bind": (lambda f: f.bind_inputs_to_streams([("y", "a")]), UnboundInputError, "no input 'y'"),
+    "bind of none": (
+        lambda f: f.custom(lambda e, x: None).bind_inputs_to_streams([("x", "a")]).load_stream("a"),
+        GraphError,
+        "requires input",
+    ),
+    "no such output": (lambda f: f.with_extra_outputs(["a"]), UnboundStreamError, "output 'a' is no side output"),
+    "one name twice": (lambda f: f.outputs(["a", "a"]), NameCollisionError, "twice"),
+    "the primary's name": (
+        lambda f: f.store_stream("output").with_extra_outputs(["output"]), NameCollisionError, "both 'output'"
+    ),
+    "no name": (lambda f: f.outputs([]), GraphError, "a name for the primary"),
+    "a number": (lambda f: f.outputs(NUMBERS), GraphError, "a name is a string"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse(misuse: str) -> None:
+    """Each error names what is missing, where, and what there is."""
+    edit, kind, message = MISUSES[misuse]
+    with pytest.raises(kind, match=message):
+        edit(x_flow()).build()
+
+
+# -- outputs -----------------------------------------------------------------------------------
+
+
+def test_chosen_outputs() -> None:
+    """`outputs` names the primary and picks side outputs in its own order: emitted, registered or stored."""
+
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("twice", x + x)
+        emit.output("heavy", emit.exp(x))
+        emit.set_named("half", x / 2)
+        return x
+
+    flow = x_flow().store_stream("raw").custom(side).custom(times(3))
+    assert flow.build().output_names == ("output", "twice", "heavy")
+    out = run(flow.outputs(["mine", "half", "raw", "twice"]), X)
+    assert list(out) == ["mine", "half", "raw", "twice"]
+    for name, factor in {"mine": 3, "half": 0.5, "raw": 1, "twice": 2}.items():
+        np.testing.assert_array_equal(out[name], factor * X)
+    chosen = rlx.compile(flow.outputs(["mine"]))
+    assert "exp" not in chosen.text("mir")
+    np.testing.assert_array_equal(chosen(X), 3 * X)
+
+
+def test_side_outputs_belong_to_one_build() -> None:
+    """Building again starts anew: no output of an earlier build is left over."""
+
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("a", x)
+        return x
+
+    flow = x_flow().custom(side)
+    assert flow.build().output_names == flow.build().output_names == ("output", "a")
+
+
+# -- methods and stages ------------------------------------------------------------------------
+
+DOUBLE = times(2)
+SPEC = LlamaDecoderSpec(2, 4, 2)
+ATTENTION = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
+BERT = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2)
+TABLES = RopeTables.theta(4)
+METHODS: dict[str, tuple[tuple[Any, ...], blocks.BlockStage]] = {
+    "embed": (("e",), blocks.Embed("e")),
+    "token_embed": ((), blocks.Embed("model.embed_tokens.weight")),
+    "gather_from_input": (("ids", "e"), blocks.GatherFromInput("ids", "e")),
+    "gather_add": (("ids", "e"), blocks.GatherAdd("ids", "e")),
+    "rope_tables": ((TABLES,), TABLES),
+    "zero_beta": ((8,), blocks.ZeroBeta(8, "zero_beta")),
+    "zero_beta_named": (("zero_beta.head", 4), blocks.ZeroBeta(4, "zero_beta.head")),
+    "attn_mask_ones": ((2, 3), blocks.AttnMask.ones(2, 3)),
+    "named_layer": (("a", blocks.ResidualSave()), blocks.Named("a", blocks.ResidualSave())),
+    "llama_prefill_layer": ((1, SPEC), blocks.llama_prefill_layer_fused(1, SPEC)),
+    "llama_decoder_layer": ((1, SPEC), blocks.Named("layer1", blocks.LlamaDecoder.layer(1, SPEC))),
+    "llama_prefill_layer_composed": ((1, SPEC), blocks.llama_prefill_layer_composed(1, SPEC)),
+    "linear": (("w", False), blocks.Linear("w", False)),
+    "residual_save": ((), blocks.ResidualSave()),
+    "residual_add": ((), blocks.ResidualAdd()),
+    "swiglu": (("g", "u", "d"), blocks.SwiGlu("g", "u", "d")),
+    "swiglu_hf_mlp": (("model.layers.0",), blocks.SwiGlu.hf_mlp("model.layers.0.mlp")),
+    "self_attn_prefill": ((ATTENTION,), blocks.SelfAttnPrefill(ATTENTION)),
+    "layer_norm": (("g", "b", 1e-6), blocks.LayerNorm("g", "b", 1e-6)),
+    "rms_norm": (("g", 1e-6), blocks.RmsNorm("g", 1e-6)),
+    "final_norm": ((1e-6,), blocks.RmsNorm("model.norm.weight", 1e-6)),
+    "gelu_ffn": (("p",), blocks.GeluFfn.hf_bert("p")),
+    "bert_encoder_layer": ((BERT,), blocks.BertEncoderLayer(BERT)),
+    "cls_token_pool": ((2, 8), blocks.ClsTokenPool(2, 8)),
+    "gather_last_token_dynamic": ((2,), blocks.GatherLastToken.dynamic(2)),
+    "gather_last_token_at": ((2, 3), blocks.GatherLastToken.static_last(2, 3)),
+    "lm_head": ((11, 8), blocks.LmHead.separate("lm_head.weight", 11, 8)),
+    "store_stream": (("a",), blocks.StoreStream("a")),
+    "load_stream": (("a",), blocks.LoadStream("a")),
+    "dual_stream": (("d", "a", "b", one_value), blocks.DualStream("d", "a", "b", one_value)),
+    "custom": ((DOUBLE,), blocks.Custom(DOUBLE)),
+    "plugin": ((DOUBLE,), blocks.Custom(DOUBLE)),
+    "custom_named": (("n", DOUBLE), blocks.Custom(DOUBLE, "n")),
+    "plugin_named": (("n", DOUBLE), blocks.Custom(DOUBLE, "n")),
+    "stage": ((blocks.ResidualSave(),), blocks.ResidualSave()),
+    "raw_stage": ((blocks.ResidualSave(),), blocks.ResidualSave()),
+    "sequence": (([blocks.ResidualSave()],), blocks.Sequence([blocks.ResidualSave()])),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_appends_its_stage(method: str) -> None:
+    arguments, stage = METHODS[method]
+    assert getattr(x_flow(), method)(*arguments).stages == (stage,)
+
+
+@pytest.mark.parametrize("prefix, key", [("", "encoder.layer.1"), ("bert", "bert.encoder.layer.1")])
+def test_repeated_bert_layers(prefix: str, key: str) -> None:
+    (stage,) = x_flow().repeat_bert_layers(2, prefix, "bert", 8, 2).stages
+    assert isinstance(stage, blocks.Repeat)
+    assert stage.stage_for_index(1) == blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(key, 8, 2))
+
+
+def test_recipes_are_objects_or_functions() -> None:
+    """`from_recipe` takes both."""
+
+    class Recipe:
+        name = "mine"
+
+        def assemble(self) -> rlx.ModelFlow:
+            return x_flow().custom(times(2))
+
+    assert len(rlx.ModelFlow.from_recipe(Recipe()).stages) == 1
+    assert rlx.ModelFlow.from_recipe(x_flow) == x_flow()
