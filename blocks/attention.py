@@ -103,7 +103,7 @@ class SelfAttnPrefill:
 
     def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
         """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
-        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim)
+        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:

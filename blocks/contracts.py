@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rlx_jax.blocks.control import BlockStage
 from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.ir.types import symbol
+from rlx_jax.ir.hir import MaskKind, cache_slots, mask_kind
 
 Shape = tuple[Any, ...]
 
@@ -35,7 +35,10 @@ class StageArtifacts:
 
 @dataclass(frozen=True)
 class KvCacheContract:
-    """Shapes of the keys and values that a cached program keeps for one attention: `[B, T, K·D]` each."""
+    """Shapes of the keys and values that a cached program keeps for one attention: `[B, T, K·D]` each.
+
+    T is the dimension `context`, or under a sliding window that of its ring.
+    """
 
     k: Shape
     v: Shape
@@ -93,7 +96,7 @@ class BlockAsLayer:
         return out, artifacts
 
 
-def kv_cache(hidden: Shape, kv_heads: int, head_dim: int) -> KvCacheContract:
+def kv_cache(hidden: Shape, kv_heads: int, head_dim: int, mask: MaskKind | str) -> KvCacheContract:
     """The contract of an attention with `kv_heads` heads of `head_dim` whose input is `[B, S, H]`."""
-    shape = (hidden[0], symbol("context"), kv_heads * head_dim)
+    shape = (hidden[0], cache_slots(mask_kind(mask).window), kv_heads * head_dim)
     return KvCacheContract(shape, shape)

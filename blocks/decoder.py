@@ -88,7 +88,7 @@ class LlamaDecoder:
 
     def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
         """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
-        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim)
+        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
 
 
 def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,14 +53,14 @@ def texts(shape: tuple[Any, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "stage",
+    "stage, slots",
     [
-        blocks.LlamaDecoder.layer(0, SPEC),
-        blocks.SelfAttnPrefill(SelfAttnPrefillSpec.hf_layer(PREFIX, 4, 6, 2)),
+        (blocks.LlamaDecoder.layer(0, SPEC), "context"),
+        (blocks.SelfAttnPrefill(SelfAttnPrefillSpec.hf_layer(PREFIX, 4, 6, 2)), "context"),
+        (blocks.LlamaDecoder.layer(0, replace(SPEC, mask="sliding:5")), "context_5"),
     ],
-    ids=lambda s: type(s).__name__,
 )
-def test_the_cache_contract_is_the_cache(stage: AttentionStage) -> None:
+def test_the_cache_contract_is_the_cache(stage: AttentionStage, slots: str) -> None:
     """`[B, T, K·D]`, which the derived program holds as `[B, T, K, D]`: 2 heads of 6, not the query's 4."""
     contract = inside(lambda emit, x: stage.cache_contract(emit, x.type.shape))
     flow = x_flow().stage(stage)
@@ -69,7 +70,7 @@ def test_the_cache_contract_is_the_cache(stage: AttentionStage) -> None:
     assert sorted(slot for _, slot in state) == ["k", "v"]
     for (_, slot), shape in state.items():
         merged = [*texts(shape[:2]), str(shape[2] * shape[3])]
-        assert texts(getattr(contract, slot)) == merged == ["batch", "context", "12"]
+        assert texts(getattr(contract, slot)) == merged == ["batch", slots, "12"]
 
 
 def cache_types(flow: rlx.ModelFlow) -> dict[tuple[str, str], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp,
 from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shaping import Gather, Iota, Narrow, RepeatHeads, Reshape, Slice, TakeRow, merge_axes, split_axis
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import DimLike, TensorType, symbol
 
 
 def check_arity(op: str, got: int, *expected: int) -> None:
@@ -270,6 +270,11 @@ def attention(
     causal = mask.kind in ("causal", "sliding_window") or (mask.kind == "custom" and causal_keep)
     extra = (mask.operand,) if mask.operand else ()
     return Attention(heads, kv_heads, causal, mask.window, scale, softcap, extra)
+
+
+def cache_slots(window: int | None) -> DimLike:
+    """The dimension that counts the slots of a cache: `context`, or that of a ring for a window."""
+    return symbol("context" if window is None else f"context_{window}")
 
 
 @dataclass(frozen=True)
