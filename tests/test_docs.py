@@ -50,6 +50,6 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         copy(fixture, tmp_path / "path" / "to" / name)
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "page"}
+    namespace: dict[str, object] = {"__name__": "__main__"}  # as where a reader runs it
     for code in python_blocks(page.read_text("utf-8")):
-        exec(compile(code, str(page), "exec"), namespace)
+        exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
