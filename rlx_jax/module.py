@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from rlx_jax import builders
 from rlx_jax.built import BuiltModel, InputDecl, Weights
 from rlx_jax.compile import lir_of
-from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, ShapeError, quote
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    DanglingRefError,
+    GraphError,
+    LevelError,
+    NameCollisionError,
+    ShapeError,
+    VersionMismatchError,
+    quote,
+)
 from rlx_jax.ir.graph import (
     Builder,
     Graph,
@@ -26,6 +37,7 @@ from rlx_jax.ir.graph import (
     rewrite,
 )
 from rlx_jax.ir.param import Key, WeightSource, keys_of, read_from
+from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.ir.verify import verify
@@ -33,8 +45,10 @@ from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
+from rlx_jax.weights.strict_json import parse_object
 
 POLICIES = ("direct", "fusable")
+FORMAT, VERSION = "rlx_jax.graph", 1
 
 
 @dataclass(eq=False)
@@ -319,6 +333,37 @@ class GraphModule:
 
     def __str__(self) -> str:
         return self.inspect()
+
+    def to_json(self) -> str:
+        """The module as JSON, whole: graph, level, policy and plan. The same module gives the same text.
+
+        Raises:
+            UnsupportedError: it calls a Python function of the user (`emit.jax`); the message names the block.
+        """
+        plan = None if self.plan is None else encode(self.plan)
+        head = {"format": FORMAT, "version": VERSION, "level": str(self.stage), "policy": self.policy, "plan": plan}
+        return json.dumps(head | {"graph": encode_graph(self.finish())}, ensure_ascii=False, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> GraphModule:
+        """A module from `to_json`'s text. Nothing in it is trusted and nothing is imported.
+
+        Raises:
+            ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
+            VersionMismatchError: written by another version of the format.
+        """
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        data = parse_object(raw, "graph JSON", ArtifactFormatError)
+        one_of("graph JSON: format", data.get("format"), (FORMAT,))
+        if data.get("version") != VERSION or isinstance(data["version"], bool):
+            found = quote(data.get("version"))
+            raise VersionMismatchError(f"graph JSON: version is {found}; this release reads version {VERSION}")
+        head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
+        stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
+        policy = one_of("graph JSON: policy", head["policy"], POLICIES)
+        plan = decode(Plan if stage == GraphStage.LIR else NoneType, head["plan"], "plan")
+        types = TypeCache()
+        return GraphModule.of(decode_graph(head["graph"], types), stage, types, policy, plan)
 
     # -- as a flow ---------------------------------------------------------------------------
 

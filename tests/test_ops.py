@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
-from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import (
@@ -45,6 +46,7 @@ from rlx_jax.ir.ops.shaping import (
     TakeRow,
     Transpose,
 )
+from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
     BINARY_REFERENCE,
@@ -363,6 +365,12 @@ def test_infer_is_eval_shape_of_eval(sample: Sample) -> None:
     """With symbolic sizes, and with numbers."""
     for types in (sample.types, tuple(t.bind(SIZES) for t in sample.types)):
         assert TypeCache().infer(sample.op, types) == traced(sample.op, types)
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if not isinstance(s.op, JaxFn)], ids=str)
+def test_an_op_survives_json(sample: Sample) -> None:
+    """Every attribute comes back as it was."""
+    assert decode(Op, json.loads(json.dumps(encode(sample.op))), "op") == sample.op
 
 
 def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorType, ...]]]:

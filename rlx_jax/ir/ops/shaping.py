@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -148,11 +149,15 @@ class Narrow(Mir):
         return f"narrow({self.axis}, {self.start}, {self.length})"
 
 
+SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
+"""One place of a key: (start, stop, step) stands for a slice, which could not be hashed."""
+
+
 @dataclass(frozen=True)
 class Slice(Mir):
     """`x[key]` for a key of ints, slices of ints, `None` and `...`."""
 
-    key: tuple[Any, ...]  # ints, None, Ellipsis and (start, stop, step) triples: slices cannot be hashed
+    key: tuple[SliceKey, ...]
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands

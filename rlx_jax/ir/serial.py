@@ -1,0 +1,383 @@
+"""Graphs as JSON data and back, for all levels.
+
+    document ::= {format, version, level, policy, plan?, graph}
+    graph    ::= {name, inputs, nodes, outputs, output_names, writes}
+    node     ::= {op, inputs: [[node, result] …], types: ["f32[2,8]" …], origin}
+    op       ::= "Where" | {"Linear": {"bias": true}}       a field at its default is left out; bytes are base64
+
+Reading trusts nothing. Ops are looked up by name in one table and their attributes are checked against the fields of
+their dataclass; a value may only refer to nodes before it; types are inferred again and compared. Nothing is imported
+or called by name. A user's Python function cannot be stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import functools
+import hashlib
+import math
+import re
+import types as builtin_types
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import ArtifactFormatError, LimitError, RlxError, UnsupportedError, did_you_mean, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import (
+    BodyInput,
+    Constant,
+    Graph,
+    Input,
+    Node,
+    Op,
+    Origin,
+    Param,
+    StateLeaf,
+    StateRead,
+    TypeCache,
+    Value,
+)
+from rlx_jax.ir.ops import attention, contract, fused, pointwise, shaping
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import TensorType, as_dtype, path_text, short_name, tensor_type
+
+MAX_NODES = 10**6
+MAX_REPEATS = 2**16
+
+OPS: dict[str, type[Op]] = {
+    cls.__name__: cls
+    for cls in (
+        Input, Param, Constant, StateRead, BodyInput, Repeat,
+        hir.Linear, hir.Split, hir.GatedFfn, hir.RmsNorm, hir.LayerNorm, hir.Embed, hir.Positions, hir.RopeAngles,
+        hir.RopeRows, hir.Rope, hir.Attention, hir.CachedAttention, hir.LastToken, hir.FirstToken,
+        hir.LlamaDecoderBlock,
+        pointwise.Unary, pointwise.Binary, pointwise.Compare, pointwise.Where, pointwise.CastTo, pointwise.FullLike,
+        contract.MatMul, contract.BatchMatMul, contract.RmsNormOp, contract.LayerNormOp,
+        fused.FusedMatMulBiasAct, fused.FusedSwiGLU, fused.FusedResidualLayerNorm, fused.FusedResidualRmsNorm,
+        fused.ElementwiseRegion,
+        shaping.Reshape, shaping.Transpose, shaping.Narrow, shaping.Slice, shaping.Concat, shaping.Gather,
+        shaping.TakeRow, shaping.Iota, shaping.Reduce, shaping.Softmax, shaping.RepeatHeads,
+        attention.AttentionOp, attention.RopeTable, attention.RopeOp, attention.CacheUpdate, attention.RingStep,
+    )
+}  # fmt: skip
+"""Every op that can be stored. The one that cannot is `JaxFn`, a user's function."""
+
+Closure = Callable[[Any, tuple[TensorType, ...]], str]
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def encode_graph(graph: Graph, closure: Closure | None = None) -> dict[str, Any]:
+    """A graph as JSON data. `closure` describes a user's function, for digests.
+
+    Raises:
+        UnsupportedError: the graph calls a user's function and there is no `closure`; the message names the block.
+    """
+    return {
+        "name": graph.name,
+        "inputs": [encode(i) for i in graph.inputs],
+        "nodes": [_encode_node(graph, node, closure) for node in graph.nodes],
+        "outputs": [_ref(v) for v in graph.outputs],
+        "output_names": list(graph.output_names),
+        "writes": [[encode(leaf), _ref(v)] for leaf, v in graph.writes],
+    }
+
+
+def _ref(value: Value) -> list[int]:
+    return [value.node, value.index]
+
+
+def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str, Any]:
+    op = node.op
+    try:
+        if isinstance(op, BodyInput):  # its type is that of the region's operand
+            encoded: Any = {"BodyInput": {"index": op.index}}
+        elif isinstance(op, Repeat):
+            fields = {"count": op.count, "carries": op.carries, "body": encode_graph(op.body, closure)}
+            encoded = {"Repeat": fields}
+        elif isinstance(op, pointwise.JaxFn) and closure is not None:
+            encoded = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
+        else:
+            encoded = encode(op)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path_text(node.origin.path)}: {op.text()}: {error}") from error
+    return {
+        "op": encoded,
+        "inputs": [_ref(v) for v in node.inputs],
+        "types": [str(t) for t in node.types],
+        "origin": _fields(node.origin),
+    }
+
+
+def encode(value: Any) -> Any:
+    """An attribute as JSON data.
+
+    Raises:
+        UnsupportedError: a function.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if value is Ellipsis:
+        return "..."
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, np.dtype):
+        return short_name(value)
+    if isinstance(value, TensorType):
+        return {"dtype": short_name(value.dtype), "shape": [_dim(d) for d in value.shape]}
+    if isinstance(value, tuple | list):
+        return [encode(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: encode(v) for k, v in sorted(value.items())}
+    if dataclasses.is_dataclass(value):
+        return {type(value).__name__: fields} if (fields := _fields(value)) else type(value).__name__
+    raise UnsupportedError(f"{getattr(value, '__name__', type(value).__name__)}: Python functions cannot be stored")
+
+
+def _dim(dim: Any) -> int | str:
+    if isinstance(dim, int) or str(dim).isidentifier():
+        return dim if isinstance(dim, int) else str(dim)
+    raise UnsupportedError(f"dimension {dim}: only sizes and plain symbols can be stored")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default."""
+    shown = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+    return {f.name: encode(v) for f, v in shown if v != _default(f)}
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple[TensorType, ...] = ()) -> Graph:
+    """A graph from JSON data. `given` are the operand types of the region that it is.
+
+    Raises:
+        ArtifactFormatError: names the place, what was expected and what was found.
+        GraphError: an op does not fit its operands.
+    """
+    fields = object_with({"name", "inputs", "nodes", "outputs", "output_names", "writes"}, data, where)
+    rows = _array(fields["nodes"], f"{where}.nodes")
+    if len(rows) > MAX_NODES:
+        raise LimitError(f"{where}.nodes has {len(rows)} entries, over the limit MAX_NODES = {MAX_NODES}")
+    nodes: list[Node] = []
+    for number, row in enumerate(rows):
+        nodes.append(_decode_node(row, nodes, types, f"{where}.nodes[{number}]", given))
+    writes = []
+    for i, pair in enumerate(_array(fields["writes"], f"{where}.writes")):
+        leaf, value = _array(pair, f"{where}.writes[{i}]", 2)
+        writes.append((decode(StateLeaf, leaf, f"{where}.writes[{i}]"), _value(value, nodes, f"{where}.writes[{i}]")))
+    return Graph(
+        decode(str, fields["name"], f"{where}.name"),
+        tuple(nodes),
+        tuple(_value(v, nodes, f"{where}.outputs") for v in _array(fields["outputs"], f"{where}.outputs")),
+        decode(tuple[Input, ...], fields["inputs"], f"{where}.inputs"),
+        decode(tuple[str, ...], fields["output_names"], f"{where}.output_names"),
+        tuple(writes),
+    )
+
+
+def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, given: tuple[TensorType, ...]) -> Node:
+    fields = object_with({"op", "inputs", "types", "origin"}, data, where)
+    inputs = tuple(_value(v, nodes, f"{where}.inputs") for v in _array(fields["inputs"], f"{where}.inputs"))
+    operands = tuple(nodes[v.node].types[v.index] for v in inputs)
+    op = _decode_op(fields["op"], types, f"{where}.op", operands, given)
+    try:
+        inferred = types.infer(op, operands)
+    except RlxError as error:
+        error.args = (f"{where}: {error}",)
+        raise
+    written = decode(tuple[str, ...], fields["types"], f"{where}.types")
+    if written != tuple(map(str, inferred)):
+        raise ArtifactFormatError(f"{where}.types says {list(written)}, {op.text()} gives {list(map(str, inferred))}")
+    return Node(op, inputs, inferred, _record(Origin, fields["origin"], f"{where}.origin"))
+
+
+def _decode_op(
+    data: Any, types: TypeCache, where: str, operands: tuple[TensorType, ...], given: tuple[TensorType, ...]
+) -> Op:
+    tag, fields = _tagged(data, where)
+    if tag == "BodyInput":
+        index = decode(int, object_with({"index"}, fields, where)["index"], f"{where}.index")
+        if not 0 <= index < len(given):
+            raise ArtifactFormatError(f"{where}: body input {index} of a region with {len(given)} operands")
+        return BodyInput(index, type=given[index])
+    if tag == "Repeat":
+        values = object_with({"count", "carries", "body"}, fields, where)
+        count, carries = (decode(int, values[name], f"{where}.{name}") for name in ("count", "carries"))
+        if not (1 <= count <= MAX_REPEATS and 0 <= carries <= len(operands)):
+            raise ArtifactFormatError(f"{where}: count {count} of at most {MAX_REPEATS}, {carries} carries")
+        return Repeat(count, carries, decode_graph(values["body"], types, f"{where}.body", operands))
+    op: Op = decode(Op, data, where)
+    return op
+
+
+def _value(data: Any, nodes: list[Node], where: str) -> Value:
+    """A reference to a result of an earlier node."""
+    node, index = (decode(int, i, where) for i in _array(data, where, 2))
+    if not (0 <= node < len(nodes) and 0 <= index < len(nodes[node].types)):
+        raise ArtifactFormatError(f"{where}: [{node}, {index}] is no result of the {len(nodes)} nodes before it")
+    return Value(node, index)
+
+
+def decode(hint: Any, data: Any, where: str) -> Any:
+    """An attribute of the annotated type `hint` from JSON data."""
+    origin = get_origin(hint)
+    if origin in (Union, builtin_types.UnionType):
+        return _decode_union(get_args(hint), data, where)
+    if origin is tuple:
+        return _decode_tuple(get_args(hint), data, where)
+    if origin is Mapping:
+        kind = get_args(hint)[1]
+        return {name: decode(kind, v, f"{where}.{name}") for name, v in _object(data, where).items()}
+    if hint is TensorType:
+        fields = object_with({"dtype", "shape"}, data, where)
+        return tensor_type(_array(fields["shape"], f"{where}.shape"), decode(str, fields["dtype"], where), where)
+    if origin is np.dtype:
+        return as_dtype(_plain(str, data, where))
+    if hint is bytes:
+        return _decode_bytes(data, where)
+    if hint is float and isinstance(data, str) and data in ("inf", "-inf", "nan"):
+        return float(data)
+    if hint is builtin_types.EllipsisType and data == "...":
+        return Ellipsis
+    if hint in (int, float, str, bool, builtin_types.NoneType):
+        return _plain(hint, data, where)
+    return _decode_record(hint, data, where)
+
+
+def _plain(hint: type, data: Any, where: str) -> Any:
+    allowed = (int, float) if hint is float else (hint,)
+    if isinstance(data, bool) != (hint is bool) or not isinstance(data, allowed):
+        raise _expected(hint.__name__, data, where)
+    return data
+
+
+def _decode_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
+    for hint in hints:
+        try:
+            return decode(hint, data, where)
+        except ArtifactFormatError:
+            continue
+    # The alternative that the tag means says what is wrong.
+    named = [h for h in hints if isinstance(data, dict) and getattr(h, "__name__", "") in data]
+    return decode(named[0] if named else hints[0], data, where)
+
+
+def _decode_tuple(hints: tuple[Any, ...], data: Any, where: str) -> Any:
+    if len(hints) == 2 and hints[1] is Ellipsis:
+        return tuple(decode(hints[0], v, f"{where}[{i}]") for i, v in enumerate(_array(data, where)))
+    items = _array(data, where, len(hints))
+    return tuple(decode(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, items, strict=True)))
+
+
+def _decode_bytes(data: Any, where: str) -> bytes:
+    try:
+        return base64.b64decode(_plain(str, data, where), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ArtifactFormatError(f"{where}: not base64") from error
+
+
+def _decode_record(hint: Any, data: Any, where: str) -> Any:
+    """A dataclass: the annotated one, or for `Op` and its kinds the one that the table has under that name."""
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, pointwise.Mir, hir.Hir)):
+        raise ArtifactFormatError(f"{where}: values of {hint} cannot be stored")
+    tag, fields = _tagged(data, where)
+    known = OPS if issubclass(hint, Op) else {hint.__name__: hint}
+    if tag not in known or not issubclass(known[tag], hint):
+        raise ArtifactFormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
+    return _record(known[tag], fields, where)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {name: h for name, h in hints.items() if h is not ClassVar and get_origin(h) is not ClassVar}
+
+
+def _record(cls: Any, data: Any, where: str) -> Any:
+    """A dataclass from its fields; those left out are at their default."""
+    defaults = {f.name: _default(f) for f in dataclasses.fields(cls)}
+    data = _object(data, where)
+    for name in data:
+        if name not in defaults:
+            raise ArtifactFormatError(
+                f"{where}: {cls.__name__} has no field {quote(name)}{did_you_mean(name, defaults)}"
+            )
+    missing = [n for n, default in defaults.items() if default is dataclasses.MISSING and n not in data]
+    if missing:
+        raise ArtifactFormatError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
+    made = cls(**{name: decode(_hints(cls)[name], v, f"{where}.{name}") for name, v in data.items()})
+    if isinstance(made, Constant) and not (made.type.is_static and len(made.data) == made.type.nbytes):
+        raise ArtifactFormatError(f"{where}: {len(made.data)} bytes for a constant of {made.type}")
+    if isinstance(made, Param) and not made.programs:
+        raise ArtifactFormatError(f"{where}: a parameter without a program")
+    return made
+
+
+def _tagged(data: Any, where: str) -> tuple[str, Any]:
+    """`"Where"` or `{"Linear": {…}}`."""
+    if isinstance(data, str):
+        return data, {}
+    if isinstance(data, dict) and len(data) == 1:
+        ((tag, fields),) = data.items()
+        return tag, fields
+    raise _expected("a name, or an object with one", data, where)
+
+
+def _object(data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _expected("an object", data, where)
+    return data
+
+
+def object_with(names: set[str], data: Any, where: str) -> dict[str, Any]:
+    """`data`, if it is an object with exactly these names."""
+    if not isinstance(data, dict) or set(data) != names:
+        raise _expected(f"an object with {', '.join(sorted(names))}", data, where)
+    return data
+
+
+def one_of(where: str, data: Any, known: tuple[str, ...]) -> str:
+    """`data`, if it is one of the `known` texts."""
+    if not isinstance(data, str) or data not in known:
+        raise _expected(f"one of {', '.join(known)}", data, where)
+    return data
+
+
+def _array(data: Any, where: str, length: int | None = None) -> list[Any]:
+    if not isinstance(data, list) or (length is not None and len(data) != length):
+        raise _expected("an array" if length is None else f"an array of {length}", data, where)
+    return data
+
+
+def _expected(what: str, data: Any, where: str) -> ArtifactFormatError:
+    found = (
+        f"an object with {', '.join(map(quote, list(data)[:8])) or 'nothing'}"
+        if isinstance(data, dict)
+        else quote(data)
+    )
+    return ArtifactFormatError(f"{where}: expected {what}, found {found}")
+
+
+# -- digests -----------------------------------------------------------------------------------
+
+
+def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
+    """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
+    closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
+    captured = (np.asarray(c) for c in pointwise.captured_arrays(closed))
+    return text + " ".join(hashlib.sha256(c.tobytes()).hexdigest() for c in captured)
