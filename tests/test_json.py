@@ -17,7 +17,7 @@ from rlx_jax import Graph, GraphModule, blocks
 from rlx_jax.errors import ArtifactFormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
 from rlx_jax.ir import hir, serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead, TypeCache
-from rlx_jax.ir.ops.pointwise import JaxFn
+from rlx_jax.ir.ops.pointwise import FullLike, JaxFn
 from rlx_jax.ir.ops.shaping import Slice
 from rlx_jax.ir.types import LayerIndex, as_dtype, tensor_type
 from rlx_jax.lowering.derive import derive
@@ -78,7 +78,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def op_classes(base: type) -> Iterator[type]:
+def op_classes(base: type[Any]) -> Iterator[type[Any]]:
     """The op classes of the package below `base`."""
     for cls in base.__subclasses__():
         if cls.__module__.startswith("rlx_jax.") and cls not in (Mir, Hir, Leaf):
@@ -121,7 +121,7 @@ def test_attributes_that_json_has_no_word_for() -> None:
     ops: list[Op] = [
         Slice((None, ..., (1, None, -1), 0)),
         StateRead(StateLeaf(("layers", LayerIndex(2, 1), "attn"), "k"), type=tensor_type(("batch", 4), "bf16", "t")),
-        serial.pointwise.FullLike(-np.inf, as_dtype("f8_e4m3")),
+        FullLike(-np.inf, as_dtype("f8_e4m3")),
         Input("x", type=tensor_type(("batch", "seq"), "i32", "t")),
     ]
     for op in ops:
@@ -273,7 +273,24 @@ def test_mutants_are_refused_or_mean_a_graph() -> None:
     recipe, _ = llama()
     module = recipe.assemble().build(weight_specs(LLAMA)).into_graph_module()
     sources = [document(), json.loads(module.to_json()), json.loads(module.lower().to_json())]
-    odd = [None, True, -1, 0, 1, 2**31, 2**64, 1e308, -0.0, "", "seq", "Where", [], {}, [[0, 0]], {"Linear": {}}]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**64,
+        1e308,
+        -0.0,
+        "",
+        "seq",
+        "Where",
+        [],
+        {},
+        [[0, 0]],
+        {"Linear": {}},
+    ]
     refused = 0
     for _ in range(150):
         data = copy.deepcopy(sources[rng.integers(len(sources))])

@@ -32,7 +32,9 @@ from rlx_jax.ir.graph import (
     BodyInput,
     Constant,
     Graph,
+    Hir,
     Input,
+    Mir,
     Node,
     Op,
     Origin,
@@ -292,7 +294,7 @@ def _decode_bytes(data: Any, where: str) -> bytes:
 
 def _decode_record(hint: Any, data: Any, where: str) -> Any:
     """A dataclass: the annotated one, or for `Op` and its kinds the one that the table has under that name."""
-    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, pointwise.Mir, hir.Hir)):
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, Mir, Hir)):
         raise ArtifactFormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
     known = OPS if issubclass(hint, Op) else {hint.__name__: hint}
