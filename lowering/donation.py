@@ -7,11 +7,15 @@ nothing without a word. So three things are checked on the compiled program.
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from rlx_jax.errors import RlxWarning
+from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.plan import Lir, activation_bytes, state_types
 
@@ -55,6 +59,28 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
         temp_limit=activation_bytes(lir.graph) + 2 * largest + 2 * sum(narrow) + SLACK,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
+
+
+def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the named inputs whose memory an output can take: of the same shape and dtype, one output each.
+
+    The others are not donated, which is a warning: to consume them would save nothing.
+    """
+    free = Counter(graph.type(v) for v in graph.outputs)
+    found = []
+    for i in graph.inputs:
+        if i.input not in names:
+            continue
+        if free[i.type]:
+            free[i.type] -= 1
+            found.append(i.input)
+        else:
+            warnings.warn(
+                f"{graph.name}: donation.inputs names {i.input!r}, which has no effect: no output is {i.type}",
+                RlxWarning,
+                stacklevel=2,
+            )
+    return tuple(found)
 
 
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import bind_path, path_text
+from rlx_jax.lowering.attention import IMPLEMENTATIONS, Call, Choice, call_of
 
 Array = Any
 StateKey = tuple[str, str]
@@ -39,6 +41,7 @@ class Env:
     state: dict[StateKey, Array]
     scan: bool = False
     remat: str = "none"
+    attention: Mapping[Call, Choice] = field(default_factory=dict)
     iteration: int | None = None
     operands: tuple[Array, ...] = ()
     sliced: Mapping[Program, Array] = field(default_factory=dict)
@@ -66,21 +69,22 @@ def interpret(graph: Graph, env: Env) -> tuple[Array, ...]:
     values: dict[Value, Array] = {}
     for number, node in enumerate(graph.nodes):
         with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
-            results = _run(node, tuple(values[v] for v in node.inputs), env)
+            results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
         values.update({Value(number, i): r for i, r in enumerate(results)})
     written = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
     env.state.update(written)
     return tuple(values[v] for v in graph.outputs)
 
 
-def _run(node: Node, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
+def _run(graph: Graph, node: Node, operands: tuple[Array, ...], env: Env) -> tuple[Array, ...]:
     op = node.op
     if isinstance(op, Leaf):
         return (env.leaf(op),)
     if isinstance(op, Repeat):
         return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
     assert isinstance(op, Mir), op
-    out = op.eval(*operands)
+    choice = env.attention.get(call_of(graph, node)) if isinstance(op, AttentionOp) else None
+    out = op.eval(*operands) if choice is None else IMPLEMENTATIONS[choice.implementation](op, *operands)
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -10,27 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Leaf, StateRead
+from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.attention import Call, Choice, attentions
 
 StateKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices for one program: `scan` the layers or unroll them, donate the state, what a gradient recomputes
-    of each layer (`remat`: none, layer or dots), options for XLA."""
+    """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
+    recomputes of each layer (`remat`: none, layer or dots), the `implementation` of attention that was asked for and
+    the choice for each of them, options for XLA."""
 
     target: str
     scan: bool
     donate_state: bool
+    donate_inputs: tuple[str, ...] = ()
     remat: str = "none"
+    implementation: str = "auto"
+    attention: Mapping[Call, Choice] = field(default_factory=dict)
     compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
 
     def text(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
         return (
             f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, remat={self.remat}, "
-            f"donate_state={str(self.donate_state).lower()}, compiler_options={options}"
+            f"donate_state={str(self.donate_state).lower()}, donate_inputs=[{', '.join(self.donate_inputs)}], "
+            f"compiler_options={options}"
         )
 
 
@@ -40,6 +47,16 @@ class Lir:
 
     graph: Graph
     plan: Plan
+
+    def attention(self) -> tuple[str, ...]:
+        """One line for each attention: its block path, the implementation and the reason."""
+        choices = self.plan.attention
+        return tuple(f"{path}: {choices[call]}" for path, call in attentions(self.graph).items() if call in choices)
+
+    def text(self) -> str:
+        """The plan, then the graph."""
+        head = [f"lir @{self.graph.name}", f"  {self.plan.text()}", *(f"  attention {a}" for a in self.attention())]
+        return "\n".join([*head, dump(self.graph, "mir")])
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[StateKey, TensorType]:

@@ -107,6 +107,22 @@ def _cast(b: Builder, value: Value, before: Op, dtype: np.dtype[Any]) -> Value:
     return b(CastTo(dtype), value)
 
 
+def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
+    """Keep floating parameters in `dtype` and cast them where they are read, to what the program had."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        op = node.op
+        if isinstance(op, Param) and is_float(op.type.dtype) and op.type.dtype != dtype:
+            stored = Param(tuple(cast(p, dtype) for p in op.programs), type=op.type.with_dtype(dtype))
+            return (b(CastTo(op.type.dtype), b.leaf(stored)),)
+        table = b.nodes[inputs[0].node] if isinstance(op, hir.Embed) else None
+        if table is not None and isinstance(table.op, CastTo):  # cast the rows that are read, not the table
+            return (b(table.op, b(op, table.inputs[0], inputs[1])),)
+        return None
+
+    return rewrite(graph, everywhere(fn), types, "store")
+
+
 def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
     b = Builder.resume(graph, types)
     outputs = [

@@ -13,19 +13,14 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
-from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
+from rlx_jax.errors import MissingFileError, ProfileError, did_you_mean, quote
 from rlx_jax.profiles import text
 from rlx_jax.profiles.check import At, Options, Table, build, field_types
 
 LATER = frozenset(
     {
         "fusion.assert_clean",
-        "passes.verbose",
-        "precision.mixed",
-        "precision.weights",
         "precision.kv",
-        "donation.inputs",
-        "attention.implementation",
         "buckets.prompt",
         "buckets.batch",
         "buckets.on_recompile",
@@ -33,33 +28,37 @@ LATER = frozenset(
         "backend.mlx",
         "backend.wgpu",
         "backend.*.unfuse_regions",
-        "backend.*.weight_layout",
         "backend.*.dispatch",
     }
 )
 """Settings that are known and have no effect yet: an `UnsupportedError`. `*` stands for any backend."""
 
-LATER_VALUES = {"fusion.target": ("metal", "mlx", "wgpu")}
+LATER_VALUES = {
+    "fusion.target": ("metal", "mlx", "wgpu"),
+    "precision.weights": ("int8", "int4"),
+    "attention.implementation": ("pallas",),
+}
 """Values that are known and not supported."""
 
-PRESETS = ("auto", "encoder", "llama32_prefill", "llama32_decode")
-"""Presets that have a file in this folder."""
-
-PRESETS_LATER = (
-    "qwen3_prefill",
-    "qwen35_prefill",
-    "gemma_prefill",
+PRESETS = (
+    "auto",
+    "encoder",
     "flux2",
-    "sam_encoder",
-    "sam2",
-    "sam3",
-    "qwen3_decode",
-    "qwen35_decode",
     "gemma_decode",
-    "sam2_memory_attention",
+    "gemma_prefill",
     "llada2_diffusion",
+    "llama32_decode",
+    "llama32_prefill",
+    "qwen35_decode",
+    "qwen35_prefill",
+    "qwen3_decode",
+    "qwen3_prefill",
+    "sam2",
+    "sam2_memory_attention",
+    "sam3",
+    "sam_encoder",
 )
-"""Presets that are known by name and that no recipe uses yet."""
+"""Presets, a file each in this folder."""
 
 
 FusionPass = Literal["fuse_matmul_bias_act",]
@@ -89,31 +88,48 @@ class Fusion(_Table):
 
 @dataclass(frozen=True)
 class Passes(_Table):
-    """Which passes run over the tensor graph: dead code, common subexpressions, constants."""
+    """Which passes run over the tensor graph: dead code, common subexpressions, constants.
+
+    verbose: log every step of the pipeline with its node counts, at INFO by the logger `rlx_jax.compile`.
+    """
 
     PATH: ClassVar[str] = "passes"
     dce: bool = True
     cse: bool = True
     constant_folding: bool = True
+    verbose: bool = False
 
 
 @dataclass(frozen=True)
 class Precision(_Table):
     """compute: the dtype of activations; `auto` is the weights' own on GPU and TPU, and f32 on the CPU.
     matmul: the precision of every matrix product, as in `jax.lax.Precision`.
+    mixed: compute in f32 but for ops of some classes, which take a narrow dtype; parameters and gradients stay f32.
+        `auto_mixed`: f16 for products, norms, arithmetic and data movement. `always_f16`: the same here, because
+        norms and softmax take their statistics in f32 by their own definition. `auto_mixed_conservative`: as
+        `auto_mixed`, norms and softmax in f32. `auto_mixed_bf16`: bf16 for all. `auto`: `auto_mixed_bf16` on TPU,
+        else `auto_mixed`. Excludes a `compute` of bf16 or f16.
+    weights: the dtype that floating parameters are stored in; the program casts where it reads. `keep` stores what
+        the program computes in.
     """
 
     PATH: ClassVar[str] = "precision"
     compute: Literal["auto", "f32", "bf16", "f16"] = "auto"
     matmul: Literal["default", "high", "highest"] = "default"
+    mixed: Literal["none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16"] = "none"
+    weights: Literal["keep", "f32", "bf16"] = "keep"
 
 
 @dataclass(frozen=True)
 class Donation(_Table):
-    """state: the cache of a step is written in place, and the old state is gone."""
+    """state: the cache of a step is written in place, and the old state is gone.
+    inputs: names of inputs whose device arrays a call consumes, so that XLA may reuse their memory. An array that
+        was given is gone after the call; `apply` consumes nothing.
+    """
 
     PATH: ClassVar[str] = "donation"
     state: bool = True
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,14 +146,27 @@ class Layers(_Table):
 
 
 @dataclass(frozen=True)
+class Attention(_Table):
+    """implementation: how attention runs. `auto` takes cuDNN where it can compute it and gains, else XLA; the report
+    and the LIR name the reason for each block. `cudnn` is an error where it cannot be had.
+    """
+
+    PATH: ClassVar[str] = "attention"
+    implementation: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+@dataclass(frozen=True)
 class Backend(_Table):
-    """merge: whether projections of one input (q, k, v; gate, up) are stored and multiplied as one; `auto`
+    """weight_layout: the orientation that weights of Linears are stored in, `[in, out]` or `[out, in]`; `auto` is
+        that of the flow, which is that of its checkpoint. A weight that other ops read too stays as it is.
+    merge: whether projections of one input (q, k, v; gate, up) are stored and multiplied as one; `auto`
         merges where a checkpoint is loaded for generation, and not where leaves keep their checkpoint keys.
     skip_fusion: no fusion pass runs on this backend.
     compiler_options: passed to XLA as they are, for this backend.
     """
 
     PATH: ClassVar[str] = "backend.*"
+    weight_layout: Literal["auto", "in_out", "out_in"] = "auto"
     merge: bool | Literal["auto"] = "auto"
     skip_fusion: bool = False
     compiler_options: Options = field(default_factory=Options)
@@ -160,12 +189,7 @@ def _preset(name: str) -> CompileProfile:
         resource = files("rlx_jax.profiles").joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"
         return build(CompileProfile, {"name": name} | text.parse(resource.read_bytes(), source), At(source))
-    if name in PRESETS_LATER:
-        raise UnsupportedError(
-            f"preset {quote(name)} is known, but no recipe uses it yet; there are {', '.join(PRESETS)}"
-        )
-    hint = did_you_mean(name, (*PRESETS, *PRESETS_LATER))
-    raise ProfileError(f"there is no preset {quote(name)}; there are {', '.join(PRESETS)}{hint}")
+    raise ProfileError(f"there is no preset {quote(name)}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
 
 
 @dataclass(frozen=True)
@@ -184,14 +208,14 @@ class CompileProfile(_Table):
     precision: Precision = field(default_factory=Precision)
     donation: Donation = field(default_factory=Donation)
     layers: Layers = field(default_factory=Layers)
+    attention: Attention = field(default_factory=Attention)
     backend: Backends = field(default_factory=Backends)
 
     @classmethod
     def preset(cls, name: str) -> CompileProfile:
-        """A preset by name.
+        """A preset by name: one of `PRESETS`.
 
         Raises:
-            UnsupportedError: a known name that no recipe uses yet.
             ProfileError: an unknown name, with a suggestion.
         """
         return _preset(str(name))
@@ -209,6 +233,32 @@ class CompileProfile(_Table):
         source = f"compile profile {quote(os.fspath(path))}"
         name = re.sub(r"[^\w.-]", "_", os.path.basename(os.fsdecode(path)).removesuffix(".toml").removesuffix(".rlx"))
         return build(cls, {"name": name[:64] or "custom"} | text.parse(text.read(path), source), At(source))
+
+    @classmethod
+    def near(
+        cls, weights: str | os.PathLike[str], family: str, default: CompileProfile | str = "auto"
+    ) -> CompileProfile:
+        """The profile that lies beside the weights: `<family>.rlx.toml` in their directory. Without one, the default.
+
+        Args:
+            weights: a checkpoint's directory, or a file in it.
+            family: the first part of the file's name, such as `llama32`.
+            default: a profile, or the name of a preset.
+
+        Raises:
+            MissingFileError: there are no such weights.
+            ProfileError, StorageError, UnsupportedError: the file is there and wrong, as `from_toml`.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", family):
+            raise ProfileError(f"profile near weights: family is letters, digits, _ and -, got {quote(family)}")
+        place = os.fspath(weights)
+        if not os.path.lexists(place):
+            raise MissingFileError(f"profile near weights: there is nothing at {quote(place)}")
+        directory = place if os.path.isdir(place) else os.path.dirname(place)
+        file = os.path.join(directory, f"{family}.rlx.toml")
+        if os.path.lexists(file):
+            return cls.from_toml(file)
+        return _preset(default) if isinstance(default, str) else default
 
     @classmethod
     def from_toml_str(cls, toml: str) -> CompileProfile:

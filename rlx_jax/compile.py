@@ -11,39 +11,50 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from rlx_jax.built import Buildable, BuiltModel, Weights
-from rlx_jax.errors import GraphError, LevelError, ProfileError, RlxWarning, UnexpectedWeightError, listing
+from rlx_jax.errors import (
+    GraphError,
+    LevelError,
+    ProfileError,
+    RlxWarning,
+    UnexpectedWeightError,
+    did_you_mean,
+    listing,
+    quote,
+)
+from rlx_jax.executable import Arrays, Executable, Function, StateArrays, compile_program
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.attention import choose_all
 from rlx_jax.lowering.derive import derive
-from rlx_jax.lowering.donation import Donation, examine
+from rlx_jax.lowering.donation import reusable_inputs
 from rlx_jax.lowering.interpret import Env, interpret
 from rlx_jax.lowering.layout import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.merge import merge_linears
+from rlx_jax.lowering.mixed import mixed
+from rlx_jax.lowering.orient import orient
 from rlx_jax.lowering.passes import PASSES
 from rlx_jax.lowering.passes.dce import dce
 from rlx_jax.lowering.plan import Lir, Plan, state_types
-from rlx_jax.lowering.precision import compute_in, pin_matmul
+from rlx_jax.lowering.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.specialise import specialise
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.settings import Settings, settings_for, settings_of
-
-Arrays = Mapping[str, Any]
-StateArrays = dict[tuple[str, str], Any]
-Function = Callable[[Arrays, StateArrays, Arrays], tuple[tuple[Any, ...], StateArrays]]
 
 
 def choose_settings(built: BuiltModel, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
@@ -88,13 +99,17 @@ class Template:
 
 
 def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: bool) -> Graph:
-    """HIR of one program: composites as blocks, the compute dtype, merged projections, derived from the forward."""
+    """HIR of one program: composites as blocks, the compute dtype, how weights are stored, derived from the forward."""
     types = built.types
     hir = verify(expand_composites(built.hir, types), "hir", "expand", types)
     hir = verify(compute_in(hir, settings.compute, types), "hir", "precision", types)
     if settings.merge:
         # Without dce the unmerged weights would stay in the graph, and so in the layout.
         hir = verify(dce(merge_linears(hir, types), types), "hir", "merge_linears", types)
+    if settings.weight_layout != "auto":
+        hir = verify(dce(orient(hir, settings.weight_layout, types), types), "hir", "orient", types)
+    if settings.stored is not None:
+        hir = verify(dce(store_in(hir, settings.stored, types), types), "hir", "store", types)
     return verify(derive(hir, program, types, last_only), "hir", program, types)
 
 
@@ -106,10 +121,14 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
         start = time.perf_counter()
         graph = verify(fn(), level, name, types)
         seconds[name], nodes[name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
+        if settings.verbose:
+            print(f"{built.name} {program}: {name}: {nodes[name]} nodes, {seconds[name]:.3f} s", file=sys.stderr)
         return graph
 
     hir = step("derive", lambda: program_hir(built, settings, program, last_only), "hir")
     mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
+    if settings.mixed != "none":
+        mir = step("mixed", lambda mir=mir: mixed(mir, settings.mixed, types), "mir")  # type: ignore[misc]
     for name in settings.passes:
         mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
     return Template(built, hir, mir, bounds_of(built.hir), state_types(mir, settings.scan), types, seconds, nodes)
@@ -118,13 +137,25 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
     """MIR template → MIR with sizes → LIR."""
     graph = verify(specialise(template.mir, binding, template.types), "mir", "specialise", template.types)
-    return Lir(graph, make_plan(settings))
+    plan = replace(
+        make_plan(settings),
+        donate_inputs=reusable_inputs(graph, settings.donate_inputs),
+        attention=choose_all(graph, settings.target, settings.attention, differentiable=not template.state),
+    )
+    return Lir(graph, plan)
 
 
 def make_plan(settings: Settings) -> Plan:
-    """What the plan takes from the settings."""
+    """What the plan takes from the settings alone."""
     options = dict(settings.compiler_options)
-    return Plan(settings.target, settings.scan, settings.donate_state, settings.remat, options)
+    return Plan(
+        settings.target,
+        settings.scan,
+        settings.donate_state,
+        remat=settings.remat,
+        implementation=settings.attention,
+        compiler_options=options,
+    )
 
 
 def lir_of(built: BuiltModel, profile: CompileProfile | None, sizes: Mapping[str, int]) -> Lir:
@@ -140,7 +171,7 @@ def make_function(lir: Lir, layout: Layout) -> Function:
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         leaves = {program: params[name] for program, name in names.items()}
-        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat)
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, lir.plan.attention)
         outputs = interpret(lir.graph, env)
         return outputs, env.state
 
@@ -154,45 +185,6 @@ class Specialised:
     lir: Lir
     run: Function
     jitted: Function
-
-
-@dataclass
-class Executable:
-    """A compiled program."""
-
-    lir: Lir
-    call: jax.stages.Compiled
-    lowered: jax.stages.Lowered
-    seconds: Mapping[str, float]
-    donation: Donation | None = None
-
-
-def compile_program(lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
-    """Trace and compile with XLA; the state is donated, and that is proved."""
-    # With debug_nans jax keeps every argument alive, so there is nothing to donate and nothing to prove.
-    donate = (1,) if lir.plan.donate_state and state and not jax.config.jax_debug_nans else ()  # type: ignore[attr-defined]
-    jitted = jax.jit(function, donate_argnums=donate, compiler_options=dict(lir.plan.compiler_options) or None)
-    start = time.perf_counter()
-    lowered = jitted.lower(params, state, inputs)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    return Executable(lir, compiled, lowered, seconds, prove_donation(lir, compiled) if donate else None)
-
-
-def prove_donation(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
-    """The state is consumed in place, or this is an error.
-
-    Raises:
-        GraphError: bytes that are not aliased. Larger temporaries or copies of a cache are a warning.
-    """
-    donation = examine(lir, compiled)
-    problems = donation.problems()
-    if problems and donation.aliased_bytes < donation.state_bytes:
-        raise GraphError(f"{lir.graph.name}: the state is not updated in place: {'; '.join(problems)}")
-    if problems:
-        warnings.warn(f"{lir.graph.name}: {'; '.join(problems)}", RlxWarning, stacklevel=2)
-    return donation
 
 
 # -- one model, all of its programs ------------------------------------------------------------
@@ -262,11 +254,41 @@ def open_compiler(
     build_s = time.perf_counter() - start
     check_unread(built, strict)
     settings = choose_settings(built, profile, merge, program)
+    check_inputs(settings.donate_inputs, flow)
     first = "train" if program == "train" else "forward"
     template = make_template(built, settings, first, False, build_s)
+    warn_without_effect(settings, flow.name, template.mir)
     compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
     compiler.templates[(first, frozenset(), False)] = template
     return compiler
+
+
+def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
+    """Inputs that the profile names are inputs of the flow.
+
+    Raises:
+        ProfileError: with a suggestion.
+    """
+    known = [i.name for i in flow.inputs]
+    for name in names:
+        if name not in known:
+            raise ProfileError(
+                f"donation.inputs: {flow.name} has no input {quote(name)}; it has {listing(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def warn_without_effect(settings: Settings, name: str, mir: Graph) -> None:
+    """A warning for each setting that has nothing to act on in this program."""
+    nodes = [node for _, node in mir.walk()]
+    if settings.remat != "none" and not any(node.op.regions() for node in nodes):
+        warnings.warn(
+            f"{name}: layers.remat = {settings.remat!r} has no effect: no layers repeat", RlxWarning, stacklevel=2
+        )
+    if settings.attention == "cudnn" and not any(isinstance(node.op, AttentionOp) for node in nodes):
+        warnings.warn(
+            f"{name}: attention.implementation = 'cudnn' has no effect: there is no attention", RlxWarning, stacklevel=2
+        )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Every method returns a new flow. `build` runs the stages and gives the HIR; `rlx
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -88,6 +89,25 @@ class ModelFlow:
     def with_profile(self, profile: CompileProfile) -> ModelFlow:
         """Use `profile` unless `compile` gets another."""
         return replace(self, profile=profile)
+
+    def profile_file(
+        self, path: str | os.PathLike[str] | None, default: CompileProfile | Callable[[], CompileProfile] | None = None
+    ) -> ModelFlow:
+        """The profile in a `*.rlx.toml`. `default` (or what it returns; else `auto`) is used only for path None.
+
+        Raises:
+            MissingFileError: no such file. ProfileError: as `CompileProfile.from_toml`.
+        """
+        if path is not None:
+            return self.with_profile(CompileProfile.from_toml(path))
+        chosen = default() if callable(default) else default
+        return self.with_profile(chosen or CompileProfile.auto())
+
+    def profile_near(
+        self, weights: str | os.PathLike[str], family: str, default: CompileProfile | str = "auto"
+    ) -> ModelFlow:
+        """`<family>.rlx.toml` beside the weights, else `default`: see `CompileProfile.near`."""
+        return self.with_profile(CompileProfile.near(weights, family, default))
 
     def profile_prefill(self) -> ModelFlow:
         """The preset `llama32_prefill`."""

@@ -13,11 +13,8 @@ import jax.numpy as jnp
 
 from rlx_jax.built import InputDecl, Weights
 from rlx_jax.compile import (
-    Arrays,
     Compiler,
-    Executable,
     ProgramKey,
-    StateArrays,
     make_function,
     make_plan,
     open_compiler,
@@ -31,6 +28,7 @@ from rlx_jax.errors import (
     WeightShapeError,
     listing,
 )
+from rlx_jax.executable import Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
@@ -75,6 +73,7 @@ class Report:
     parameter_bytes: int
     compiles: int
     refusals: tuple[str, ...]
+    attention: tuple[str, ...] = ()
     flops: int | None = None
     donated_bytes: int | None = None
     peak_bytes: int | None = None
@@ -86,6 +85,7 @@ class Report:
         for name in ("flops", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
             if (value := getattr(self, name)) is not None:
                 rows.append(f"{name:<18} {value:,}")
+        rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)
 
@@ -187,7 +187,7 @@ class CompiledModel:
             return self._result(self.compiler.function(key).jitted(params, arrays, values), key)
         executable = self._executable(key, params, arrays, values)
         try:
-            results = executable.call(params, arrays, values)
+            results = executable.run(params, arrays, values)
         except ValueError as error:
             if "sharding" not in str(error):
                 raise
@@ -361,7 +361,7 @@ class CompiledModel:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
         lir = self.compiler.function(self.last).lir
         if level == "lir":
-            return f"lir @{lir.graph.name}\n  {lir.plan.text()}\n{dump(lir.graph, 'mir')}"
+            return lir.text()
         executable = self.compiler.executables.get(self.last)
         if executable is None:
             raise GraphError(
@@ -393,6 +393,7 @@ class CompiledModel:
         return Report(
             {**seconds, **executable.seconds},
             **common,
+            attention=executable.lir.attention(),
             flops=flops(executable.lir.graph),
             donated_bytes=memory.alias_size_in_bytes,
             peak_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes,

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.errors import ProfileError
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.passes import CLEANING, PASSES, fusion_passes
 from rlx_jax.lowering.plan import Plan
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, Precision
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,18 @@ class Settings:
     target: str
     policy: str
     compute: np.dtype[Any]
+    mixed: str
+    stored: np.dtype[Any] | None
     matmul: str
     passes: tuple[str, ...]
+    verbose: bool
     merge: bool
+    weight_layout: str
     scan: bool
     remat: str
+    attention: str
     donate_state: bool
+    donate_inputs: tuple[str, ...]
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
 
 
@@ -40,22 +47,30 @@ def settings_for(
     Args:
         merge: what the caller wants where the profile leaves it open.
         program: the program that the model is opened for. Training scans its layers and may recompute them.
+
+    Raises:
+        ProfileError: settings that contradict each other.
     """
     target = profile.fusion.target if profile.fusion.target != "auto" else default_target()
     backend = getattr(profile.backend, target)
-    compute = profile.precision.compute
-    dtype = as_dtype(compute) if compute != "auto" else auto_compute(target, source, keys)
+    precision = profile.precision
     roll, train = profile.layers.roll, program == "train"
     return Settings(
         target=target,
         policy=profile.fusion.policy,
-        compute=dtype,
-        matmul=profile.precision.matmul,
+        compute=compute_dtype(precision, target, source, keys),
+        mixed=mixed_policy(precision, target),
+        stored=None if precision.weights == "keep" else as_dtype(precision.weights),
+        matmul=precision.matmul,
         passes=passes_for(profile, target),
+        verbose=profile.passes.verbose,
         merge=merge if backend.merge == "auto" else bool(backend.merge),
+        weight_layout=backend.weight_layout,
         scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
         remat=profile.layers.remat if train else "none",
+        attention=profile.attention.implementation,
         donate_state=profile.donation.state,
+        donate_inputs=profile.donation.inputs,
         compiler_options=tuple(sorted(backend.compiler_options.items())),
     )
 
@@ -75,12 +90,18 @@ def settings_of(plan: Plan) -> Settings:
         target=plan.target,
         policy="direct",
         compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
+        mixed="none",
+        stored=None,
         matmul="default",
         passes=(),
+        verbose=False,
         merge=False,
+        weight_layout="auto",
         scan=plan.scan,
         remat=plan.remat,
+        attention=plan.implementation,
         donate_state=plan.donate_state,
+        donate_inputs=plan.donate_inputs,
         compiler_options=tuple(sorted(plan.compiler_options.items())),
     )
 
@@ -93,10 +114,31 @@ def default_target() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def auto_compute(target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
-    """f32 on the CPU; elsewhere the dtype that most of the weights' bytes have."""
+def mixed_policy(precision: Precision, target: str) -> str:
+    """The mixed policy by name, or `none`.
+
+    Raises:
+        ProfileError: a compute dtype other than f32 beside it: one rewrites the whole program, the other parts.
+    """
+    if precision.mixed == "none":
+        return "none"
+    if precision.compute in ("bf16", "f16"):
+        raise ProfileError(
+            f"precision.mixed = '{precision.mixed}' narrows some ops of a program in f32, and precision.compute = "
+            f"'{precision.compute}' all of it; set one of them"
+        )
+    if precision.mixed != "auto":
+        return precision.mixed
+    return "auto_mixed_bf16" if target == "tpu" else "auto_mixed"
+
+
+def compute_dtype(precision: Precision, target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
+    """The dtype of activations. `auto`: f32 on the CPU and with a mixed policy; elsewhere the dtype that most of
+    the weights' bytes have."""
     f32 = np.dtype(np.float32)
-    if target == "cpu" or source is None:
+    if precision.compute != "auto":
+        return as_dtype(precision.compute)
+    if target == "cpu" or source is None or precision.mixed != "none":
         return f32
     held: dict[np.dtype[Any], int] = {}
     for spec in (source.spec(key) for key in keys):

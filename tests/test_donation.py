@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compile import compile_program
 from rlx_jax.errors import GraphError
+from rlx_jax.executable import compile_program
 from rlx_jax.ir.ops.attention import CacheUpdate
 from rlx_jax.lowering.donation import cache_copies
 from rlx_jax.lowering.plan import state_types

@@ -2,41 +2,94 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError
+from rlx_jax.ir.graph import Leaf
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.lowering import attention
+from rlx_jax.lowering.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow
 
 LLAMA = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": True,
 }  # fmt: skip
-IDS = np.random.default_rng(0).integers(0, 31, (2, 5)).astype(np.int32)
+IDS = np.random.default_rng(0).integers(0, 31, (2, 6)).astype(np.int32)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def profile(**tables: Any) -> rlx.CompileProfile:
+    """The default profile with other settings."""
+    return rlx.CompileProfile().replace(**tables)
 
 
 def llama(program: str = "forward", **tables: Any) -> Any:
-    """A tiny Llama with random parameters, compiled with these settings."""
-    profile = rlx.CompileProfile().replace(**tables)
-    model = rlx.compile(Llama32Flow.for_prefill(LLAMA), profile=profile, program=program)
-    return model.replace(params=model.init(0))
+    """A tiny Llama compiled with these settings, without parameters."""
+    return rlx.compile(Llama32Flow.for_prefill(LLAMA), profile=profile(**tables), program=program)
+
+
+@functools.cache
+def checkpoint() -> dict[str, np.ndarray]:
+    """Random parameters of `llama`, by checkpoint key."""
+    model = llama()
+    return {k: np.asarray(v) for k, v in model.weights(model.init(0)).items()}
+
+
+def loaded(program: str = "forward", **tables: Any) -> Any:
+    """`llama` with the parameters of `checkpoint`."""
+    return rlx.compile(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=profile(**tables), program=program)
+
+
+@functools.cache
+def logits() -> np.ndarray:
+    """What it says under the default profile."""
+    return np.asarray(loaded()(IDS))
+
+
+def small(**tables: Any) -> Any:
+    """A flow of two Linears around a function, and its weights."""
+    flow = (
+        rlx.ModelFlow("small").input("x", ("batch", 8)).linear("up.weight", shape=(24, 8))
+        .custom(lambda emit, x: x * emit.sigmoid(x)).linear("down.weight", shape=(8, 24))
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    weights = {"up.weight": rng.normal(size=(24, 8)).astype("f4"), "down.weight": rng.normal(size=(8, 24)).astype("f4")}
+    return rlx.compile(flow, weights, profile=profile(**tables))
+
+
+X = np.random.default_rng(1).normal(size=(3, 8)).astype(np.float32)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation, those of nested jaxprs included."""
+
+    def nested(value: Any) -> bool:
+        return isinstance(value, jex.core.Jaxpr | jex.core.ClosedJaxpr)
+
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda p: isinstance(p, jex.core.Jaxpr | jex.core.ClosedJaxpr)
-        ):
-            if isinstance(inner, jex.core.Jaxpr | jex.core.ClosedJaxpr):
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=nested):
+            if nested(inner):
                 yield from equations(inner.jaxpr if isinstance(inner, jex.core.ClosedJaxpr) else inner)
+
+
+def traced(model: Any, *inputs: Any) -> list[Any]:
+    """The equations of the forward pass."""
+    return list(equations(jax.make_jaxpr(model.apply)(model.param_specs(), *inputs).jaxpr))
 
 
 def primitives(jaxpr: Any) -> list[str]:
@@ -44,10 +97,222 @@ def primitives(jaxpr: Any) -> list[str]:
     return [eqn.primitive.name for eqn in equations(jaxpr.jaxpr)]
 
 
+def dtypes_of(name: str, eqns: list[Any]) -> set[str]:
+    """The dtypes of the first operand of every equation of one primitive."""
+    return {str(eqn.invars[0].aval.dtype) for eqn in eqns if eqn.primitive.name == name}
+
+
 def relative(got: Any, want: Any) -> float:
     """Largest difference, relative to the largest value."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+# -- fusion ------------------------------------------------------------------------------------
+
+
+def test_policy() -> None:
+    """Attention as it is, or with keys and values repeated for every head."""
+    assert "repeat_heads" in llama(fusion={"policy": "fusable"}).text("mir")
+    assert "repeat_heads" not in llama(fusion={"policy": "direct"}).text("mir")
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm", "tpu"])
+def test_target(target: str) -> None:
+    model = llama(fusion={"target": target})
+    jax.eval_shape(model.apply, model.param_specs(), IDS)
+    assert f"plan: target={target}," in model.text("lir")
+
+
+# -- passes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dce", "cse", "constant_folding"])
+def test_passes(name: str) -> None:
+    """Each has nodes to remove here, and does not when it is off."""
+
+    def stage(emit: Any, x: Any) -> Any:
+        emit.exp(x)  # dead
+        return emit.tanh(x) + emit.tanh(x) * (emit.constant(np.ones(8)) + emit.constant(np.ones(8)))
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(stage)
+    graphs = [
+        rlx.compile(flow, {}, profile=profile(passes={name: on})).compiler.template("forward").mir
+        for on in (True, False)
+    ]
+    ops = [sum(not isinstance(node.op, Leaf) for node in graph.nodes) for graph in graphs]
+    assert ops[0] < ops[1]
+
+
+def test_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each step on stderr, with the nodes that are left."""
+    passes = small(passes={"verbose": True}).compiler.settings.passes
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["derive", "lower", *passes]
+    assert all(re.fullmatch(r"small forward: \w+: \d+ nodes, \d+\.\d{3} s", line) for line in lines)
+    small()
+    assert capsys.readouterr().err == ""
+
+
+# -- precision ---------------------------------------------------------------------------------
+
+
+COMPUTE = {"auto": "float32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_compute(compute: str) -> None:
+    """Products and parameters."""
+    dtype = COMPUTE[compute]
+    model = small(precision={"compute": compute})
+    assert dtypes_of("dot_general", traced(model, X)) == {dtype}
+    assert {str(p.dtype) for p in model.params.values()} == {dtype}
+
+
+@pytest.mark.parametrize("matmul", ["default", "high", "highest"])
+def test_matmul(matmul: str) -> None:
+    wanted = {"default": {None, (jax.lax.Precision.DEFAULT,) * 2}}
+    dots = [e for e in traced(llama(precision={"matmul": matmul}), IDS) if e.primitive.name == "dot_general"]
+    assert {e.params["precision"] for e in dots} <= wanted.get(matmul, {(jax.lax.Precision(matmul),) * 2})
+
+
+NARROW = {"always_f16": "float16", "auto_mixed_conservative": "float16", "auto_mixed": "float16", "auto": "float16",
+          "auto_mixed_bf16": "bfloat16"}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", NARROW)
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_mixed(policy: str, roll: str) -> None:
+    """Products take the narrow dtype; parameters, outputs and what is carried from layer to layer stay f32."""
+    model = llama(precision={"mixed": policy}, layers={"roll": roll})
+    eqns = traced(model, IDS)
+    assert dtypes_of("dot_general", eqns) == {NARROW[policy]}
+    assert {str(p.dtype) for p in model.param_specs().values()} == {"float32"}
+    assert all(str(v.aval.dtype) != NARROW[policy] for e in eqns if e.primitive.name == "scan" for v in e.outvars)
+
+
+@pytest.mark.parametrize(
+    ("policy", "least", "most"),
+    [("auto_mixed", 1e-5, 5e-3), ("auto_mixed_conservative", 1e-5, 5e-3), ("auto_mixed_bf16", 1e-4, 5e-2)],
+)
+def test_mixed_rounds_and_no_more(policy: str, least: float, most: float) -> None:
+    got = np.asarray(loaded(precision={"mixed": policy}, layers={"roll": "scan"})(IDS))
+    assert got.dtype == np.float32 and least < relative(got, logits()) < most
+
+
+def test_mixed_classes() -> None:
+    """The conservative policy keeps norms in f32: their results are rounded one step later."""
+    text = {p: llama(precision={"mixed": p}).text("mir") for p in ("auto_mixed", "auto_mixed_conservative")}
+    norms = {p: set(re.findall(r"= rms_norm\S*\(.*\) : (\w+)\[", t)) for p, t in text.items()}
+    assert norms == {"auto_mixed": {"f16"}, "auto_mixed_conservative": {"f32"}}
+    assert set(re.findall(r"= attention\(.*\) : (\w+)\[", text["auto_mixed"])) == {"f16"}
+    assert "rope_table(n_rot=4)" in text["auto_mixed"] and "mixed_auto_mixed" in text["auto_mixed"]
+
+
+def test_mixed_casts_are_shared_and_none_goes_there_and_back() -> None:
+    graph = llama(precision={"mixed": "auto_mixed"}, passes={"cse": False}).compiler.template("forward").mir
+    for inner, node in graph.walk():
+        if type(node.op).__name__ == "CastTo":
+            assert type(inner.nodes[node.inputs[0].node].op).__name__ != "CastTo"
+        casts = [n.inputs for n in inner.nodes if type(n.op).__name__ == "CastTo" and n.types[0].dtype == np.float16]
+        assert len(casts) == len(set(casts))
+
+
+def test_mixed_policies_are_the_schema() -> None:
+    assert set(NARROW) - {"auto"} == set(POLICIES)
+    assert llama(precision={"mixed": "auto"}, fusion={"target": "tpu"}).compiler.settings.mixed == "auto_mixed_bf16"
+
+
+def test_mixed_gradients_are_f32(plain_gradient: dict[str, np.ndarray]) -> None:
+    model = loaded("train", precision={"mixed": "auto_mixed_bf16"}, layers={"remat": "layer"})
+    gradient = jax.jit(jax.grad(loss(model)))(model.params)
+    assert {str(g.dtype) for g in gradient.values()} == {"float32"}
+    assert max(relative(g, plain_gradient[k]) for k, g in model.weights(gradient).items()) < 0.1
+
+
+def test_mixed_decode_keeps_its_cache() -> None:
+    """An f32 cache, written in place; the logits of the forward program."""
+    mixed: dict[str, Any] = {"precision": {"mixed": "auto_mixed_bf16"}}
+    extend = loaded("extend", **mixed)
+    got, state = extend(IDS, np.full(2, 6, np.int32), state=extend.init_state(2, 8))
+    assert {str(a.dtype) for a in state.leaves.values()} == {"float32"}
+    assert relative(got, loaded(**mixed)(IDS)) < 0.02
+
+
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_mixed_beside_a_narrow_compute_dtype_is_refused(compute: str) -> None:
+    with pytest.raises(ProfileError, match=f"precision.mixed = 'auto' .* precision.compute = '{compute}'.*one of them"):
+        small(precision={"mixed": "auto", "compute": compute})
+    small(precision={"mixed": "auto", "compute": "f32"})
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("weights", ["f32", "bf16"])
+def test_weights(weights: str, compute: str) -> None:
+    """The dtype of leaves; products stay in the compute dtype."""
+    model = loaded(precision={"weights": weights, "compute": compute})
+    full = {"f32": "float32", "bf16": "bfloat16"}
+    assert {str(p.dtype) for p in model.params.values()} == {full[weights]}
+    eqns = traced(model, IDS)
+    assert dtypes_of("dot_general", eqns) == {full[compute]}
+    if weights != compute:
+        assert 1e-4 < relative(model(IDS), logits()) < 0.05
+    assert {str(w.dtype) for w in model.weights().values()} == {"float32"}
+    # Rows of the embedding are cast after they are read. The head is tied, and reads all of it.
+    table = [e.invars[0].aval for e in eqns if e.primitive.name == "gather" and e.invars[0].aval.shape == (31, 16)]
+    assert {str(t.dtype) for t in table} == {full[weights]}
+
+
+def test_weights_of_a_narrow_checkpoint() -> None:
+    """Stored as they are, half the bytes; the numbers are those of the checkpoint in f32, not rounded again."""
+    narrow = {k: v.astype(BF16) for k, v in checkpoint().items()}
+    models = [
+        rlx.compile(Llama32Flow.for_prefill(LLAMA), narrow, profile=profile(precision={"weights": w}))
+        for w in ("keep", "bf16")
+    ]
+    assert models[0].report().parameter_bytes == 2 * models[1].report().parameter_bytes
+    np.testing.assert_array_equal(models[1].weights()["model.norm.weight"], narrow["model.norm.weight"])
+    assert relative(models[1](IDS), models[0](IDS)) < 2e-6
+
+
+# -- donation ----------------------------------------------------------------------------------
+
+
+def test_donation_of_the_state() -> None:
+    state = jax.eval_shape(lambda: llama("extend").init_state(2, 8))
+    for on in (True, False):
+        model = llama("extend", donation={"state": on})
+        text = model.lower(IDS[:, :1], np.ones(2, np.int32), state=state).as_text()
+        assert ("tf.aliasing_output" in text or "jax.buffer_donor" in text) == on
+        assert f"donate_state={str(on).lower()}" in model.text("lir")
+
+
+def test_donation_of_inputs() -> None:
+    """The input's memory holds the output; `apply` consumes nothing."""
+    plain, model = small(), small(donation={"inputs": ["x"]})
+    want = np.asarray(plain(X))
+    assert "tf.aliasing_output" not in plain.text("stablehlo", X)
+    assert "tf.aliasing_output" in model.text("stablehlo", X) and "donate_inputs=[x]" in model.text("lir")
+    np.testing.assert_array_equal(model(X), want)  # a NumPy array is copied to the device, and stays
+    given = jnp.array(X)
+    np.testing.assert_array_equal(model.apply(model.params, given), want)
+    assert not given.is_deleted()
+    np.testing.assert_array_equal(model(given), want)
+    assert given.is_deleted()
+    assert model.report().donated_bytes == X.nbytes
+
+
+def test_donation_names_inputs_of_the_flow() -> None:
+    with pytest.raises(ProfileError, match="donation.inputs: small has no input 'xs'; it has 'x'; did you mean 'x'"):
+        small(donation={"inputs": ["xs"]})
+
+
+def test_donation_that_saves_nothing_warns() -> None:
+    model = llama(donation={"inputs": ["input_ids"]})
+    with pytest.warns(
+        RlxWarning, match=r"donation.inputs names 'input_ids', which has no effect: no output is i32\[2,6\]"
+    ):
+        assert "donate_inputs=[]" in model.text("lir", IDS)
 
 
 # -- layers, and the program for training ------------------------------------------------------
@@ -61,39 +326,49 @@ def loss(model: Any) -> Any:
 @pytest.fixture(scope="module")
 def plain_gradient() -> dict[str, np.ndarray]:
     """By checkpoint key: the gradient of the forward program, layers unrolled, nothing recomputed."""
-    model = llama()
-    return {k: np.asarray(v) for k, v in model.weights(jax.grad(loss(model))(model.params)).items()}
+    model = loaded()
+    gradient = jax.jit(jax.grad(loss(model)))(model.params)
+    return {k: np.asarray(v) for k, v in model.weights(gradient).items()}
 
 
 def test_training_scans_and_other_programs_unroll() -> None:
     """Unless the profile says otherwise; on a TPU everything scans."""
-    assert "layers=unroll" in llama().text("lir", IDS)
-    assert "layers=scan" in llama("train").text("lir", IDS)
-    assert "layers=unroll" in llama("train", layers={"roll": "unroll"}).text("lir", IDS)
-    assert llama("train", fusion={"target": "tpu"}).compiler.settings.scan
-    assert "model.layers.{0..2}.mlp.up_proj.weight" in llama("train").params
+    for model, scan in (
+        (llama(), False),
+        (llama("train"), True),
+        (llama("train", layers={"roll": "unroll"}), False),
+        (llama(fusion={"target": "tpu"}), True),
+    ):
+        assert ("scan" in {e.primitive.name for e in traced(model, IDS)}) == scan
+        assert ("layers=scan" in model.text("lir")) == scan
+    assert "model.layers.{0..1}.mlp.up_proj.weight" in llama("train").param_specs()
 
 
 def test_the_program_for_training_is_the_forward_program() -> None:
-    train, forward = llama("train"), llama()
-    assert [i.name for i in train.inputs] == [i.name for i in forward.inputs]
-    assert relative(train(IDS), forward(IDS)) < 2e-6
+    train = loaded("train")
+    assert [i.name for i in train.inputs] == ["input_ids"]
+    assert relative(train(IDS), logits()) < 2e-6
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "dots"])
 @pytest.mark.parametrize("roll", ["scan", "unroll"])
-def test_what_a_gradient_recomputes(remat: str, roll: str, plain_gradient: dict[str, np.ndarray]) -> None:
+def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     """`layer` keeps nothing of a layer and computes all its products again; `dots` keeps those with weights."""
     model = llama("train", layers={"remat": remat, "roll": roll})
-    jaxpr = jax.make_jaxpr(jax.grad(loss(model)))(model.params)
+    jaxpr = jax.make_jaxpr(jax.grad(loss(model)))(model.param_specs())
     names = primitives(jaxpr)
-    assert ("remat2" in names or "checkpoint" in names) == (remat != "none")
-    assert f"remat={remat}" in model.text("lir", IDS)
+    assert bool({"remat2", "checkpoint"} & set(names)) == (remat != "none")
     # 9 products a layer (7 with weights, 2 of attention) and the head; a gradient has two more for each.
-    layers = 1 if roll == "scan" else 3
+    layers = 1 if roll == "scan" else 2
     again = {"none": 0, "layer": 9 - 1, "dots": 2}[remat]  # the last product of a layer is not needed again
     assert names.count("dot_general") == layers * (27 + again) + 3
-    gradient = model.weights(jax.grad(loss(model))(model.params))
+    assert f"remat={remat}" in model.text("lir")
+
+
+@pytest.mark.parametrize(("remat", "roll"), [("layer", "scan"), ("dots", "scan"), ("layer", "unroll")])
+def test_recomputing_changes_no_gradient(remat: str, roll: str, plain_gradient: dict[str, np.ndarray]) -> None:
+    model = loaded("train", layers={"remat": remat, "roll": roll})
+    gradient = model.weights(jax.jit(jax.grad(loss(model)))(model.params))
     assert {k: g.shape for k, g in gradient.items()} == {k: g.shape for k, g in plain_gradient.items()}
     assert max(relative(gradient[k], g) for k, g in plain_gradient.items()) < 1e-5
 
@@ -101,12 +376,12 @@ def test_what_a_gradient_recomputes(remat: str, roll: str, plain_gradient: dict[
 def test_only_training_recomputes() -> None:
     """One profile serves all programs of a model."""
     model = llama(layers={"remat": "layer"})
-    assert "remat=none" in model.text("lir", IDS)
-    assert not {"remat2", "checkpoint"} & set(primitives(jax.make_jaxpr(jax.grad(loss(model)))(model.params)))
+    assert not {"remat2", "checkpoint"} & set(primitives(jax.make_jaxpr(jax.grad(loss(model)))(model.param_specs())))
+    assert "remat=none" in model.text("lir")
 
 
 def test_training_steps_lower_the_loss() -> None:
-    model = llama("train", layers={"remat": "layer"})
+    model = loaded("train")
 
     @jax.jit
     def step(params: Any) -> tuple[Any, Any]:
@@ -118,3 +393,173 @@ def test_training_steps_lower_the_loss() -> None:
         value, params = step(params)
         losses.append(float(value))
     assert losses[0] > losses[1] > losses[2]
+
+
+def test_remat_without_layers_warns() -> None:
+    flow = rlx.ModelFlow("flat").input("x", ("batch", 8)).custom(lambda emit, x: emit.tanh(x))
+    with pytest.warns(RlxWarning, match="flat: layers.remat = 'dots' has no effect: no layers repeat"):
+        rlx.compile(flow, {}, profile=profile(layers={"remat": "dots"}), program="train")
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+WIDE = {**LLAMA, "head_dim": 8}
+
+
+def wide(program: str = "forward", implementation: str = "auto", **tables: Any) -> Any:
+    """A Llama that cuDNN would take: bf16, heads of width 8, for cuda."""
+    tables = {"fusion": {"target": "cuda"}, "precision": {"compute": "bf16"}, **tables}
+    chosen = profile(attention={"implementation": implementation}, **tables)
+    return rlx.compile(Llama32Flow.for_prefill(WIDE), profile=chosen, program=program)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a CUDA device were here: enough to lower for one."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(attention, "cuda_is_here", lambda: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+def lowered(model: Any, *inputs: Any, **named: Any) -> str:
+    """StableHLO for cuda."""
+    trace = jax.jit(lambda p, i, n: model.apply(p, *i, **n)).trace(model.param_specs(), inputs, named)
+    return str(trace.lower(lowering_platforms=("cuda",)).as_text())
+
+
+@pytest.mark.parametrize("implementation", ["auto", "cudnn", "xla"])
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_implementation(implementation: str, roll: str, cuda: None) -> None:
+    """A call of cuDNN in the StableHLO, and the reason beside each block in the LIR."""
+    model = wide(implementation=implementation, layers={"roll": roll})
+    text = lowered(model, IDS)
+    assert text.count("__cudnn$fmhaSoftmax") == (0 if implementation == "xla" else 1 if roll == "scan" else 2)
+    reason = {"auto": "cudnn (faster here)", "cudnn": "cudnn (asked for)", "xla": "xla (asked for)"}[implementation]
+    assert f"  attention layers.{{i}}.self_attn: {reason}\n" in model.text("lir")
+
+
+def test_implementation_of_decoding(cuda: None) -> None:
+    """A prompt and one new token by cuDNN; several new tokens by XLA."""
+    prefill, extend = wide("prefill"), wide("extend")
+    lengths = np.ones(2, np.int32)
+    for model, tokens, want in ((prefill, 5, "cudnn"), (extend, 1, "cudnn"), (extend, 3, "xla")):
+        state = jax.eval_shape(lambda: prefill.init_state(2, 16))
+        text = lowered(model, jax.ShapeDtypeStruct((2, tokens), np.int32), lengths, state=state)
+        assert ("__cudnn$fmha" in text) == (want == "cudnn")
+        assert f"self_attn: {want} (" in model.text("lir")
+
+
+def test_implementation_of_gradients(cuda: None) -> None:
+    model = wide("train", layers={"remat": "layer"})
+    gradient = jax.grad(lambda p: model.apply(p, IDS).sum())
+    text = jax.jit(gradient).trace(model.param_specs()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+
+
+def test_the_report_names_the_reason() -> None:
+    model = loaded()
+    model(IDS)
+    assert model.report().attention == ("layers.{i}.self_attn: xla (cuDNN is for cuda, the target is cpu)",)
+    assert "xla (cuDNN is for cuda, the target is cpu)" in str(model.report())
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "dtype", "reason"),
+    [
+        ({}, (4, 4), "bf16", ""),
+        ({}, (5, 5), "bf16", "a gradient for even lengths; there are 5 queries and 5 keys"),
+        ({"window": 2, "causal": True}, (4, 4), "f16", ""),
+        ({"causal": False}, (4, 6), "bf16", ""),
+        ({}, (4, 4), "f32", "cuDNN takes bf16 and f16, not f32"),
+        ({"softcap": 3.0}, (4, 4), "bf16", "cuDNN has no softcap"),
+        ({}, (4, 6), "bf16", "4 queries and 6 keys"),
+        ({"heads": 8}, (4, 4), "bf16", "head widths that 8 divides, up to 128, not 4"),
+        ({"precision": "highest"}, (4, 4), "bf16", "products are pinned to highest"),
+        ({"extra": ("keep",)}, (4, 4), "bf16", "not mean the same with the operands keep"),
+        ({"extra": ("positions",)}, (4, 9), "bf16", "4 queries stand at positions of their own"),
+        ({"extra": ("positions",)}, (1, 9), "bf16", ""),
+    ],
+)
+def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason: str, cuda: None) -> None:
+    heads, differentiable = options.get("heads", 4), "extra" not in options  # programs with a cache are not
+    op = AttentionOp(**{"heads": heads, "kv_heads": heads // 2, "causal": True, **options})
+    q, kv = (tensor_type((2, n, w), dtype, "t") for n, w in zip(sizes, (32, 16), strict=True))
+    choice = attention.choose((op, (q, kv, kv)), "cuda", "auto", differentiable)
+    assert choice.implementation == ("xla" if reason else "cudnn") and re.search(reason, choice.reason)
+
+
+def test_cudnn_that_cannot_be_had_is_an_error() -> None:
+    """Named with its block and the reason; `auto` goes on without it."""
+    here = llama(attention={"implementation": "cudnn"})
+    for model, reason in ((wide(implementation="cudnn"), "no CUDA device here"), (here, "the target is cpu")):
+        with pytest.raises(UnsupportedError, match=rf"self_attn: .*'cudnn' cannot be had: .*{reason}") as caught:
+            model.text("lir", IDS)
+        assert str(caught.value).startswith("layers.{i}.self_attn: attention.implementation = ")
+
+
+def test_cudnn_without_attention_warns() -> None:
+    with pytest.warns(RlxWarning, match="small: attention.implementation = 'cudnn' has no effect"):
+        small(attention={"implementation": "cudnn"})
+
+
+# -- backends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_merge(merge: bool) -> None:
+    specs = llama(backend={"cpu": {"merge": merge}}).param_specs()
+    assert ("model.layers.0.self_attn.{q,k,v}_proj.weight" in specs) == merge
+
+
+@pytest.mark.parametrize("layout", ["auto", "in_out", "out_in"])
+@pytest.mark.parametrize("merge", [True, False])
+def test_weight_layout(layout: str, merge: bool) -> None:
+    """Stored turned, read turned, and named by its key; the tied embedding is stored once, as it is."""
+    model = loaded(backend={"cpu": {"weight_layout": layout, "merge": merge}})
+    turned = layout == "in_out"
+    name = "model.layers.0.mlp.{gate,up}_proj.weight" if merge else "model.layers.0.mlp.up_proj.weight"
+    shape = (48 if merge else 24, 16)
+    assert model.params[f"{name}.T" if turned else name].shape == (shape[::-1] if turned else shape)
+    assert model.params["model.embed_tokens.weight"].shape == (31, 16)
+    contract = {e.params["dimension_numbers"][0][1] for e in traced(model, IDS) if e.primitive.name == "dot_general"}
+    assert ((0,) in contract) == turned
+    assert relative(model(IDS), logits()) < 2e-6
+    for key, value in model.weights().items():
+        np.testing.assert_array_equal(value, checkpoint()[key], err_msg=key)
+
+
+def test_weight_layout_of_weights_stored_in_out() -> None:
+    """The other way round, from a checkpoint that has them `[in, out]`; and scanned."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).repeat_layers(
+        3, lambda i: blocks.Linear(f"layers.{i}.weight", transpose=False)
+    )  # fmt: skip
+    weights = {f"layers.{i}.weight": np.random.default_rng(i).normal(size=(8, 8)).astype("f4") for i in range(3)}
+    for layout, name in (("in_out", "layers.{0..2}.weight"), ("out_in", "layers.{0..2}.weight.T")):
+        tables = profile(backend={"cpu": {"weight_layout": layout}}, layers={"roll": "scan"})
+        model = rlx.compile(flow, weights, profile=tables)
+        assert list(model.param_specs()) == [name]
+        assert (
+            relative(model(X), X @ weights["layers.0.weight"] @ weights["layers.1.weight"] @ weights["layers.2.weight"])
+            < 2e-6
+        )
+        assert all(np.array_equal(v, weights[k]) for k, v in model.weights().items())
+
+
+def test_compiler_options() -> None:
+    """They reach XLA, and one that it does not know is an error that names its place."""
+    option = {"xla_cpu_enable_fast_math": True}
+    model = small(backend={"cpu": {"compiler_options": option}})
+    assert "compiler_options=xla_cpu_enable_fast_math=True" in model.text("lir", X)
+    assert relative(model(X), small()(X)) < 1e-5
+    for wrong, message in (
+        ({"xla_no_such_option": 1}, "No such compile option"),
+        ({"xla_cpu_enable_fast_math": "maybe"}, "not a valid bool"),
+    ):
+        with pytest.raises(ProfileError, match=f"backend.cpu.compiler_options: .*{message}"):
+            small(backend={"cpu": {"compiler_options": wrong}})(X)
+
+
+def test_other_backends_are_not_read() -> None:
+    model = small(backend={"tpu": {"weight_layout": "in_out", "compiler_options": {"xla_no_such_option": 1}}})
+    assert set(model.params) == {"up.weight", "down.weight"} and model(X).shape == (3, 8)
