@@ -24,7 +24,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.weights import limits
-from rlx_jax.weights.files import Links, check_name, read_whole, resolve, storage_error
+from rlx_jax.weights.files import Links, check_name, list_directory, read_whole, resolve
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.strict_json import parse_object
 
@@ -63,14 +63,15 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
         UnsupportedError: weights of another format only.
         Others: as `open_index` and `SafetensorsFile`.
     """
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as cause:
-        raise storage_error(cause, quote(directory)) from cause
-    chosen = _choose(directory, names)
+    chosen = _choose(directory, list_directory(directory))
     if chosen.endswith(INDEX_SUFFIX):
         return open_index(directory, chosen, strict=strict, links=links)
     return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
+
+
+def holds_safetensors(directory: str) -> bool:
+    """Whether `open_directory` would find files, or an index that names them."""
+    return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in list_directory(directory))
 
 
 def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:

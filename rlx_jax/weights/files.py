@@ -21,6 +21,18 @@ _DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
+def list_directory(directory: str) -> list[str]:
+    """The names in a directory, sorted.
+
+    Raises:
+        MissingFileError, StorageError: it does not exist, or the system refuses.
+    """
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as cause:
+        raise storage_error(cause, quote(directory)) from cause
+
+
 def open_regular(path: str, where: str, error: type[FormatError]) -> int:
     """A descriptor of the regular file `path`, for reading. The caller closes it.
 

@@ -132,11 +132,13 @@ class _Store:
             store = tensorstore.KvStore.open(self._below(""), context=self._context).result()
             stored = sorted(os.fsdecode(name) for name in store.list().result())
             asked = {key: store.read(f"{name}/{self._metadata}") for key, name in self._tree.arrays.items()}
-            raw = {key: bytes(future.result().value) for key, future in asked.items()}
+            answers = {key: future.result() for key, future in asked.items()}
         types = {}
         for key, name in self._tree.arrays.items():
             where = f"{self._where}: array {quote(key)}"
-            grid = _parse_zarr(raw[key], self._tree.zarr3, where)
+            if answers[key].state != "value":
+                raise _Error(f"{where}: no metadata: {quote(f'{name}/{self._metadata}')} is missing")
+            grid = _parse_zarr(bytes(answers[key].value), self._tree.zarr3, where)
             self._check_chunks(grid, _below(stored, f"{name}/"), where)
             types[key] = grid.type
         return types

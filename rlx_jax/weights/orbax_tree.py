@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.weights import limits
-from rlx_jax.weights.files import read_whole, storage_error
+from rlx_jax.weights.files import list_directory, read_whole
 from rlx_jax.weights.strict_json import parse_object
 
 TREE = "_METADATA"
@@ -52,19 +51,21 @@ class ArrayTree:
     """Whether every chunk is stored; otherwise a missing one stands for zeros."""
 
 
-def is_orbax(directory: str, names: Iterable[str]) -> bool:
-    """Whether a directory with these names looks like something that orbax wrote, finished or not."""
-    found = set(names)
-    if TEMPORARY in os.path.basename(os.path.realpath(directory)):
+def is_orbax(directory: str) -> bool:
+    """Whether a directory looks like something that orbax wrote or began to write."""
+    names = list_directory(directory)
+    if not names:
+        return bool(_usable_steps(os.path.dirname(os.path.realpath(directory))))
+    if any(TEMPORARY in name for name in (*names, os.path.basename(os.path.realpath(directory)))):
         return True
-    if {TREE, CHECKPOINT, COMMITTED, "manifest.ocdbt", "checkpoint"} & found or any(
-        TEMPORARY in name for name in found
-    ):
+    if {TREE, CHECKPOINT, COMMITTED, "manifest.ocdbt"} & set(names) or _is_old(directory):
         return True
-    inside = [os.path.join(directory, name) for name in found if os.path.isdir(os.path.join(directory, name))]
-    return any(
-        os.path.exists(os.path.join(path, marker)) for path in inside for marker in (TREE, CHECKPOINT, COMMITTED)
-    )
+    markers = (TREE, CHECKPOINT, COMMITTED)
+    return any(os.path.isfile(os.path.join(directory, name, marker)) for name in names for marker in markers)
+
+
+def _is_old(directory: str) -> bool:
+    return os.path.isfile(os.path.join(directory, "checkpoint"))
 
 
 def read_tree(directory: str, subtree: str = "") -> ArrayTree:
@@ -162,7 +163,7 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
         CheckpointFormatError: several items hold arrays, and `subtree` names none.
         UnsupportedError: a format of before 2023.
     """
-    names = _listdir(directory)
+    names = list_directory(directory)
     if TEMPORARY in os.path.basename(os.path.realpath(directory)):
         raise _incomplete(directory, "a temporary directory of a save that did not finish")
     if TREE in names:
@@ -174,7 +175,7 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
         if not _is_committed(directory):
             raise _incomplete(directory, _NO_MARKER)
         return _choose_item(directory, items, subtree)
-    if "checkpoint" in names:
+    if _is_old(directory):
         raise UnsupportedError(f"{quote(directory)}: a checkpoint of before 2023; save it again with a newer orbax")
     steps = _usable_steps(directory)
     if not steps:
@@ -196,7 +197,7 @@ def _choose_item(directory: str, items: list[str], subtree: str) -> tuple[str, s
 
 
 def _items(directory: str) -> list[str]:
-    return sorted(n for n in _listdir(directory) if os.path.isfile(os.path.join(directory, n, TREE)))
+    return sorted(n for n in list_directory(directory) if os.path.isfile(os.path.join(directory, n, TREE)))
 
 
 def _is_committed(directory: str) -> bool:
@@ -213,7 +214,7 @@ def _is_committed(directory: str) -> bool:
 def _usable_steps(root: str) -> dict[int, str]:
     """The finished steps of a manager's directory: number → name."""
     steps: dict[int, str] = {}
-    for name in _listdir(root):
+    for name in list_directory(root):
         number, path = _STEP.fullmatch(name), os.path.join(root, name)
         if number is None or not os.path.isdir(path):
             continue
@@ -234,10 +235,3 @@ def _incomplete(directory: str, problem: str) -> CheckpointIncompleteError:
     where = quote(directory if below else parent)
     hint = f"; finished steps in {where}: {listing(usable)}" if usable else "; there are no finished steps beside it"
     return CheckpointIncompleteError(f"{quote(directory)}: {problem}{hint}")
-
-
-def _listdir(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as cause:
-        raise storage_error(cause, quote(directory)) from cause

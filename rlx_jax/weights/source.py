@@ -33,7 +33,13 @@ from rlx_jax.ir.param import WeightSource as WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights import limits
 from rlx_jax.weights.atomic import abandoned_old
-from rlx_jax.weights.directory import INDEX_SUFFIX, open_directory, open_index, refuse_other_format
+from rlx_jax.weights.directory import (
+    INDEX_SUFFIX,
+    holds_safetensors,
+    open_directory,
+    open_index,
+    refuse_other_format,
+)
 from rlx_jax.weights.files import Links, resolve
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.manifest import (
@@ -300,8 +306,7 @@ class SafetensorsSource:
 
 def _open_directory(path: str, options: _Options) -> WeightSource:
     """The weights of a directory: safetensors if there are such files, else orbax. Digests first, decoders then."""
-    names = os.listdir(path)
-    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names) or not is_orbax(path, names):
+    if holds_safetensors(path) or not is_orbax(path):
         manifest = _manifest(path, options.verify)
         source: WeightSource = _open_files(path, options)
     else:
@@ -330,7 +335,7 @@ def _manifest(directory: str, verify: Verify) -> Manifest | None:
 
 
 def _open_file(path: str, options: _Options) -> WeightSource:
-    if options.verify == "full":
+    if options.verify == "full" and os.path.lexists(path):
         raise IntegrityError(f"{quote(path)}: a single file has no {NAME}; open the directory that holds it")
     return _open_files(path, options)
 

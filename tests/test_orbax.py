@@ -1,0 +1,396 @@
+"""Orbax checkpoints as weights: everything that orbax writes, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    ConfigError,
+    DuplicateWeightError,
+    IntegrityError,
+    LimitError,
+    MissingWeightError,
+    NonFiniteWeightError,
+    PathEscapeError,
+    RlxError,
+    RlxWarning,
+    UnsupportedError,
+    WeightError,
+    WeightShapeError,
+)
+from rlx_jax.weights import limits
+
+W = np.arange(12, dtype=np.float32).reshape(3, 4)
+B = np.ones(4, ml_dtypes.bfloat16)
+TREE = {"layers": {"0": {"w": W, "b": B}}, "list": [np.arange(2), np.float32(3)], "step": 5}
+FLAT = {"layers.0.w": W, "layers.0.b": B}
+PLAIN = {**FLAT, "list.0": np.arange(2), "list.1": np.float32(3), "step": np.int64(5)}
+
+
+def read(path: Path, **options: Any) -> dict[str, np.ndarray]:
+    source = rlx.open_weights(path, **{"verify": "metadata", **options})
+    return {key: source.read(key) for key in source.keys()}
+
+
+def assert_equal(found: Mapping[str, np.ndarray], expected: Mapping[str, Any]) -> None:
+    assert sorted(found) == sorted(expected)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value)
+        assert found[key].flags.c_contiguous
+
+
+def save_standard(path: Path, tree: Any = FLAT) -> Path:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(tree))
+    return path
+
+
+def save_files(path: Path, tree: Any = FLAT, **options: Any) -> Path:
+    """Without OCDBT: a directory for each array, which a test can edit."""
+    ocp.PyTreeCheckpointer(use_ocdbt=False, **options).save(path, tree)
+    return path
+
+
+def save_manager(path: Path, steps: int = 3) -> Path:
+    with ocp.CheckpointManager(path) as manager:
+        for step in range(steps):
+            tree = {key: value * np.array(step, value.dtype) for key, value in FLAT.items()}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+    return path
+
+
+def save_items(path: Path) -> Path:
+    ocp_v1.save_checkpointables(path, {"params": FLAT, "opt": {"m": W}})
+    return path
+
+
+# -- what orbax writes -------------------------------------------------------------------------
+
+
+def test_standard_checkpointer(tmp_path: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {key: jnp.asarray(value) for key, value in FLAT.items()})
+    assert_equal(read(tmp_path / "a"), FLAT)
+    nested = {"layers": {"0": {"w": W}}, "none": None, "step": 5}
+    assert_equal(read(save_standard(tmp_path / "b", nested)), {"layers.0.w": W, "step": np.int64(5)})
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}])
+def test_pytree_checkpointer(tmp_path: Path, options: dict[str, Any]) -> None:
+    ocp.PyTreeCheckpointer(**options).save(tmp_path / "a", {**TREE, "name": "text", "none": None})
+    assert_equal(read(tmp_path / "a"), PLAIN)
+
+
+def test_checkpoint_manager(tmp_path: Path) -> None:
+    root = save_manager(tmp_path / "run")
+    assert_equal(read(root), {key: value * np.array(2, value.dtype) for key, value in FLAT.items()})
+    assert_equal(read(root / "1"), FLAT)
+    assert_equal(read(root / "1" / "default"), FLAT)
+
+
+def test_version_1_of_the_library(tmp_path: Path) -> None:
+    ocp_v1.save(tmp_path / "a", {"layers": {"0": {"w": jnp.asarray(W), "b": B}}, "step": 5})
+    assert_equal(read(tmp_path / "a"), {**FLAT, "step": np.int64(5)})
+    items = save_items(tmp_path / "b")
+    with pytest.raises(CheckpointFormatError, match="2 items hold arrays: 'opt', 'params'; name one with subtree="):
+        read(items)
+    assert_equal(read(items, subtree="params"), FLAT)
+    assert_equal(read(items, subtree="params.layers.0"), {"w": FLAT["layers.0.w"], "b": FLAT["layers.0.b"]})
+
+
+def test_subtrees(tmp_path: Path) -> None:
+    path = save_standard(tmp_path / "a", {"params": {"w": W, "wide": {"w": W + 1}}, "opt": {"w": W}})
+    assert_equal(read(path, subtree="params"), {"w": W, "wide.w": W + 1})
+    with pytest.raises(MissingWeightError, match="no arrays below 'param'; the tree has 'opt', 'params'; did you mean"):
+        read(path, subtree="param")
+    with pytest.raises(WeightError, match="subtree= is for orbax checkpoints"):
+        rlx.open_weights(Path(__file__).parent / "fixtures" / "sentence" / "base", subtree="params")
+
+
+def test_a_model_from_an_orbax_checkpoint(tmp_path: Path) -> None:
+    flow = rlx.ModelFlow("m").input("x", ("batch", 3)).linear("layers.0.w", transpose=False, bias="layers.0.b")
+    with pytest.warns(RlxWarning, match="an orbax checkpoint without rlx_manifest.json: bits are not verified"):
+        model = rlx.compile(flow, weights=save_standard(tmp_path / "a"))
+    np.testing.assert_allclose(model(np.ones((1, 3), np.float32)), W.sum(0, keepdims=True) + 1)
+    with pytest.raises(IntegrityError, match="no rlx_manifest.json to verify with"):
+        rlx.open_weights(tmp_path / "a", verify="full")
+
+
+def test_dtypes_and_parts(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32"]
+    extra = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+    dtypes = [*map(np.dtype, [*names, "float64", "complex64"]), *map(np.dtype, extra)]
+    tree = {dtype.name: rng.integers(0, 2, (5, 3)).astype(dtype) for dtype in dtypes}
+    source = rlx.open_weights(save_standard(tmp_path / "a", tree), verify="metadata")
+    for dtype in dtypes:
+        assert source.spec(dtype.name).dtype == dtype and source.spec(dtype.name).shape == (5, 3)
+        assert_equal({"x": source.read(dtype.name)}, {"x": tree[dtype.name]})
+        assert source.read(dtype.name).dtype == dtype
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_a_part_is_what_numpy_gives(part_source: tuple[Any, np.ndarray], data: st.DataObject) -> None:
+    source, values = part_source
+    bound = st.none() | st.integers(-9, 9)
+    step = st.none() | st.sampled_from([-3, -2, -1, 1, 2, 3])
+    index = tuple(slice(*data.draw(st.tuples(bound, bound, step))) for _ in range(data.draw(st.integers(0, 2))))
+    np.testing.assert_array_equal(source.read("w", index), values[index])
+
+
+@pytest.fixture(scope="module")
+def part_source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, np.ndarray]:
+    values = np.arange(35.0).reshape(7, 5)
+    path = save_standard(tmp_path_factory.mktemp("part") / "a", {"w": values})
+    return rlx.open_weights(path, verify="metadata"), values
+
+
+def test_asking_wrongly(tmp_path: Path) -> None:
+    source = rlx.open_weights(save_standard(tmp_path / "a"), verify="metadata")
+    assert source.has("layers.0.w") and not source.has("w")
+    assert source.where("layers.0.w") == str(tmp_path / "a")
+    for call in (source.spec, source.read, source.where):
+        with pytest.raises(MissingWeightError, match="no weight 'layers.0.v' in the checkpoint of 2; did you mean"):
+            call("layers.0.v")
+    with pytest.raises(WeightShapeError, match="expected at most 2 slices"):
+        source.read("layers.0.w", (slice(1),) * 3)
+
+
+def test_nan_and_max_bytes(tmp_path: Path) -> None:
+    path = save_standard(tmp_path / "a", {"w": np.array([1, np.nan], np.float32)})
+    with pytest.raises(NonFiniteWeightError, match="1 NaN of 2 values"):
+        read(path)
+    assert np.isnan(read(path, on_nonfinite="ignore")["w"][1])
+    with pytest.raises(LimitError, match="max_bytes = 7"):
+        read(path, max_bytes=7)
+
+
+# -- unfinished checkpoints --------------------------------------------------------------------
+
+
+def test_unfinished_steps(tmp_path: Path) -> None:
+    root = save_manager(tmp_path / "run")
+    shutil.copytree(root / "1", root / "3.orbax-checkpoint-tmp-17")
+    (root / "4").mkdir()
+    shutil.copytree(root / "1", root / "5")
+    unmark(root / "5")
+    np.testing.assert_array_equal(read(root)["layers.0.w"], W * 2)  # 2 is the latest that was finished
+    for name in ("3.orbax-checkpoint-tmp-17", "4", "5"):
+        with pytest.raises(CheckpointIncompleteError, match="finished steps in .*: '0', '1', '2'"):
+            read(root / name)
+
+
+def test_nothing_finished(tmp_path: Path) -> None:
+    for step in "12":
+        unmark(shutil.copytree(save_manager(tmp_path / f"of{step}", 1) / "0", tmp_path / "run" / step))
+    with pytest.raises(CheckpointIncompleteError, match="no finished checkpoint in it; there are no finished steps"):
+        read(tmp_path / "run")
+    alone = unmark(save_standard(tmp_path / "alone" / "it"))
+    with pytest.raises(CheckpointIncompleteError, match="neither _CHECKPOINT_METADATA nor commit_success.txt says"):
+        read(alone)
+
+
+def unmark(path: Path) -> Path:
+    """As a save leaves it that stops before the end."""
+    (path / "commit_success.txt").unlink()
+    content = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(content | {"commit_timestamp_nsecs": None}))
+    return path
+
+
+def test_handlers_that_a_checkpoint_names_are_not_imported(tmp_path: Path) -> None:
+    path = save_standard(tmp_path / "a")
+    (tmp_path / "evil_handler.py").write_text("raise SystemExit('imported')")
+    content = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    for handlers in ("evil_handler.Handler", {"default": "evil_handler.Handler"}):
+        (path / "_CHECKPOINT_METADATA").write_text(json.dumps(content | {"item_handlers": handlers}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(tmp_path)
+            assert_equal(read(path), FLAT)
+    assert "evil_handler" not in sys.modules
+
+
+# -- metadata that lie -------------------------------------------------------------------------
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A JSON file with its content changed in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+LIES = [
+    ({"shape": [2**26, 64]}, CheckpointFormatError, "takes .* chunks, 1 are stored"),
+    ({"shape": [2**62, 4]}, LimitError, "dimension 4611686018427387904 is over the limit"),
+    ({"shape": [2**20, 2**20], "chunks": [2**20, 2**20]}, LimitError, "1099511627776 elements"),
+    ({"shape": [2**19, 2**20], "chunks": [2**19, 2**20]}, LimitError, "does not fit in memory"),
+    ({"shape": [1] * 9, "chunks": [1] * 9}, LimitError, "rank 9"),
+    ({"shape": [3, -4]}, CheckpointFormatError, "shape: expected whole numbers"),
+    ({"shape": [3, True]}, CheckpointFormatError, "shape: expected whole numbers"),
+    ({"shape": "3"}, CheckpointFormatError, "shape: expected whole numbers"),
+    ({"shape": [6, 4]}, CheckpointFormatError, "takes 2 chunks, 1 are stored"),
+    ({"chunks": [0, 4]}, CheckpointFormatError, "chunks .* do not fit shape"),
+    ({"chunks": [3, 2**31]}, CheckpointFormatError, "chunks .* do not fit shape"),
+    ({"chunks": [3]}, CheckpointFormatError, "chunks .* do not fit shape"),
+    ({"chunks": [1, 1]}, CheckpointFormatError, "takes 12 chunks, 1 are stored"),
+    ({"dtype": "<f8"}, CheckpointFormatError, "cannot be decoded"),
+    ({"dtype": "<f3"}, CheckpointFormatError, "dtype '<f3' is not one that weights have"),
+    ({"dtype": "|O8"}, CheckpointFormatError, "dtype '|O8' is not one"),
+    ({"dtype": ["<f4"]}, CheckpointFormatError, "dtype .* is not one"),
+    ({"zarr_format": 3}, CheckpointFormatError, "expected an array in zarr 2"),
+    ({"compressor": {"id": "none such"}}, CheckpointFormatError, "cannot be decoded"),
+    ({"order": "F"}, None, ""),
+]
+
+
+@pytest.mark.parametrize(("lie", "error", "message"), LIES, ids=lambda v: str(v)[:30])
+def test_lying_array_metadata(tmp_path: Path, lie: dict[str, Any], error: type[RlxError] | None, message: str) -> None:
+    path = save_files(tmp_path / "a", {"w": W})
+    edited(path / "w" / ".zarray", lambda content: content.update(lie))
+    if error is None:  # another array of the same size: only a manifest can tell
+        assert read(path)["w"].shape == W.shape
+        return
+    with pytest.raises(error, match=message):
+        read(path)
+
+
+def test_missing_chunks_and_metadata(tmp_path: Path) -> None:
+    path = save_files(tmp_path / "a", {"w": W})
+    os.unlink(path / "w" / "0.0")
+    with pytest.raises(CheckpointFormatError, match="takes 1 chunks, 0 are stored"):
+        read(path)
+    edited(path / "_METADATA", lambda content: content.update(store_array_data_equal_to_fill_value=False))
+    assert_equal(read(path), {"w": np.zeros((3, 4))})  # chunks of zeros were left out by that format
+    os.unlink(path / "w" / ".zarray")
+    with pytest.raises(CheckpointFormatError, match="array 'w': no metadata"):
+        read(path)
+
+
+def leaf(name: str, kind: str = "np.ndarray") -> dict[str, Any]:
+    return {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": {"value_type": kind}}
+
+
+BAD_TREES: list[tuple[Any, type[RlxError], str]] = [
+    ({"tree_metadata": []}, CheckpointFormatError, "tree_metadata: expected an object"),
+    ({"tree_metadata": {"a": 3}}, CheckpointFormatError, "expected key_metadata with names"),
+    ({"tree_metadata": {"a": leaf("")}}, CheckpointFormatError, "expected key_metadata with names"),
+    ({"tree_metadata": {"a": leaf("n" * 2000)}}, LimitError, "limits.MAX_NAME_BYTES"),
+    ({"tree_metadata": {"a": leaf("x"), "b": leaf("x")}}, DuplicateWeightError, "two leaves have the key 'x'"),
+    ({"tree_metadata": {"a": leaf("k", "jax.random.key")}}, UnsupportedError, "'k' is a 'jax.random.key'"),
+    ({"tree_metadata": {"a": leaf("../b/w")}}, PathEscapeError, "'../b/w' leads out of the directory"),
+    ({"tree_metadata": {"a": leaf("/b/w")}}, PathEscapeError, "leads out of the directory"),
+    ({"use_zarr3": "yes"}, CheckpointFormatError, "use_zarr3: expected true or false"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_TREES, ids=lambda v: str(v)[:40])
+def test_bad_trees(tmp_path: Path, change: dict[str, Any], error: type[RlxError], message: str) -> None:
+    save_files(tmp_path / "b", {"w": W})
+    path = save_files(tmp_path / "a", {"w": W})
+    edited(path / "_METADATA", lambda content: content.update(change))
+    with pytest.raises(error, match=message):
+        read(path)
+
+
+def test_links(tmp_path: Path) -> None:
+    outside = save_files(tmp_path / "b", {"w": W})
+    path = save_files(tmp_path / "a", {"w": W})
+    shutil.rmtree(path / "w")
+    (path / "w").symlink_to(outside / "w", target_is_directory=True)
+    with pytest.raises((PathEscapeError, ConfigError), match="outside its directory"):
+        read(path)
+    whole = save_files(tmp_path / "c", {"w": W})
+    os.rename(whole / "w" / "0.0", whole / "data")
+    (whole / "w" / "0.0").symlink_to("../data")
+    assert_equal(read(whole), {"w": W})
+    with pytest.raises(PathEscapeError, match="links are refused"):
+        read(whole, links="refuse")
+
+
+def test_old_and_foreign_directories(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "checkpoint").write_bytes(b"\x80")
+    with pytest.raises(UnsupportedError, match="a checkpoint of before 2023"):
+        read(tmp_path / "old")
+    path = save_standard(tmp_path / "a")
+    (path / "_METADATA").write_text("{")
+    with pytest.raises(CheckpointFormatError, match="_METADATA': not JSON"):
+        read(path)
+
+
+def test_tensors_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_standard(tmp_path / "a")
+    monkeypatch.setattr(limits, "MAX_TENSORS", 1)
+    with pytest.raises(LimitError, match="limits.MAX_TENSORS = 1"):
+        read(path)
+
+
+# -- other device counts -----------------------------------------------------------------------
+
+SHARDED = """
+import sys, jax, numpy as np
+import rlx_jax as rlx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+path, devices = sys.argv[1], int(sys.argv[2])
+assert jax.device_count() == devices
+flow = rlx.ModelFlow("m").input("x", ("batch", 16)).linear("a.w", False, "a.b").linear("b.w")
+rng = np.random.default_rng(0)
+weights = {"a.w": rng.normal(size=(16, 24)), "a.b": rng.normal(size=24), "b.w": rng.normal(size=(8, 24))}
+weights = {key: value.astype(np.float32) for key, value in weights.items()}
+x = np.ones((2, 16), np.float32)
+if devices == 8:
+    model = rlx.compile(flow, weights=weights)
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    params = {name: jax.device_put(leaf, sharding) for name, leaf in model.params.items()}
+    for format in ("orbax", "safetensors"):
+        rlx.save(model.replace(params=params), f"{path}/{format}", format)
+    np.save(f"{path}/expected.npy", model(x))
+else:
+    for format in ("orbax", "safetensors"):
+        source = rlx.open_weights(f"{path}/{format}", verify="full")
+        for key, value in weights.items():
+            np.testing.assert_array_equal(source.read(key), value)
+        np.testing.assert_array_equal(rlx.compile(flow, weights=source)(x), np.load(f"{path}/expected.npy"))
+"""
+
+
+def on_devices(count: int, path: Path) -> None:
+    """Run the script above in a process with `count` CPU devices."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-W", "error", "-c", SHARDED, str(path), str(count)]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_saved_on_eight_devices_loaded_on_fewer(tmp_path: Path) -> None:
+    on_devices(8, tmp_path)
+    chunks = [p for p in (tmp_path / "orbax").rglob("*") if p.is_file()]
+    assert len(chunks) > 8
+    for count in (1, 2, 4):
+        on_devices(count, tmp_path)

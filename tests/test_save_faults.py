@@ -1,0 +1,370 @@
+"""Saving when the process dies or the disk fails, and loading what has been damaged since.
+
+Every checkpoint here holds one number in all of its weights, so that a mixture of two is seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import MissingFileError, NoSpaceError, RlxError, SaveFailedError, TargetExistsError
+from rlx_jax.ir.types import TensorType
+from rlx_jax.weights import atomic, manifest
+from rlx_jax.weights.save import Entry, write_checkpoint
+
+FORMATS = ["orbax", "safetensors"]
+KEYS = ("a.weight", "b.weight", "c.bias")
+
+
+def entries(number: int, size: int = 16) -> list[Entry]:
+    t = TensorType((size, 4), np.dtype(np.float32))
+    return [Entry(key, t, lambda: np.full(t.shape, number, t.dtype)) for key in KEYS]
+
+
+def write(path: Path, number: int, format: str = "safetensors", overwrite: bool = True) -> None:
+    write_checkpoint(path, entries(number), format, overwrite)
+
+
+def number_in(path: Path) -> int | None:
+    """The number that a checkpoint holds, verified; None if there is none."""
+    try:
+        source = rlx.open_weights(path, verify="full")
+    except MissingFileError:
+        return None
+    assert sorted(source.keys()) == sorted(KEYS)
+    found = {float(x) for key in KEYS for x in np.unique(source.read(key))}
+    assert len(found) == 1, found
+    return int(found.pop())
+
+
+# -- the process dies --------------------------------------------------------------------------
+
+OPERATIONS = ("mkdir", "rename", "fsync", "unlink", "rmdir")
+
+
+@contextmanager
+def before_each_operation(see: Callable[[], object]) -> Iterator[None]:
+    """`see` is called before everything that changes a directory or puts a file on disk."""
+    busy = False
+
+    def wrap(function: Any) -> Any:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal busy
+            if not busy:
+                busy = True
+                try:
+                    see()
+                finally:
+                    busy = False
+            return function(*args, **options)
+
+        return wrapped
+
+    with mock.patch.multiple(os, **{name: wrap(getattr(os, name)) for name in OPERATIONS}):
+        with mock.patch.object(atomic, "_rename2", wrap(atomic._rename2)):
+            yield
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("old", [1, None])
+def test_killed_before_any_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, old: int | None, exchange: bool
+) -> None:
+    """The directory as it is before each operation, which is what a process leaves that is killed there."""
+    if not exchange:
+        monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+    live, snapshots = tmp_path / "live", tmp_path / "snapshots"
+    live.mkdir()
+    if old is not None:
+        write(live / "it", old, format)
+    taken = iter(range(10**6))
+    with before_each_operation(lambda: shutil.copytree(live, snapshots / f"{next(taken):04}")):
+        write(live / "it", 2, format)
+    assert number_in(live / "it") == 2 and os.listdir(live) == ["it"]
+    found = [number_in(path / "it") for path in sorted(snapshots.iterdir())]
+    assert len(found) > 8 and set(found) == {old, 2}
+    assert sorted(found, key=lambda n: n == 2) == found, "once it is the new one, it stays"
+    for path in sorted(snapshots.iterdir())[:: 1 if format == "safetensors" else 10]:
+        write(path / "it", 3, "safetensors")
+        assert number_in(path / "it") == 3 and os.listdir(path) == ["it"]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.test_save_faults import write
+path, format, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+write(path.parent / "warm", 0, format)
+print("ready", flush=True)
+sys.stdin.readline()
+while True:
+    number += 1
+    print(number, flush=True)
+    write(path, number, format)
+"""
+
+
+def saver(path: Path, format: str, number: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(path), format, str(number)]
+    root = Path(__file__).parent.parent
+    return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_killed_at_random_instants(tmp_path: Path, format: str) -> None:
+    """SIGKILL, 100 times: the checkpoint is the last one or the one that was being written."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, path, kills, mid_save, number = random.Random(seed), tmp_path / "it", 100, 0, 0
+    following = saver(path, format, 1000)
+    for kill in range(1, kills + 1):
+        child, following = following, saver(path, format, 1000 * (kill + 1))  # the next one starts meanwhile
+        assert child.stdin and child.stdout and child.stdout.readline() == "ready\n"
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        time.sleep(rng.uniform(0, 0.3))
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0].split()
+        last = int(rest[-1]) if rest else number
+        found = number_in(path) or 0
+        assert found in ({last, last - 1} if len(rest) > 1 else {last, number}), f"kill {kill}: {rest}, {found}"
+        number = found
+        mid_save += any(name.startswith(".it.rlx-save-") for name in os.listdir(tmp_path))
+    following.kill()
+    following.communicate()
+    print(f"{mid_save} of {kills} kills left a work directory")
+    assert mid_save > kills // 4
+    write(path, 7, format)
+    assert number_in(path) == 7 and sorted(os.listdir(tmp_path)) == ["it", "warm"]
+
+
+def test_a_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
+    dead = tmp_path / ".it.rlx-save-1-00000000"
+    (dead / "new").mkdir(parents=True)
+    others = [".other.rlx-save-1-00000000", ".it.rlx-save-notes", "it.rlx-save-1-00000000"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    alive, lock = atomic._make_work(str(tmp_path), "it")
+    write(tmp_path / "it", 1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "it", os.path.basename(alive)])
+    os.close(lock)
+    write(tmp_path / "it", 2)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "it"])
+
+
+def test_two_saves_to_one_place(tmp_path: Path) -> None:
+    """The second to finish fails if it may not overwrite; else it wins."""
+    path, first = tmp_path / "it", entries(1)
+
+    def another_save() -> np.ndarray:
+        write(path, 2)
+        return np.zeros((16, 4), np.float32)
+
+    slow = [*first, Entry("z", first[0].type, another_save)]
+    with pytest.raises(TargetExistsError, match="exists"):
+        write_checkpoint(path, slow, "safetensors", False)
+    assert number_in(path) == 2
+    write_checkpoint(path, slow, "safetensors", True)
+    assert set(rlx.open_weights(path, verify="full").keys()) == {*KEYS, "z"}
+    assert os.listdir(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, exchange: bool) -> None:
+    """KeyboardInterrupt passes; the checkpoint is the old or the new one, and nothing else stays behind."""
+    if not exchange:
+        monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+    write(tmp_path / "it", 1, format)
+    real, found = {name: getattr(atomic, name) for name in ("_sync", "_rename2", "_commit")}, set()
+    real["digest"] = manifest.digest
+    for name, function in real.items():
+        for count in range(1, 40, 1 if format == "safetensors" else 7):
+            calls = iter(range(1, 10**6))
+
+            def interrupted(*args: Any, function: Any = function, calls: Any = calls, count: int = count) -> Any:
+                if next(calls) == count:
+                    raise KeyboardInterrupt
+                return function(*args)
+
+            module = "rlx_jax.weights.save" if name == "digest" else "rlx_jax.weights.atomic"
+            with mock.patch(f"{module}.{name}", interrupted):
+                try:
+                    write(tmp_path / "it", 2, format)
+                    break
+                except KeyboardInterrupt:
+                    pass
+            now = number_in(tmp_path / "it")
+            assert now in (1, 2) and os.listdir(tmp_path) == ["it"]
+            found.add(now)
+            write(tmp_path / "it", 1, format)
+    assert found == {1, 2}
+
+
+# -- the disk fails ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES"])
+def test_the_disk_refuses(tmp_path: Path, code: str) -> None:
+    """An error at the n-th sync, for every n."""
+    write(tmp_path / "it", 1)
+    expected = NoSpaceError if code in ("ENOSPC", "EDQUOT") else SaveFailedError
+    real, count, failed = os.fsync, 0, 0
+    while True:
+        count += 1
+        calls = iter(range(1, 10**6))
+
+        def fsync(descriptor: int, calls: Any = calls, count: int = count) -> None:
+            if next(calls) == count:
+                raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+            real(descriptor)
+
+        with mock.patch.object(os, "fsync", fsync):
+            try:
+                write(tmp_path / "it", 2)
+                break
+            except expected as error:
+                assert "it' failed; " in str(error) and os.strerror(getattr(errno, code)) in str(error)
+                failed += 1
+        assert os.listdir(tmp_path) == ["it"]
+        assert number_in(tmp_path / "it") in (1, 2)
+    assert failed > 3 and number_in(tmp_path / "it") == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves coroutines behind
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
+    """RLIMIT_FSIZE at many sizes; Python ignores SIGXFSZ, so writes fail."""
+    write(tmp_path / "it", 1, format)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failed = 0
+    for size in (0, 1, 10, 100, 200, 300, 400, 600, 800, 1000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            write(tmp_path / "it", 2, format)
+        except (SaveFailedError, NoSpaceError):
+            failed += 1
+            assert number_in(tmp_path / "it") == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert os.listdir(tmp_path) == ["it"]
+    gc.collect()
+    assert failed >= 8
+    write(tmp_path / "it", 3, format)
+    assert number_in(tmp_path / "it") == 3
+
+
+def test_space_is_estimated_first(tmp_path: Path) -> None:
+    write(tmp_path / "it", 1)
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=800)):
+        with pytest.raises(NoSpaceError, match="about 768 bytes to write, 800 are free; .*it' is as it was"):
+            write(tmp_path / "it", 2)
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=900)):
+        write(tmp_path / "it", 3)
+    assert number_in(tmp_path / "it") == 3
+
+
+def test_what_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
+    """A disk that takes what it is given and keeps something else."""
+    write(tmp_path / "it", 1)
+    real = np.ascontiguousarray
+    with mock.patch("rlx_jax.weights.save.digest", lambda values: manifest.digest(real(values) + 1)):
+        with pytest.raises(SaveFailedError, match="cannot be read back, so it was not kept: .*differs from its digest"):
+            write(tmp_path / "it", 2)
+    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
+
+
+# -- the checkpoint is damaged afterwards ------------------------------------------------------
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """One fault in one file of a checkpoint; what it was."""
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    file = rng.choice(files)
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["flip"] * 6 + ["cut", "delete", "zero", "swap", "append"]) if data else "delete"
+    if kind == "flip":
+        bit = rng.randrange(len(data) * 8)
+        data[bit // 8] ^= 1 << bit % 8
+    elif kind == "cut":
+        del data[rng.randrange(len(data)) :]
+    elif kind == "zero":
+        start = rng.randrange(len(data))
+        data[start : start + 64] = bytes(len(data[start : start + 64]))
+    elif kind == "append":
+        data += b"\0"
+    if kind == "delete":
+        file.unlink()
+    elif kind == "swap":
+        other = rng.choice(files)
+        data = bytearray(other.read_bytes())
+        other.write_bytes(file.read_bytes())
+        file.write_bytes(data)
+    else:
+        file.write_bytes(data)
+    return f"{kind} {file.relative_to(path)}"
+
+
+def count_faults(path: Path, format: str, faults: int) -> tuple[int, int]:
+    """How many of `faults` single faults were detected, and how many changed nothing. Others fail."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, detected, harmless = random.Random(seed), 0, 0
+    values = np.random.default_rng(0)
+    weights = {f"layers.{i}.weight": values.normal(size=(40, 40)).astype(np.float32) for i in range(3)}
+    written = [Entry(k, TensorType(v.shape, v.dtype), lambda v=v: v) for k, v in weights.items()]  # type: ignore[misc]
+    write_checkpoint(path / "good", written, format, False)
+    for number in range(faults):
+        shutil.rmtree(path / "bad", ignore_errors=True)
+        shutil.copytree(path / "good", path / "bad")
+        fault = damage(path / "bad", rng)
+        # Half of the time small files are not digested before they are decoded, as if they were large.
+        with mock.patch.object(manifest, "SMALL_FILE", -1 if number % 2 else manifest.SMALL_FILE):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    source = rlx.open_weights(path / "bad")
+                    found = {key: source.read(key) for key in source.keys()}
+            except RlxError:
+                detected += 1
+                continue
+        assert sorted(found) == sorted(weights), f"seed {seed}, number {number}: {fault}"
+        for key, value in weights.items():
+            assert found[key].tobytes() == value.tobytes(), f"seed {seed}, number {number}: {fault}: wrong {key}"
+        harmless += 1
+    print(f"{format}: {detected} detected, {harmless} harmless")
+    return detected, harmless
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_fault_gives_wrong_weights(tmp_path: Path, format: str) -> None:
+    detected, _ = count_faults(tmp_path, format, 50)
+    assert detected > 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_fault_of_a_thousand_gives_wrong_weights(tmp_path: Path, format: str) -> None:
+    detected, _ = count_faults(tmp_path, format, 1000)
+    assert detected > 500
