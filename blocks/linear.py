@@ -8,7 +8,6 @@ from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.types import tensor_type
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,7 @@ class GatherLastToken:
         with emit.scope("last_token"):
             if self.input_name is None:
                 return emit.add(hir.LastToken(), x)
-            if self.input_name not in emit.state.inputs:
-                declared = tensor_type((self.batch,), "i32", self.input_name)
-                emit.state.inputs[self.input_name] = emit.wrap(emit.builder.input(self.input_name, declared))
-            return emit.add(hir.LastToken(), x, emit.flow_input(self.input_name))
+            return emit.add(hir.LastToken(), x, emit.input(self.input_name, (self.batch,), "int32"))
 
 
 @dataclass(frozen=True)

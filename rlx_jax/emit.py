@@ -7,7 +7,7 @@ operators on values, the methods of `Emit`, or `emit.jax` for any JAX function.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,9 +31,19 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Op, Param, Value, located
 from rlx_jax.ir.ops import pointwise, shaping
 from rlx_jax.ir.param import Key, Program, WeightSource, cast
-from rlx_jax.ir.types import TensorType, is_float, path_text, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, path_text, tensor_type
 
 F32 = np.dtype(np.float32)
+NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32"}  # JAX has no 64-bit types by default
+
+
+def input_type(name: str, shape: Sequence[int | str], dtype: Any) -> TensorType:
+    """The type of an input that is declared; 64-bit ones are narrowed."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise GraphError(f"an input's name is an identifier, got {quote(name)}")
+    if name in ("state", "params"):
+        raise NameCollisionError(f"an input cannot be called {quote(name)}: calls use that name")
+    return tensor_type(shape, NARROWED.get(as_dtype(dtype).name, dtype), f"input {name}")
 
 
 @dataclass
@@ -170,6 +180,12 @@ class Emit:
         return self.source is not None and self.source.has(key)
 
     # -- registers ---------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int | str], dtype: Any = "float32") -> FlowValue:
+        """A declared input by name; declared here, as a required one, if the flow has none of that name."""
+        if name not in self.state.inputs:
+            self.state.inputs[name] = self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
+        return self.flow_input(name)
 
     def flow_input(self, name: str) -> FlowValue:
         """A declared input by name; an optional one that was not given is an error here (see `optional_input`)."""

@@ -17,7 +17,7 @@ from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.built import POSITIONS as POSITIONS
 from rlx_jax.built import REQUIRED, InputDecl, Weights
 from rlx_jax.built import BuiltModel as BuiltModel
-from rlx_jax.emit import F32, Emit, FlowValue
+from rlx_jax.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
@@ -33,13 +33,11 @@ from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import as_dim, as_dtype, is_float, tensor_type
+from rlx_jax.ir.types import as_dim, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
-
-NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32"}  # JAX has no 64-bit types by default
 
 
 class ModelRecipe(Protocol):
@@ -74,13 +72,9 @@ class ModelFlow:
 
         `default` makes it optional: a number, "positions", or None (the stages that read it do without).
         """
-        if not isinstance(name, str) or not name.isidentifier():
-            raise GraphError(f"{self.name}: an input's name is an identifier, got {quote(name)}")
-        if name in ("state", "params"):
-            raise NameCollisionError(f"{self.name}: an input cannot be called {quote(name)}: calls use that name")
+        declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
-        declared = tensor_type(shape, NARROWED.get(as_dtype(dtype).name, dtype), f"input {name}")
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
@@ -185,21 +179,27 @@ class ModelFlow:
         return self.stage(blocks.Embed())
 
     def gather_from_input(self, input_name: str, key: str) -> ModelFlow:
+        """`E[input]` in place of the active value; the table is under `key` `[V, H]`."""
         return self.stage(blocks.GatherFromInput(input_name, key))
 
     def gather_add(self, input_name: str, key: str) -> ModelFlow:
+        """`x + E[input]`; the table is under `key` `[V, H]`."""
         return self.stage(blocks.GatherAdd(input_name, key))
 
     def rope_tables(self, stage: blocks.RopeTables) -> ModelFlow:
+        """cos and sin for the rotary stages that follow."""
         return self.stage(stage)
 
     def zero_beta(self, length: int) -> ModelFlow:
+        """Zeros `[length]` as the beta of every RMSNorm; norms need none."""
         return self.stage(blocks.ZeroBeta(length))
 
     def zero_beta_named(self, name: str, length: int) -> ModelFlow:
+        """As `zero_beta`, registered as `name`."""
         return self.stage(blocks.ZeroBeta(length, name))
 
     def attn_mask_ones(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
+        """A keep mask `[batch, seq]` that keeps every key."""
         return self.stage(blocks.AttnMask.ones(batch, seq))
 
     def repeat_layers(self, count: int, layer: Callable[[int], BlockStage]) -> ModelFlow:
@@ -207,6 +207,7 @@ class ModelFlow:
         return self.stage(blocks.Repeat(count, layer))
 
     def named_layer(self, name: str, stage: BlockStage) -> ModelFlow:
+        """A stage under a segment `name` of the block path."""
         return self.stage(blocks.Named(name, stage))
 
     def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> ModelFlow:
@@ -214,11 +215,13 @@ class ModelFlow:
         return self.stage(build(LayerStack.named(name)).build())
 
     def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
+        """Llama's layer `index`, as one block."""
         return self.stage(blocks.llama_prefill_layer_fused(index, spec))
 
     llama_decoder_layer = llama_prefill_layer
 
     def llama_prefill_layer_composed(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
+        """The same layer from small stages."""
         return self.stage(blocks.llama_prefill_layer_composed(index, spec))
 
     def linear(
@@ -228,24 +231,31 @@ class ModelFlow:
         return self.stage(blocks.Linear(key, transpose, bias, shape))
 
     def residual_save(self) -> ModelFlow:
+        """Remember the active value for `residual_add`."""
         return self.stage(blocks.ResidualSave())
 
     def residual_add(self) -> ModelFlow:
+        """Add the value that `residual_save` remembered."""
         return self.stage(blocks.ResidualAdd())
 
     def swiglu(self, gate: str, up: str, down: str) -> ModelFlow:
+        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
         return self.stage(blocks.SwiGlu(gate, up, down))
 
     def swiglu_hf_mlp(self, prefix: str) -> ModelFlow:
+        """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
         return self.stage(blocks.SwiGlu.hf_mlp(prefix))
 
     def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> ModelFlow:
+        """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
 
     def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> ModelFlow:
+        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
         return self.stage(blocks.LayerNorm(gamma, beta, eps))
 
     def rms_norm(self, key: str, eps: float = 1e-5) -> ModelFlow:
+        """RMSNorm; its weight under `key`, `[H]`."""
         return self.stage(blocks.RmsNorm(key, eps))
 
     def final_norm(self, eps: float = 1e-5) -> ModelFlow:
@@ -253,9 +263,11 @@ class ModelFlow:
         return self.stage(blocks.RmsNorm("model.norm.weight", eps))
 
     def gelu_ffn(self, prefix: str) -> ModelFlow:
+        """`gelu(x W₁ + b₁) W₂ + b₂` under BERT's keys."""
         return self.stage(blocks.GeluFfn.hf_bert(prefix))
 
     def bert_encoder_layer(self, spec: blocks.BertEncoderLayerSpec) -> ModelFlow:
+        """BERT's post-norm layer: `[B, S, H]` → same."""
         return self.stage(blocks.BertEncoderLayer(spec))
 
     def repeat_bert_layers(
@@ -271,12 +283,15 @@ class ModelFlow:
         return self.repeat_layers(count, layer)
 
     def cls_token_pool(self, batch: int | str = "batch", hidden: int | None = None) -> ModelFlow:
+        """The first token: `[B, S, H]` → `[B, H]`."""
         return self.stage(blocks.ClsTokenPool(batch, hidden))
 
     def gather_last_token_dynamic(self, batch: int | str = "batch") -> ModelFlow:
+        """Row `last_token_idx[b]` of each sequence: `[B, S, H]` → `[B, 1, H]`."""
         return self.stage(blocks.GatherLastToken.dynamic(batch))
 
     def gather_last_token_at(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
+        """The last position: `[B, S, H]` → `[B, 1, H]`."""
         return self.stage(blocks.GatherLastToken.static_last(batch, seq))
 
     def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> ModelFlow:
@@ -299,9 +314,11 @@ class ModelFlow:
     plugin_named = custom_named
 
     def store_stream(self, name: str) -> ModelFlow:
+        """Keep the active value as stream `name`."""
         return self.stage(blocks.StoreStream(name))
 
     def load_stream(self, name: str) -> ModelFlow:
+        """Make stream `name` the active value."""
         return self.stage(blocks.LoadStream(name))
 
     def bind_inputs_to_streams(self, pairs: Iterable[tuple[str, str]]) -> ModelFlow:

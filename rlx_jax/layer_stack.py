@@ -32,33 +32,43 @@ class LayerStack:
         return self.stage(*stages)
 
     def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> LayerStack:
+        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
         return self.stage(blocks.LayerNorm(gamma, beta, eps))
 
     def rms_norm(self, key: str, eps: float = 1e-5) -> LayerStack:
+        """RMSNorm; its weight under `key`, `[H]`."""
         return self.stage(blocks.RmsNorm(key, eps))
 
     def gather_add(self, input_name: str, key: str) -> LayerStack:
+        """`x + E[input]`; the table is under `key` `[V, H]`."""
         return self.stage(blocks.GatherAdd(input_name, key))
 
     def linear(self, key: str, transpose: bool = True, bias: str | None = None) -> LayerStack:
+        """`x W`; see `ModelFlow.linear`."""
         return self.stage(blocks.Linear(key, transpose, bias))
 
     def residual_save(self) -> LayerStack:
+        """Remember the active value for `residual_add`."""
         return self.stage(blocks.ResidualSave())
 
     def residual_add(self) -> LayerStack:
+        """Add the value that `residual_save` remembered."""
         return self.stage(blocks.ResidualAdd())
 
     def swiglu(self, gate: str, up: str, down: str) -> LayerStack:
+        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
         return self.stage(blocks.SwiGlu(gate, up, down))
 
     def swiglu_hf_mlp(self, prefix: str) -> LayerStack:
+        """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
         return self.stage(blocks.SwiGlu.hf_mlp(prefix))
 
     def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> LayerStack:
+        """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
 
     def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> LayerStack:
+        """Any function `(emit, value) → value`."""
         return self.stage(blocks.Custom(fn))
 
     def build(self) -> BlockStage:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -97,6 +99,23 @@ def one_value(emit: Any, a: Any, b: Any) -> Any:
 
 
 NUMBERS: Any = [1]
+
+
+def test_a_stage_declares_an_input() -> None:
+    """One of the program after those of the flow; asked for again, or declared by the flow, it is the same."""
+
+    def scaled(emit: Any, x: Any) -> Any:
+        factor = emit.input("factor", ("batch",), "int64")
+        assert emit.input("factor", ("batch",)).value == factor.value
+        return x * factor[:, None, None].astype("float32")
+
+    model = rlx.compile(x_flow().custom(scaled))
+    assert [str(i.type) for i in model.inputs] == ["f32[batch,seq,8]", "i32[batch]"]
+    np.testing.assert_array_equal(model(X, np.array([2, 3])), X * np.array([2, 3], "f4")[:, None, None])
+    declared = x_flow().input("factor", ("batch",), dtype="int32").custom(scaled)
+    assert [i.name for i in rlx.compile(declared).inputs] == ["x", "factor"]
+
+
 MISUSES: dict[str, tuple[Callable[[rlx.ModelFlow], Any], type[RlxError], str]] = {
     "load": (lambda f: f.store_stream("image").load_stream("imag"), UnboundStreamError, "did you mean 'image'"),
     "load of none": (lambda f: f.load_stream("a"), UnboundStreamError, "streams are none"),
@@ -212,6 +231,17 @@ METHODS: dict[str, tuple[tuple[Any, ...], blocks.BlockStage]] = {
 def test_a_method_appends_its_stage(method: str) -> None:
     arguments, stage = METHODS[method]
     assert getattr(x_flow(), method)(*arguments).stages == (stage,)
+
+
+def test_the_page_lists_every_stage() -> None:
+    """And the methods that it names exist."""
+    page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text("utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    stages = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert {stage.__name__ for stage in get_args(blocks.FlowStage)} <= stages
+    table = [row for row in rows if len(row) == 6 and "emit" not in row[2]]
+    methods = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
+    assert len(methods) > 30 and all(hasattr(rlx.ModelFlow, name) for name in methods)
 
 
 @pytest.mark.parametrize("prefix, key", [("", "encoder.layer.1"), ("bert", "bert.encoder.layer.1")])
