@@ -294,6 +294,23 @@ def test_profiles_of_a_recipe() -> None:
     assert rlx.compile(recipe, profile=rlx.CompileProfile()).compiler.settings.policy == "direct"
 
 
+def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
+    """`<family>.rlx.toml` in their directory; without it what was set before, else `auto`; a wrong one is an error."""
+    directory = checkpoints.copy(LLAMA, tmp_path / "checkpoint")
+    recipe, fusable = rlx.recipe_for(directory), rlx.CompileProfile().replace(fusion={"policy": "fusable"})
+    assert recipe.profile_near(directory).hooks.profile == rlx.CompileProfile.preset("auto")
+    assert recipe.profile(fusable).profile_near(directory).hooks.profile == fusable
+    (directory / "llama.rlx.toml").write_text('fusion = {policy = "fusable"}', "utf-8")
+    for near in (recipe.profile_near(directory), recipe.profile_near(next(directory.glob("*.safetensors")))):
+        assert near.assemble().profile.fusion.policy == "fusable"
+    assert recipe.profile_near(directory, "other").hooks.profile == rlx.CompileProfile.preset("auto")
+    (directory / "llama.rlx.toml").write_text('fusion = {polcy = "fusable"}', "utf-8")
+    with pytest.raises(errors.ProfileError, match="did you mean 'policy'"):
+        recipe.profile_near(directory)
+    with pytest.raises(errors.MissingFileError):
+        recipe.profile_near(tmp_path / "nowhere")
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 MISUSES: dict[str, tuple[Any, str]] = {

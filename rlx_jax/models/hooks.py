@@ -8,6 +8,7 @@ A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this 
     after_layers = after = add_after
     patch_flow = add_patch
     profile = set_profile
+    profile_near = set_profile_near
 
 Its `assemble` applies them: `hooks.stack(...)` where the layers stand, `hooks.edit` before the head, and
 `hooks.finish` at the end. Every method returns a changed copy of the recipe.
@@ -15,6 +16,7 @@ Its `assemble` applies them: `hooks.stack(...)` where the layers stand, `hooks.e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -91,9 +93,12 @@ class Hooks:
 
 
 class Hooked(Protocol):
-    """A recipe that holds hooks."""
+    """A recipe that holds hooks: a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def hooks(self) -> Hooks: ...
@@ -136,3 +141,12 @@ def set_profile(recipe: R, profile: CompileProfile) -> R:
     if not isinstance(profile, CompileProfile):
         raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
     return replace(recipe, hooks=replace(recipe.hooks, profile=profile))
+
+
+def set_profile_near(recipe: R, weights: str | os.PathLike[str], family: str | None = None) -> R:
+    """Compile with `<family>.rlx.toml` beside the weights; without that file, with the profile set before, or `auto`.
+
+    `family` is the recipe's name unless given. Raises as `CompileProfile.near`.
+    """
+    near = CompileProfile.near(weights, family or recipe.name, recipe.hooks.profile or "auto")
+    return set_profile(recipe, near)

@@ -20,7 +20,7 @@ from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile
+from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -152,6 +152,7 @@ class Llama32Flow:
     after_layers = after = add_after
     patch_flow = add_patch
     profile = set_profile
+    profile_near = set_profile_near
 
     @staticmethod
     def for_prefill(
