@@ -1,0 +1,113 @@
+"""What no setting of a profile changes: the numbers, on recorded checkpoints; and how far bf16 may be off."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.lowering.passes import CLEANING, PASSES
+from tests.oracles import checkpoints, hugging_face
+
+MODELS = {
+    "llama": checkpoints.FIXTURES / "llama" / "gqa_plain_attnbias_v5",
+    "bert": checkpoints.FIXTURES / "bert" / "bare_v5",
+}
+LIMIT = 2e-6
+"""Largest difference, relative to the largest value."""
+
+
+def relative(got: Any, want: Any) -> float:
+    """Largest difference, relative to the largest value."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def tokens_of(directory: Path) -> np.ndarray:
+    """The recorded input of a checkpoint."""
+    with np.load(directory.with_suffix(".npz")) as file:
+        return np.asarray(file["tokens"], np.int32)
+
+
+def run(name: str, program: str = "forward", **tables: Any) -> np.ndarray:
+    """The output of a recorded checkpoint under these settings."""
+    profile = rlx.CompileProfile().replace(**tables)
+    model: Any = rlx.compile(rlx.from_pretrained(MODELS[name]), profile=profile, program=program)
+    return np.asarray(model(tokens_of(MODELS[name])))
+
+
+@functools.cache
+def plain(name: str) -> np.ndarray:
+    """The output under the default profile."""
+    return run(name)
+
+
+@functools.cache
+def plain_by_ops(name: str) -> np.ndarray:
+    """The same, op by op, so that XLA's own fusions do not round differently."""
+    with jax.disable_jit():
+        return run(name)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fusable": {"fusion": {"policy": "fusable"}},
+    "scan": {"layers": {"roll": "scan"}},
+    "merged and turned": {"backend": {"cpu": {"merge": True, "weight_layout": "in_out"}}},
+    "everything": {
+        "fusion": {"policy": "fusable", "skip": True}, "layers": {"roll": "scan"},
+        "passes": {name: False for name in CLEANING}, "backend": {"cpu": {"merge": True, "weight_layout": "in_out"}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_forms_of_one_program(name: str, form: str) -> None:
+    """direct = fusable, unrolled = scanned, apart = merged, as stored = turned, with passes = without."""
+    assert relative(run(name, **FORMS[form]), plain(name)) < LIMIT
+
+
+@pytest.mark.parametrize("step", PASSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_pass_alone(name: str, step: str) -> None:
+    """A program with all passes is that with all but one, under both policies."""
+    off: dict[str, Any] = {"passes": {step: False}} if step in CLEANING else {"fusion": {"disable": [step]}}
+    for policy in ("direct", "fusable"):
+        tables = {**off, "fusion": {**off.get("fusion", {}), "policy": policy}}
+        with jax.disable_jit():
+            assert relative(run(name, **tables), plain_by_ops(name)) < LIMIT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_program_for_training(name: str) -> None:
+    assert relative(run(name, "train", layers={"remat": "layer"}), plain(name)) < LIMIT
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("table", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}, {"weights": "bf16"}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_exact_as_the_reference(name: str, table: dict[str, str]) -> None:
+    """Against transformers in f32, our error in bf16 is at most 1.5 times that of transformers in bf16."""
+    import torch
+
+    kind = {"llama": "AutoModelForCausalLM", "bert": "AutoModel"}[name]
+    model = hugging_face.load(MODELS[name], kind)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (8, 32)).astype(np.int32)
+
+    def reference(dtype: torch.dtype) -> np.ndarray:
+        in_dtype = type(model).from_pretrained(MODELS[name], dtype=dtype, attn_implementation="eager").eval()
+        with torch.no_grad():
+            out = in_dtype(torch.from_numpy(tokens.astype(np.int64)))
+        return np.asarray((out.logits if name == "llama" else out.last_hidden_state).float())
+
+    want, theirs = reference(torch.float32), reference(torch.bfloat16)
+    ours: Any = rlx.compile(rlx.from_pretrained(MODELS[name]), profile=rlx.CompileProfile().replace(precision=table))
+    errors = [np.asarray(got, np.float64) - want for got in (ours(tokens), theirs)]
+    for size in (lambda e: np.abs(e).max(), lambda e: np.sqrt((e**2).mean())):
+        assert 0 < size(errors[0]) <= 1.5 * size(errors[1])
