@@ -1,17 +1,39 @@
-"""How the next token is chosen."""
+"""How the next token is chosen.
+
+A `Sampler` is what the user asks for. `Method` says which of its filters are on, and so which program is compiled;
+their values are operands (`Knobs`), so that another temperature compiles nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rlx_jax.errors import SamplingParamError, UnsupportedError
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import SamplingParamError, TokenIdError, quote
+
+Array = jax.Array
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Sampling parameters. Temperature 0 is greedy: the largest logit, the smaller id on a tie.
+    """Sampling parameters, in the order in which they apply.
+
+    Args:
+        logit_bias: added to the logits, by token id; −inf bans a token.
+        repetition_penalty: p > 1 makes tokens less likely that the row holds already, prompt included: a positive
+            logit is divided by p, a negative one multiplied (Keskar et al. 2019).
+        temperature: divides the logits. 0 is greedy: the largest logit, the smaller id on a tie.
+        top_k: keep the k largest logits (Fan et al. 2018).
+        top_p: keep the most likely tokens until their mass reaches p (Holtzman et al. 2019).
+        min_p: keep tokens at least p times as likely as the most likely one (Nguyen et al. 2024).
+
+    At least one token is always kept; tokens that tie with the last one kept stay.
 
     Raises:
         SamplingParamError: a value out of range.
@@ -35,11 +57,114 @@ class Sampler:
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
         ):
             raise SamplingParamError(f"top_k is {self.top_k!r}; expected an integer of at least 1")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise SamplingParamError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
 
-    def require_greedy(self) -> None:
-        """Refuse what is not built yet."""
-        if self.temperature != 0 or self.repetition_penalty != 1.0 or self.logit_bias:
-            raise UnsupportedError(f"{self}: only greedy sampling is built; use Sampler(temperature=0.0)")
+    def method(self, vocab_size: int) -> Method:
+        """Which of the filters change anything for a vocabulary of this size."""
+        draws = self.temperature > 0
+        return Method(
+            draws=draws,
+            penalised=self.repetition_penalty != 1.0,
+            biased=bool(self.logit_bias),
+            top_k=draws and self.top_k is not None and self.top_k < vocab_size,
+            top_p=draws and self.top_p is not None and self.top_p < 1.0,
+            min_p=draws and bool(self.min_p),
+        )
+
+    def knobs(self, vocab_size: int) -> Knobs:
+        """The values as operands.
+
+        Raises:
+            TokenIdError: `logit_bias` names an id out of range. SamplingParamError: one of its values is NaN or +inf,
+            or it bans every token.
+        """
+        bias = np.zeros(vocab_size if self.logit_bias else 0, np.float32)
+        for i, value in (self.logit_bias or {}).items():
+            if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
+                raise TokenIdError(f"logit_bias: id {quote(i)} is not an integer in [0, {vocab_size})")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value < math.inf:
+                raise SamplingParamError(f"logit_bias[{i}] is {quote(value)}; expected a number below inf")
+            bias[i] = value
+        if bias.size and np.isneginf(bias).all():
+            raise SamplingParamError("logit_bias bans every token")
+        return Knobs(
+            temperature=np.float32(self.temperature),
+            top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
+            top_p=np.float32(1.0 if self.top_p is None else self.top_p),
+            min_p=np.float32(self.min_p or 0.0),
+            penalty=np.float32(self.repetition_penalty),
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which steps of choosing a token are compiled in; all off is greedy."""
+
+    draws: bool = False
+    penalised: bool = False
+    biased: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Knobs:
+    """The values of a sampler: scalars float32 (`top_k` int32), and `bias` `[V]` float32, or `[0]` without one."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    penalty: Any
+    bias: Any
+
+
+def choose(method: Method, knobs: Knobs, logits: Array, seen: Array, keys: Array) -> Array:
+    """One token for each row: logits `[B, V]` float32 → ids `[B]` int32.
+
+    Args:
+        seen: `[B, V]` bool, the tokens a row holds already; read only if `method.penalised`.
+        keys: `[B]` random keys, one for each row; read only if `method.draws`. A row's draw depends on its own
+            key and logits alone.
+    """
+    if method.biased:
+        logits = logits + knobs.bias[None, :]
+    if method.penalised:
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / knobs.penalty, logits * knobs.penalty), logits)
+    if not method.draws:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = keep_likely(method, knobs, logits / knobs.temperature)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def keep_likely(method: Method, knobs: Knobs, logits: Array) -> Array:
+    """The logits `[B, V]` that top-k, top-p and min-p keep, −inf for the others."""
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    floor = jnp.full_like(peak, -jnp.inf)
+    if method.top_k or method.top_p:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        if method.top_k:
+            last = jnp.full((logits.shape[0], 1), knobs.top_k - 1, jnp.int32)
+            floor = jnp.take_along_axis(ranked, last, axis=-1)
+            ranked = jnp.where(ranked >= floor, ranked, -jnp.inf)
+        if method.top_p:
+            mass = jax.nn.softmax(ranked, axis=-1)
+            before = jnp.cumsum(mass, axis=-1) - mass
+            kept = jnp.sum(before < knobs.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
+            floor = jnp.take_along_axis(ranked, kept - 1, axis=-1)
+    if method.min_p:
+        floor = jnp.maximum(floor, peak + jnp.log(knobs.min_p))
+    return jnp.where(logits >= jnp.minimum(floor, peak), logits, -jnp.inf)
+
+
+def finite_rows(logits: Array) -> Array:
+    """Which rows of `[B, V]` a token can be chosen from: no NaN, and a finite largest logit."""
+    return ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def _number(name: str, value: float, low: float, high: float, above: bool = False) -> None:

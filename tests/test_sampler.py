@@ -1,0 +1,170 @@
+"""How tokens are chosen, against plain NumPy in float64 and against transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx_jax import errors
+from rlx_jax.generate.sampler import Sampler, choose, finite_rows, keep_likely
+
+VOCAB = 13
+ROWS = 3
+
+
+def kept(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
+    """Logits after bias-free filters at temperature 1, −inf where dropped."""
+    arrays = jnp.asarray(logits)
+    return np.asarray(keep_likely(sampler.method(VOCAB), sampler.knobs(VOCAB), arrays))
+
+
+def reference(sampler: Sampler, row: np.ndarray) -> set[int]:
+    """The ids that stay, one rule after the other."""
+    ids = set(range(VOCAB))
+    order = sorted(ids, key=lambda i: -row[i])
+    if sampler.top_k is not None:
+        cut = row[order[min(sampler.top_k, VOCAB) - 1]]
+        ids = {i for i in ids if row[i] >= cut}
+    if sampler.top_p is not None and sampler.top_p < 1:
+        weights = {i: math.exp(row[i] - row[order[0]]) for i in ids}
+        total, mass, cut = sum(weights.values()), 0.0, row[order[0]]
+        for i in (i for i in order if i in ids):
+            if mass / total >= sampler.top_p:
+                break
+            mass, cut = mass + weights[i], row[i]
+        ids = {i for i in ids if row[i] >= cut}
+    if sampler.min_p:
+        ids = {i for i in ids if math.exp(row[i] - row[order[0]]) >= sampler.min_p}
+    return ids
+
+
+@settings(max_examples=60)
+@given(
+    top_k=st.none() | st.integers(1, VOCAB + 2),
+    top_p=st.none() | st.floats(0.01, 1.0),
+    min_p=st.none() | st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**16),
+)
+def test_filters_keep_what_their_definitions_keep(
+    top_k: int | None, top_p: float | None, min_p: float | None, seed: int
+) -> None:
+    """Multiples of 1/4 as logits, so that ties occur; a limit within rounding of a sum may fall either way."""
+    logits = np.round(np.random.default_rng(seed).normal(0, 2, (ROWS, VOCAB)) * 4) / 4
+    sampler = Sampler(1.0, top_k, top_p, min_p)
+    got = kept(sampler, logits.astype(np.float32))
+    for row, out in zip(logits, got, strict=True):
+        here = set(np.flatnonzero(np.isfinite(out)).tolist())
+        near = [Sampler(1.0, top_k, p, m) for p in around(top_p) for m in around(min_p)]
+        assert here in [reference(s, row) for s in near]
+        assert here
+        np.testing.assert_array_equal(out[sorted(here)], row[sorted(here)])
+
+
+def around(limit: float | None) -> list[float | None]:
+    """A limit, and its neighbours within float32 rounding."""
+    return [None] if limit is None else [min(max(limit + e, 1e-9), 1.0) for e in (0.0, 1e-6, -1e-6)]
+
+
+def test_greedy_takes_the_smaller_id_of_a_tie() -> None:
+    """And reads neither keys nor history."""
+    logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, -1.0, 3.0]])
+    sampler: Any = Sampler(top_k=1, top_p=0.1)
+    got = choose(sampler.method(3), sampler.knobs(3), logits, jnp.zeros((2, 0), bool), jnp.zeros(2, jnp.uint32))
+    np.testing.assert_array_equal(got, [1, 0])
+
+
+def draw(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -> np.ndarray:
+    """One token for each row."""
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+    seen = jnp.zeros(logits.shape, bool) if seen is None else jnp.asarray(seen)
+    return np.asarray(choose(sampler.method(VOCAB), sampler.knobs(VOCAB), jnp.asarray(logits), seen, keys))
+
+
+def test_draws_follow_the_softmax() -> None:
+    """4,000 draws at temperature 0.7 against the probabilities: χ² at 0.1 % of its tail."""
+    row = np.random.default_rng(0).normal(0, 1, VOCAB).astype(np.float32)
+    want = np.exp(row / 0.7) / np.exp(row / 0.7).sum()
+    got = np.bincount(draw(Sampler(0.7), np.tile(row, (4000, 1)), np.arange(4000)), minlength=VOCAB)
+    assert ((got - 4000 * want) ** 2 / (4000 * want)).sum() < 32.9
+
+
+def test_a_rows_draw_does_not_depend_on_the_others() -> None:
+    """Alone = in batch, bit for bit."""
+    logits = np.random.default_rng(1).normal(0, 1, (5, VOCAB)).astype(np.float32)
+    sampler = Sampler(1.3, top_k=9, top_p=0.9)
+    together = draw(sampler, logits, range(5))
+    assert [draw(sampler, logits[i : i + 1], [i])[0] for i in range(5)] == together.tolist()
+
+
+def test_penalty_and_bias() -> None:
+    """Positive logits are divided, negative ones multiplied; a ban is never drawn."""
+    logits = np.array([[1.0, 0.9, -0.5, -0.6] + [-9.0] * (VOCAB - 4)], np.float32)
+    seen = np.zeros((1, VOCAB), bool)
+    seen[0, 0] = True
+    assert draw(Sampler(repetition_penalty=1.2), logits, [0], seen)[0] == 1
+    assert draw(Sampler(repetition_penalty=1.05), logits, [0], seen)[0] == 0
+    assert draw(Sampler(logit_bias={0: -math.inf}), logits, [0])[0] == 1
+    banned = Sampler(1.0, logit_bias={i: -math.inf for i in range(1, VOCAB)})
+    assert set(draw(banned, np.tile(logits, (50, 1)), range(50))) == {0}
+
+
+@pytest.mark.parametrize(
+    ("bias", "error"),
+    [
+        ({-1: 1.0}, errors.TokenIdError), ({VOCAB: 1.0}, errors.TokenIdError), ({2**31: 1.0}, errors.TokenIdError),
+        ({1.0: 1.0}, errors.TokenIdError), ({True: 1.0}, errors.TokenIdError),
+        ({1: math.nan}, errors.SamplingParamError), ({1: math.inf}, errors.SamplingParamError),
+        ({1: "x"}, errors.SamplingParamError), ({i: -math.inf for i in range(VOCAB)}, errors.SamplingParamError),
+    ],
+)  # fmt: skip
+def test_a_bad_bias_is_refused(bias: Any, error: type[Exception]) -> None:
+    """With the id, or the value."""
+    with pytest.raises(error, match="logit_bias"):
+        Sampler(1.0, logit_bias=bias).knobs(VOCAB)
+
+
+def test_rows_without_a_choice() -> None:
+    """NaN anywhere, or no finite largest logit."""
+    logits = np.zeros((4, VOCAB), np.float32)
+    logits[0, 3], logits[1], logits[2, 2] = np.nan, -np.inf, np.inf
+    np.testing.assert_array_equal(finite_rows(jnp.asarray(logits)), [False, False, False, True])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("top_k", [None, 1, 5])
+@pytest.mark.parametrize("top_p", [None, 0.4, 0.95])
+@pytest.mark.parametrize("min_p", [None, 0.2])
+def test_filters_are_those_of_transformers(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+    """The same logits stay, in the same order of filters."""
+    import torch
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 2, (20, VOCAB)).astype(np.float32)
+    ids = rng.integers(0, VOCAB, (20, 4))
+    want = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(ids), torch.tensor(logits))
+    for warper in (
+        TemperatureLogitsWarper(0.8),
+        *([TopKLogitsWarper(top_k)] if top_k else []),
+        *([TopPLogitsWarper(top_p)] if top_p else []),
+        *([MinPLogitsWarper(min_p)] if min_p else []),
+    ):
+        want = warper(torch.tensor(ids), want)
+    seen = np.zeros((20, VOCAB), bool)
+    np.put_along_axis(seen, ids, True, axis=1)
+    penalised = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
+    got = kept(Sampler(0.8, top_k, top_p, min_p), (penalised / np.float32(0.8)).astype(np.float32))
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
