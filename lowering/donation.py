@@ -51,12 +51,14 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, and widens a cache whole to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
+    outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
     return Donation(
         state_bytes=sum(t.nbytes for t in types.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        # Keys and values of the layer that is being written.
-        temp_limit=activation_bytes(lir.graph) + 2 * largest + 2 * sum(narrow) + SLACK,
+        # Keys and values of the layer that is being written; and what a loop around the program makes of its outputs,
+        # such as sorted logits.
+        temp_limit=activation_bytes(lir.graph) + 2 * largest + 2 * sum(narrow) + 8 * outputs + SLACK,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
 

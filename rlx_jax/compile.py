@@ -32,7 +32,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.executable import Arrays, Executable, Function, StateArrays, compile_program
+from rlx_jax.executable import Around, Arrays, Executable, Function, StateArrays, compile_program
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp
@@ -82,6 +82,7 @@ class ProgramKey:
     given: frozenset[str]
     last_only: bool
     binding: tuple[tuple[str, int], ...]
+    around: Around | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,8 @@ class Compiler:
                 template = self.template(key.program, key.given, key.last_only)
                 lir = make_lir(template, dict(key.binding), self.settings)
                 run = make_function(lir, self.layout)
+                if key.around is not None:  # it has inputs of its own
+                    lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
                 self.functions[key] = Specialised(lir, run, jax.jit(run))
             return self.functions[key]
 

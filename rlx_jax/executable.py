@@ -19,6 +19,8 @@ Arrays = Mapping[str, Any]
 StateArrays = dict[tuple[str, str], Any]
 Results = tuple[tuple[Any, ...], StateArrays]
 Function = Callable[[Arrays, StateArrays, Arrays], Results]
+Around = Callable[[Function], Function]
+"""What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value."""
 
 
 @dataclass

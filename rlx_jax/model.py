@@ -28,7 +28,7 @@ from rlx_jax.errors import (
     WeightShapeError,
     listing,
 )
-from rlx_jax.executable import Arrays, Executable, StateArrays
+from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
@@ -181,19 +181,40 @@ class CompiledModel:
         """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`."""
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state, last_only)
+        results = self._execute(key, params, arrays, values)
+        return self._result(results, key)
+
+    def run_around(
+        self, around: Around, sizes: Mapping[str, int], inputs: Arrays, state: State
+    ) -> tuple[tuple[Any, ...], State]:
+        """The program with outputs of the last token, wrapped in `around` and compiled as one.
+
+        `inputs` are those that `around` takes, checked by the caller; the state is consumed.
+        """
+        params, bound = self.require_params("generation"), dict(sizes)
+        arrays = self._state_arrays(self._template(frozenset(), True).state, state, bound)
+        key = ProgramKey(self.program, frozenset(), True, tuple(sorted(bound.items())), around)
+        outputs, after = self._execute(key, params, arrays, inputs)
+        return outputs, as_state(after)
+
+    def _execute(
+        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
+    ) -> tuple[tuple[Any, ...], StateArrays]:
+        """Call the executable of `key`, made if this is its first call."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self._result(self.compiler.function(key).run(params, arrays, values), key)
-        if any(isinstance(v, jax.core.Tracer) for v in (*values.values(), *arrays.values())):
-            return self._result(self.compiler.function(key).jitted(params, arrays, values), key)
-        executable = self._executable(key, params, arrays, values)
+            return self.compiler.function(key).run(params, state, inputs)
+        leaves = jax.tree.leaves((state, inputs))
+        if any(isinstance(v, jax.core.Tracer) for v in leaves):
+            return self.compiler.function(key).jitted(params, state, inputs)
+        executable = self._executable(key, params, state, inputs)
         try:
-            results = executable.run(params, arrays, values)
+            results = executable.run(params, state, inputs)
         except ValueError as error:
             if "sharding" not in str(error):
                 raise
             # Parameters or inputs on other devices than those of the first call: jax.jit compiles for each placement.
-            results = self.compiler.function(key).jitted(params, arrays, values)
-        return self._result(results, key)
+            results = self.compiler.function(key).jitted(params, state, inputs)
+        return results
 
     def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
         """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
