@@ -5,28 +5,26 @@ The cached programs are derived from the flow's forward program; nothing here kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.built import Weights
 from rlx_jax.errors import (
     BatchMismatchError,
-    NumericsError,
     RequestError,
     SequenceLengthError,
     SessionStateError,
 )
+from rlx_jax.generate.generation import Plan, append, generate
 from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
     Prompts,
     bucket,
     id_list,
-    pad_rows,
     row_lengths,
     split_prompts,
     token_block,
@@ -102,7 +100,6 @@ class CausalLM:
             tokenizer.eos_ids if tokenizer else ()
         )
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
-        self._pick = jax.jit(_greedy)
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -185,27 +182,88 @@ class CausalLM:
         Args:
             prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length.
             max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
-            sampler: greedy for now.
+            sampler: how tokens are chosen; greedy by default. See `Sampler`.
             stop: strings that end a row before them, or token ids that end it as an end token does.
-            seed: of the random draws; greedy makes none.
+            seed: of the random draws. A row draws from its place in the request, whoever shares the batch.
 
         Raises:
             RequestError: see `rlx_jax.errors`; `NumericsError` for logits that are not finite.
         """
-        sampler.require_greedy()
-        whole_number("seed", seed, 0)
         budget = whole_number("max_new_tokens", max_new_tokens, 0)
         asked = split_prompts(prompts)
         rows = self._rows(asked)
         words, ends = self._stops(stop)
-        if not rows or budget == 0:
-            new: list[list[int]] = [[] for _ in rows]
-        else:
-            new = self._greedy(rows, budget, ends, words)
+        new: list[list[int]] = [[] for _ in rows]
+        if rows and budget:
+            for _ in self._blocks(rows, new, budget, sampler, ends, words, seed):
+                pass
         if asked.texts is None:
             return new[0] if asked.single else new
         texts = [_cut(self._decode(ids), words) for ids in new]
         return texts[0] if asked.single else texts
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 64,
+        sampler: Sampler = GREEDY,
+        stop: str | int | Iterable[str | int] = (),
+        seed: int = 0,
+    ) -> Iterator[Any]:
+        """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
+
+        Joined together the pieces are what `generate` returns. Text is held back while it may still change: half of a
+        character, or the beginning of a stop string.
+        """
+        budget = whole_number("max_new_tokens", max_new_tokens, 0)
+        asked = split_prompts(prompt)
+        if not asked.single:
+            raise RequestError("stream: one prompt at a time; generate takes several")
+        rows = self._rows(asked)
+        words, ends = self._stops(stop)
+        return self._pieces(asked.texts is not None, rows, budget, sampler, ends, words, seed)
+
+    def _pieces(
+        self, text: bool, rows: list[list[int]], budget: int, sampler: Sampler, ends: set[int],
+        words: tuple[str, ...], seed: int,
+    ) -> Iterator[Any]:  # fmt: skip
+        new: list[list[int]] = [[]]
+        sent: int = 0
+        for _ in self._blocks(rows, new, budget, sampler, ends, words, seed) if budget else ():
+            if not text:
+                yield from new[0][sent:]
+                sent = len(new[0])
+                continue
+            known = _settled(self._decode(new[0]), words)
+            if len(known) > sent:
+                yield known[sent:]
+                sent = len(known)
+        rest = _cut(self._decode(new[0]), words)[sent:] if text else ""
+        if rest:
+            yield rest
+
+    def _blocks(
+        self, rows: list[list[int]], new: list[list[int]], budget: int, sampler: Sampler, ends: set[int],
+        words: tuple[str, ...], seed: int,
+    ) -> Iterator[None]:  # fmt: skip
+        """Generate: the new tokens of each row are appended to `new`, block by block."""
+        longest = max(map(len, rows))
+        for i, row in enumerate(rows):
+            self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {budget} new")
+        width = bucket(longest, PROMPT_BUCKET, self.max_positions)
+        slots = bucket(max(longest + budget, width), CONTEXT_BUCKET, self.max_positions)
+        plan = Plan(sampler, tuple(sorted(ends)), whole_number("seed", seed, 0), width, slots, budget, self._steps())
+        generation = generate(self.model, self.vocab_size, rows, plan)
+        for block in generation:
+            append(new, block)
+            done = [i for i, ids in enumerate(new) if words and any(w in self._decode(ids) for w in words)]
+            if done:
+                generation.stop(done)
+            yield
+
+    def _steps(self) -> int:
+        """Tokens of one dispatch: an accelerator is done with one before the host has asked for the next."""
+        return 4 if self.model.compiler.settings.target == "cpu" else 16
 
     def _rows(self, asked: Prompts) -> list[list[int]]:
         """Prompts as ids, each with at least one."""
@@ -218,32 +276,6 @@ class CausalLM:
             if not row and self.bos_id is None:
                 raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
         return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
-
-    def _greedy(self, rows: list[list[int]], budget: int, ends: set[int], words: tuple[str, ...]) -> list[list[int]]:
-        """The loop: prefill, then one token for every row until all have ended."""
-        longest = max(map(len, rows))
-        for i, row in enumerate(rows):
-            self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {budget} new")
-        block = pad_rows(rows, bucket(longest, PROMPT_BUCKET, self.max_positions))
-        slots = bucket(max(longest + budget, block.shape[1]), CONTEXT_BUCKET, self.max_positions)
-        logits, state = self.prefill(block, [len(r) for r in rows], max_len=slots, logits="last")
-        new: list[list[int]] = [[] for _ in rows]
-        running = list(range(len(rows)))
-        one = np.ones(len(rows), np.int64)
-        for step in range(budget):
-            ids, finite = self._pick(logits)
-            self._check_finite(np.asarray(finite), step, running)
-            chosen = np.asarray(ids)[:, 0]
-            for i in running:
-                new[i].append(int(chosen[i]))
-            running = [i for i in running if not self._ended(new[i], ends, words)]
-            if not running or step + 1 == budget:
-                break
-            logits, state = self._run("extend", state, ids, one, "last")
-        return new
-
-    def _ended(self, ids: list[int], ends: set[int], words: tuple[str, ...]) -> bool:
-        return ids[-1] in ends or (bool(words) and any(w in self._decode(ids) for w in words))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer().decode(ids)
@@ -287,23 +319,22 @@ class CausalLM:
                 f"the state has {state.capacity} slots; prefill with a larger max_len"
             )
 
-    def _check_finite(self, finite: np.ndarray[Any, Any], step: int, running: list[int]) -> None:
-        bad = [i for i in running if not finite[i]]
-        if bad:
-            raise NumericsError(f"the logits of step {step} are not finite in rows {bad[:8]}")
-
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""
         return self.model.report()
-
-
-def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits `[B, V]` → ids int32 `[B, 1]`, and whether each row is free of NaN."""
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return ids[:, None], ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def _cut(text: str, words: tuple[str, ...]) -> str:
     """`text` up to the first stop string."""
     ends = [at for word in words if (at := text.find(word)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+def _settled(text: str, words: tuple[str, ...]) -> str:
+    """The part of a growing text that later tokens cannot take back."""
+    cut = _cut(text, words)
+    if len(cut) < len(text):
+        return cut
+    text = text.rstrip("\ufffd")
+    held = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
+    return text[: len(text) - held]

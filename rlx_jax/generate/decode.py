@@ -55,12 +55,12 @@ class Choosing:
     method: Method
 
     def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array) -> tuple[Array, Rows]:
-        """Choose a token for every running row: logits `[B, V]` → what was chosen `[B]` int32, and the rows after it."""
+        """Choose a token for every running row: logits `[B, V]` → the tokens `[B]` int32, and the rows after it."""
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new)
         chosen = choose(self.method, knobs, logits, rows.seen, keys)
         fine = finite_rows(logits)
         shown = jnp.where(rows.running, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
-        left = rows.left - rows.running
+        left = rows.left - rows.running.astype(jnp.int32)
         ended = (chosen[:, None] == ends[None, :]).any(axis=1) | (left <= 0) | ~fine
         seen = rows.seen
         if self.method.penalised:

@@ -57,7 +57,7 @@ def generate(model: CompiledModel, vocab_size: int, prompts: Sequence[Sequence[i
     around = ReadPrompt(ids, method)
     state = prefill.init_state(batch, plan.slots)
     (tokens, rows), state = prefill.run_around(around, {"batch": batch, "seq": plan.width}, inputs, state)
-    return Generation(extend, DecodeLoop(ids, method, plan.steps), knobs, ends, rows, state, tokens)
+    return Generation(extend, DecodeLoop(ids, method, plan.steps), knobs, ends, plan.budget, rows, state, tokens)
 
 
 @dataclass(eq=False)
@@ -71,21 +71,24 @@ class Generation:
     loop: DecodeLoop
     knobs: Knobs
     ends: Any
+    budget: int
     rows: Rows
     state: State
-    ahead: jax.Array | None
+    tokens: jax.Array
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
-        step = 0
-        while self.ahead is not None:
-            tokens, rows = self.ahead, self.rows
-            self._advance()
+        done = 0
+        while True:
+            tokens, rows = self.tokens, self.rows
+            last = done + tokens.shape[1] >= self.budget
+            if not last:
+                self._advance()
             block = np.asarray(tokens)
-            _check_finite(block, step)
-            step += block.shape[1]
+            _check_finite(block, done)
             yield block
-            if not np.asarray(rows.running).any():
-                self.ahead = None
+            if last or not np.asarray(rows.running).any():
+                return
+            done += block.shape[1]
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows that the host has seen enough of."""
@@ -96,13 +99,15 @@ class Generation:
     def _advance(self) -> None:
         inputs = {"rows": self.rows, "knobs": self.knobs, "ends": self.ends}
         sizes = {"batch": len(self.rows.ids), "seq": 1}
-        (self.ahead, self.rows), self.state = self.extend.run_around(self.loop, sizes, inputs, self.state)
+        (self.tokens, self.rows), self.state = self.extend.run_around(self.loop, sizes, inputs, self.state)
 
 
 def _check_finite(block: np.ndarray[Any, Any], step: int) -> None:
     rows, columns = np.nonzero(block == NOT_FINITE)
     if len(rows):
-        raise NumericsError(f"the logits of step {step + int(columns.min())} are not finite in rows {rows[:8].tolist()}")
+        raise NumericsError(
+            f"the logits of step {step + int(columns.min())} are not finite in rows {rows[:8].tolist()}"
+        )
 
 
 def append(new: list[list[int]], block: np.ndarray[Any, Any]) -> None:
