@@ -252,7 +252,11 @@ class CausalLM:
             self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {budget} new")
         width = bucket(longest, PROMPT_BUCKET, self.max_positions)
         slots = bucket(max(longest + budget, width), CONTEXT_BUCKET, self.max_positions)
-        plan = Plan(sampler, tuple(sorted(ends)), whole_number("seed", seed, 0), width, slots, budget, self._steps())
+        cpu = self.model.compiler.settings.target == "cpu"
+        plan = Plan(
+            sampler, tuple(sorted(ends)), whole_number("seed", seed, 0), width, slots, budget,
+            steps=4 if cpu else 16, early=cpu,
+        )  # fmt: skip
         generation = generate(self.model, self.vocab_size, rows, plan)
         for block in generation:
             append(new, block)
@@ -260,10 +264,6 @@ class CausalLM:
             if done:
                 generation.stop(done)
             yield
-
-    def _steps(self) -> int:
-        """Tokens of one dispatch: an accelerator is done with one before the host has asked for the next."""
-        return 4 if self.model.compiler.settings.target == "cpu" else 16
 
     def _rows(self, asked: Prompts) -> list[list[int]]:
         """Prompts as ids, each with at least one."""

@@ -92,12 +92,15 @@ class ReadPrompt(Choosing):
 
 @dataclass(frozen=True)
 class DecodeLoop(Choosing):
-    """Around `extend`: feed the last token, choose the next, `steps` times or until every row has ended.
+    """Around `extend`: feed the last token, choose the next, `steps` times.
 
     Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state.
+    With `early` the loop ends when every row has. Without it the number of turns is known beforehand, and a GPU's
+    host thread need not wait for the loop: it prepares the next call meanwhile. Rows that have ended change nothing.
     """
 
     steps: int
+    early: bool
 
     def __call__(self, extend: Function) -> Function:
         def function(
@@ -113,7 +116,10 @@ class DecodeLoop(Choosing):
             rows = inputs["rows"]
             out = jnp.full((rows.ids.shape[0], self.steps), STOPPED, jnp.int32)
             start = (jnp.int32(0), rows, state, out)
-            _, rows, state, out = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
+            if self.early:
+                _, rows, state, out = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
+            else:
+                _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
             return (out, rows), state
 
         return function

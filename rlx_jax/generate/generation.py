@@ -27,6 +27,7 @@ class Plan:
         slots: of the cache.
         budget: new tokens of each row, at least 1.
         steps: tokens that one dispatch of the loop gives.
+        early: see `DecodeLoop`.
     """
 
     sampler: Sampler
@@ -36,6 +37,7 @@ class Plan:
     slots: int
     budget: int
     steps: int
+    early: bool
 
 
 def generate(model: CompiledModel, vocab_size: int, prompts: Sequence[Sequence[int]], plan: Plan) -> Generation:
@@ -46,6 +48,7 @@ def generate(model: CompiledModel, vocab_size: int, prompts: Sequence[Sequence[i
     size = -(-max(len(plan.ends), 1) // MAX_ENDS) * MAX_ENDS
     ends = np.full(size, -1, np.int32)
     ends[: len(plan.ends)] = plan.ends
+    knobs, ends = jax.device_put((knobs, ends))  # once, not with every block
     batch = len(prompts)
     inputs = {
         "tokens": pad_rows(prompts, plan.width),
@@ -57,7 +60,8 @@ def generate(model: CompiledModel, vocab_size: int, prompts: Sequence[Sequence[i
     around = ReadPrompt(ids, method)
     state = prefill.init_state(batch, plan.slots)
     (tokens, rows), state = prefill.run_around(around, {"batch": batch, "seq": plan.width}, inputs, state)
-    return Generation(extend, DecodeLoop(ids, method, plan.steps), knobs, ends, plan.budget, rows, state, tokens)
+    loop = DecodeLoop(ids, method, plan.steps, plan.early)
+    return Generation(extend, loop, knobs, ends, plan.budget, rows, state, tokens)
 
 
 @dataclass(eq=False)
