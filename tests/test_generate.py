@@ -113,6 +113,57 @@ def test_flow_of_your_own(plain: Case) -> None:
     assert lm.generate(plain.prompts, max_new_tokens=6) == [row[:6] for row in plain.greedy]
 
 
+# -- sampling ----------------------------------------------------------------------------------
+
+WARM = rlx.Sampler(temperature=1.5, top_k=20, top_p=0.95, repetition_penalty=1.1)
+
+
+def test_draws_repeat_and_differ_by_seed(plain: Case) -> None:
+    """The same seed gives the same tokens, another one others; no row is the greedy one at this temperature."""
+    rows = [plain.lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=s) for s in (3, 3, 4)]
+    assert rows[0] == rows[1]
+    assert all(a != b for a, b in zip(rows[0], rows[2], strict=True))
+    assert all(row != want[:12] for row, want in zip(rows[0], plain.greedy, strict=True))
+
+
+def test_a_drawn_row_does_not_depend_on_the_others(plain: Case) -> None:
+    """The first row alone, and with others of other lengths behind it."""
+    first, *_ = plain.lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=5)
+    assert plain.lm.generate(plain.prompts[:1], max_new_tokens=12, sampler=WARM, seed=5) == [first]
+
+
+def test_other_values_compile_nothing(plain: Case) -> None:
+    """Temperature, limits, penalty, seed, end tokens and the number of new tokens are operands."""
+    lm = rlx.load(PLAIN)
+    lm.generate(plain.prompts, max_new_tokens=9, sampler=WARM)
+    compiled = lm.report().compiles
+    other = rlx.Sampler(temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.9)
+    for count in (2, 10, 7):
+        lm.generate(plain.prompts, max_new_tokens=count, sampler=other, seed=count, stop=[1, 2])
+    assert lm.report().compiles == compiled
+
+
+def test_a_banned_token_does_not_come(plain: Case) -> None:
+    """`logit_bias` of −inf; what greedy would have taken first is not there."""
+    first = plain.greedy[0][0]
+    sampler = rlx.Sampler(logit_bias={first: -np.inf})
+    (row,) = plain.lm.generate(plain.prompts[:1], max_new_tokens=6, sampler=sampler)
+    assert first not in row
+
+
+def test_stream_is_generate_in_pieces(chat: Any, plain: Case) -> None:
+    """Text and ids, with a stop string and without."""
+    for options in ({}, {"stop": CASES[0]["text"][3:5]}, {"sampler": WARM, "seed": 1}):
+        prompt = CASES[0]["prompt"]
+        want = chat.generate(prompt, max_new_tokens=10, **options)
+        pieces = list(chat.stream(prompt, max_new_tokens=10, **options))
+        assert "".join(pieces) == want
+        assert all(pieces)
+    assert list(plain.lm.stream(plain.prompts[1], max_new_tokens=7)) == plain.greedy[1][:7]
+    with pytest.raises(errors.RequestError, match="one prompt"):
+        plain.lm.stream(plain.prompts, max_new_tokens=7)
+
+
 # -- end tokens --------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.compile import Function, StateArrays
+from rlx_jax.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, choose, finite_rows
 
 Array = jax.Array
