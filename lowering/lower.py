@@ -24,8 +24,7 @@ from rlx_jax.ir.graph import (
     rewrite,
 )
 from rlx_jax.ir.ops.contract import RmsNormOp
-from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedSwiGLU
-from rlx_jax.ir.ops.shaping import Narrow
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.interpret import Env, interpret
 
@@ -93,19 +92,6 @@ def cached_attention(op: hir.CachedAttention, b: Builder, inputs: tuple[Value, .
     return op.grouped(b, 1, *inputs)
 
 
-def gated_ffn(op: hir.GatedFfn, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-    """gated_ffn(narrow(y, first half), narrow(y, second half)) → fused_swiglu(y)."""
-    gate, up = (b.nodes[v.node] for v in inputs)
-    if op.activation != "silu" or not (isinstance(gate.op, Narrow) and isinstance(up.op, Narrow)):
-        return None
-    whole = b.type(gate.inputs[0])
-    half = gate.op.length
-    halves = gate.op == Narrow(whole.rank - 1, 0, half) and up.op == Narrow(whole.rank - 1, half, half)
-    if gate.inputs != up.inputs or not halves or whole.shape[-1] != 2 * half:
-        return None
-    return b.add(FusedSwiGLU(), gate.inputs[0])
-
-
 def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """rms_norm(x, γ, zeros) → rms_norm(x, γ)."""
     if len(inputs) == 3:
@@ -119,7 +105,6 @@ DIRECT: dict[type[Hir], Rule] = {
     hir.Linear: linear,
     hir.Attention: attention,
     hir.CachedAttention: cached_attention,
-    hir.GatedFfn: gated_ffn,
     hir.RmsNorm: rms_norm,
 }
 """Better lowerings than `expand`, by block."""

@@ -27,7 +27,6 @@ LATER = frozenset(
         "backend.metal",
         "backend.mlx",
         "backend.wgpu",
-        "backend.*.unfuse_regions",
         "backend.*.dispatch",
     }
 )
@@ -61,7 +60,14 @@ PRESETS = (
 """Presets, a file each in this folder."""
 
 
-FusionPass = Literal["fuse_matmul_bias_act",]
+FusionPass = Literal[
+    "fuse_matmul_bias_act",
+    "fuse_residual_layer_norm",
+    "fuse_residual_rms_norm",
+    "fuse_swiglu",
+    "mark_elementwise_regions",
+    "unfuse_elementwise_regions",
+]
 
 
 class _Table(Table):
@@ -162,6 +168,7 @@ class Backend(_Table):
     merge: whether projections of one input (q, k, v; gate, up) are stored and multiplied as one; `auto`
         merges where a checkpoint is loaded for generation, and not where leaves keep their checkpoint keys.
     skip_fusion: no fusion pass runs on this backend.
+    unfuse_regions: chains of pointwise ops stay single ops, instead of regions; `auto` says so on the CPU.
     compiler_options: passed to XLA as they are, for this backend.
     """
 
@@ -169,6 +176,7 @@ class Backend(_Table):
     weight_layout: Literal["auto", "in_out", "out_in"] = "auto"
     merge: bool | Literal["auto"] = "auto"
     skip_fusion: bool = False
+    unfuse_regions: bool | Literal["auto"] = "auto"
     compiler_options: Options = field(default_factory=Options)
 
 

@@ -80,7 +80,8 @@ def passes_for(profile: CompileProfile, target: str) -> tuple[str, ...]:
     backend = getattr(profile.backend, target)
     skip = profile.fusion.skip or backend.skip_fusion
     names = {name for name in CLEANING if getattr(profile.passes, name)}
-    names.update(() if skip else fusion_passes(target, target == "cpu", profile.fusion.disable))
+    unfuse = target == "cpu" if backend.unfuse_regions == "auto" else bool(backend.unfuse_regions)
+    names.update(() if skip else fusion_passes(target, unfuse, profile.fusion.disable))
     return tuple(name for name in PASSES if name in names)
 
 

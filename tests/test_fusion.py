@@ -8,10 +8,11 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from rlx_jax.ir.graph import Builder, Graph, Leaf, StateLeaf, StateRead, TypeCache, Value
-from rlx_jax.ir.ops.contract import MatMul
+from rlx_jax.ir.graph import Builder, Graph, Leaf, Origin, StateLeaf, StateRead, TypeCache, Value
+from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where
+from rlx_jax.ir.ops.shaping import Narrow, Slice
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.interpret import Env, interpret
@@ -56,7 +57,7 @@ def fused(name: str, build: Build, dtype: str = "f32") -> list[str]:
 
 def test_names() -> None:
     """The profile knows the fusion passes, and no others."""
-    assert set(get_args(FusionPass)) == set(PASSES) - set(CLEANING) == set().union(*FUSION.values())
+    assert set(get_args(FusionPass)) == set(PASSES) - set(CLEANING) == set(FUSION)
 
 
 # -- bias and activation into the product ------------------------------------------------------
@@ -145,3 +146,209 @@ def test_every_function_is_an_activation(kind: str) -> None:
     """None is left out."""
     ops = fused("fuse_matmul_bias_act", lambda b, v: b(Unary(kind), b(ADD, product(b, v), v["b"])))
     assert ops == [f"fused_mm_bias_{kind}"]
+
+
+# -- residuals into norms ----------------------------------------------------------------------
+
+
+def ln(b: Builder, v: dict[str, Value], x: Value) -> Value:
+    """layer_norm(x)"""
+    return b(LayerNormOp(1e-5), x, v["g"], v["h"])
+
+
+def rms(b: Builder, v: dict[str, Value], x: Value, *beta: Value) -> Value:
+    """rms_norm(x)"""
+    return b(RmsNormOp(1e-5), x, v["g"], *beta)
+
+
+LN, RMS = "fused_residual_ln(eps=1e-05)", "fused_residual_rms(eps=1e-05)"
+RESIDUAL: dict[str, tuple[str, Build, list[str]]] = {
+    "ln": ("layer_norm", lambda b, v: ln(b, v, b(ADD, v["x"], v["y"])), [LN]),
+    "rms": ("rms_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["y"])), [RMS]),
+    "rms with beta": ("rms_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["y"]), v["h"]), [RMS]),
+    "a bias first": (
+        "layer_norm",
+        lambda b, v: ln(b, v, b(ADD, b(ADD, v["x"], v["h"]), v["y"])),
+        ["fused_residual_bias_ln(eps=1e-05)"],
+    ),
+    "a bias in the second term": (
+        "rms_norm",
+        lambda b, v: rms(b, v, b(ADD, v["y"], b(ADD, v["h"], v["x"]))),
+        ["fused_residual_bias_rms(eps=1e-05)"],
+    ),
+    "a biased sum that is an output": (
+        "layer_norm",
+        lambda b, v: (t := b(ADD, v["x"], v["h"]), ln(b, v, b(ADD, t, v["y"]))),
+        ["add", LN],
+    ),
+    "a sum of three": (
+        "layer_norm", lambda b, v: ln(b, v, b(ADD, b(ADD, v["x"], v["y"]), v["x"])), ["add", LN],
+    ),
+    "not the other norm": ("layer_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["y"])), ["add", "rms_norm(eps=1e-05)"]),
+    "not a sum that is read again": (
+        "rms_norm",
+        lambda b, v: b(MUL, t := b(ADD, v["x"], v["y"]), rms(b, v, t)),
+        ["add", "rms_norm(eps=1e-05)", "mul"],
+    ),
+    "not a sum that is an output": (
+        "layer_norm", lambda b, v: (t := b(ADD, v["x"], v["y"]), ln(b, v, t)), ["add", "layer_norm(eps=1e-05)"],
+    ),
+    "not a broadcast over rows": (
+        "layer_norm", lambda b, v: ln(b, v, b(ADD, v["x"], v["one"])), ["add", "layer_norm(eps=1e-05)"],
+    ),
+    "not a bias": ("rms_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["h"])), ["add", "rms_norm(eps=1e-05)"]),
+    "not a product": ("rms_norm", lambda b, v: rms(b, v, b(MUL, v["x"], v["y"])), ["mul", "rms_norm(eps=1e-05)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESIDUAL)
+def test_residual_norms(case: str) -> None:
+    """The pattern, and what is only near it."""
+    norm, build, want = RESIDUAL[case]
+    assert fused(f"fuse_residual_{norm}", build) == want
+
+
+# -- gates -------------------------------------------------------------------------------------
+
+
+def half(b: Builder, x: Value, start: int, length: int = 8) -> Value:
+    """Elements of the last axis."""
+    return b(Narrow(2, start, length), x)
+
+
+def gate(
+    b: Builder, v: dict[str, Value], gate_at: int = 0, up_at: int = 8, kind: str = "silu", swap: bool = False
+) -> Value:
+    """act(u[…, gate_at:+8]) · u[…, up_at:+8]"""
+    factors = (b(Unary(kind), half(b, v["u"], gate_at)), half(b, v["u"], up_at))
+    return b(MUL, *(factors[::-1] if swap else factors))
+
+
+def sliced(b: Builder, v: dict[str, Value], *keys: Any) -> Value:
+    """silu(u[first key]) · u[second key]"""
+    first, second = (b(Slice(key), v["u"]) for key in keys)
+    return b(MUL, b(Unary("silu"), first), second)
+
+
+ALL = (None, None, None)
+LOW, HIGH = (None, 8, None), (8, None, None)
+GATED = "fused_swiglu(gate_first=true)"
+SWIGLU: dict[str, tuple[Build, list[str]]] = {
+    "gate first": (gate, [GATED]),
+    "factors swapped": (lambda b, v: gate(b, v, swap=True), [GATED]),
+    "up first": (lambda b, v: gate(b, v, 8, 0), ["fused_swiglu(gate_first=false)"]),
+    "geglu": (lambda b, v: gate(b, v, kind="gelu_tanh"), ["fused_swiglu(gate_first=true, activation=gelu_tanh)"]),
+    "a start from the end": (lambda b, v: gate(b, v, 0, -8), [GATED]),
+    "slices": (lambda b, v: sliced(b, v, (..., LOW), (..., HIGH)), [GATED]),
+    "slices of all axes": (lambda b, v: sliced(b, v, (ALL, ALL, (-8, None, None)), (ALL, ALL, (0, 8, 1))),
+                           ["fused_swiglu(gate_first=false)"]),
+    "not halves of two values": (
+        lambda b, v: b(MUL, b(Unary("silu"), half(b, v["u"], 0)), half(b, b(Unary("neg"), v["u"]), 8)),
+        ["narrow(2, 0, 8)", "silu", "neg", "narrow(2, 8, 8)", "mul"],
+    ),
+    "not one half twice": (lambda b, v: gate(b, v, 0, 0), ["narrow(2, 0, 8)", "silu", "narrow(2, 0, 8)", "mul"]),
+    "not parts that overlap": (lambda b, v: gate(b, v, 0, 4), ["narrow(2, 0, 8)", "silu", "narrow(2, 4, 8)", "mul"]),
+    "not another function": (
+        lambda b, v: gate(b, v, kind="exp"), ["narrow(2, 0, 8)", "exp", "narrow(2, 8, 8)", "mul"],
+    ),
+    "not another axis": (
+        lambda b, v: b(MUL, b(Unary("silu"), b(Narrow(0, 0, 1), v["u"])), b(Narrow(0, 1, 1), v["u"])),
+        ["narrow(0, 0, 1)", "silu", "narrow(0, 1, 1)", "mul"],
+    ),
+    "not every second element": (
+        lambda b, v: sliced(b, v, (..., (0, None, 2)), (..., (1, None, 2))),
+        ["slice[..., 0::2]", "slice[..., 1::2]", "silu", "mul"],
+    ),
+    "not a gate that is an output": (
+        lambda b, v: (g := b(Unary("silu"), half(b, v["u"], 0)), b(MUL, g, half(b, v["u"], 8))),
+        ["narrow(2, 0, 8)", "silu", "narrow(2, 8, 8)", "mul"],
+    ),
+    "not a half that is read again": (
+        lambda b, v: b(ADD, b(MUL, b(Unary("silu"), x := half(b, v["u"], 0)), half(b, v["u"], 8)), x),
+        ["narrow(2, 0, 8)", "silu", "narrow(2, 8, 8)", "mul", "add"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SWIGLU)
+def test_swiglu(case: str) -> None:
+    """The pattern, and what is only near it."""
+    build, want = SWIGLU[case]
+    assert fused("fuse_swiglu", build) == want
+
+
+# -- regions -----------------------------------------------------------------------------------
+
+
+def tanh(b: Builder, x: Value) -> Value:
+    """tanh x"""
+    return b(Unary("tanh"), x)
+
+
+def long_chain(b: Builder, v: dict[str, Value], steps: int) -> Value:
+    """tanh … tanh(x)"""
+    x = v["x"]
+    for _ in range(steps):
+        x = tanh(b, x)
+    return x
+
+
+REGIONS: dict[str, tuple[Build, list[str]]] = {
+    "a chain": (lambda b, v: tanh(b, b(MUL, v["x"], v["y"])), ["ew_region(in=2, steps=2: mul tanh)"]),
+    "a tree": (
+        lambda b, v: b(ADD, b(MUL, v["x"], v["y"]), tanh(b, v["x"])), ["ew_region(in=2, steps=3: mul tanh add)"],
+    ),
+    "scalars and leading axes": (
+        lambda b, v: b(ADD, b(MUL, b(MUL, v["x"], v["g"]), v["s"]), v["first"]),
+        ["ew_region(in=4, steps=3: mul mul add)"],
+    ),
+    "a choice": (
+        lambda b, v: b(Where(), b(Compare("gt"), v["x"], v["y"]), v["x"], b(MUL, v["y"], v["s"])),
+        ["ew_region(in=3, steps=3: gt mul where)"],
+    ),
+    "up to 32 steps": (
+        lambda b, v: long_chain(b, v, 34), [f"ew_region(in=1, steps=32: {'tanh ' * 31}tanh)", "ew_region(in=1, steps=2: tanh tanh)"],
+    ),
+    "an end where a value is read twice": (
+        lambda b, v: b(ADD, x := tanh(b, tanh(b, v["x"])), tanh(b, x)),
+        ["ew_region(in=1, steps=2: tanh tanh)", "ew_region(in=1, steps=2: tanh add)"],
+    ),
+    "an end where a value is an output": (
+        lambda b, v: (x := tanh(b, tanh(b, v["x"])), tanh(b, x)), ["ew_region(in=1, steps=2: tanh tanh)", "tanh"],
+    ),
+    "not one op": (lambda b, v: tanh(b, v["x"]), ["tanh"]),
+    "not over a broadcast of an inner axis": (
+        lambda b, v: tanh(b, b(ADD, v["x"], v["one"])), ["add", "tanh"],
+    ),
+    "not an inner axis later": (lambda b, v: b(ADD, tanh(b, v["x"]), v["one"]), ["tanh", "add"]),
+    "not a smaller value": (lambda b, v: b(ADD, v["x"], tanh(b, v["g"])), ["tanh", "add"]),
+    "not across a product": (
+        lambda b, v: tanh(b, b(MatMul(), tanh(b, v["x"]), v["w"])), ["tanh", "matmul", "tanh"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REGIONS)
+def test_regions(case: str) -> None:
+    """Marked; and what comes back from a region is what went in."""
+    build, want = REGIONS[case]
+    assert fused("mark_elementwise_regions", build) == want
+    graph, types = graph_of(build), TypeCache()
+    again = PASSES["dce"](
+        PASSES["unfuse_elementwise_regions"](PASSES["mark_elementwise_regions"](graph, types), types), types
+    )
+    assert sorted(n.op.text() for n in again.nodes) == sorted(n.op.text() for n in PASSES["dce"](graph, types).nodes)
+    for got, expected in zip(run(again), run(graph), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_region_stays_in_one_block() -> None:
+    """So that scopes and reports name the right one."""
+
+    def build(b: Builder, v: dict[str, Value]) -> Value:
+        with b.at(Origin(("first",))):
+            x = tanh(b, tanh(b, v["x"]))
+        with b.at(Origin(("second",))):
+            return tanh(b, tanh(b, x))
+
+    assert fused("mark_elementwise_regions", build) == ["ew_region(in=1, steps=2: tanh tanh)"] * 2

@@ -132,7 +132,7 @@ VARIANTS = st.fixed_dictionaries(
         "fusion": st.fixed_dictionaries(
             {
                 "policy": st.sampled_from(["direct", "fusable"]),
-                "disable": st.lists(st.sampled_from(FUSION["cpu"]), unique=True),
+                "disable": st.lists(st.sampled_from(FUSION), unique=True),
             }
         ),
         "passes": st.fixed_dictionaries({name: st.booleans() for name in CLEANING}),

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "fusion.policy": "fusable",
     "fusion.target": "cuda",
     "fusion.skip": True,
-    "fusion.disable": ("fuse_matmul_bias_act",),
+    "fusion.disable": ("fuse_swiglu", "fuse_matmul_bias_act"),
     "passes.dce": False,
     "passes.cse": False,
     "passes.constant_folding": False,
@@ -60,6 +60,10 @@ SETTINGS: dict[str, Any] = {
     "backend.cuda.skip_fusion": True,
     "backend.rocm.skip_fusion": True,
     "backend.tpu.skip_fusion": True,
+    "backend.cpu.unfuse_regions": False,
+    "backend.cuda.unfuse_regions": True,
+    "backend.rocm.unfuse_regions": False,
+    "backend.tpu.unfuse_regions": True,
 }
 
 

@@ -1,0 +1,61 @@
+"""A residual sum into the norm after it."""
+
+from __future__ import annotations
+
+from rlx_jax.ir.graph import Builder, Graph, Node, Rewrite, TypeCache, Value, rewrite
+from rlx_jax.ir.ops.contract import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.fused import FusedResidualLayerNorm, FusedResidualRmsNorm
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.lowering.passes.dce import read_once
+
+ADD = Binary("add")
+
+
+def fuse_residual_layer_norm(graph: Graph, types: TypeCache) -> Graph:
+    """layer_norm(add(x, r), γ, β)         → fused_residual_ln(x, r, γ, β)          x and r have one shape
+    layer_norm(add(add(x, b), r), γ, β) → fused_residual_bias_ln(x, r, b, γ, β)  b is [H]
+    """
+    return _fuse_residual(graph, LayerNormOp, FusedResidualLayerNorm, types, "fuse_residual_layer_norm")
+
+
+def fuse_residual_rms_norm(graph: Graph, types: TypeCache) -> Graph:
+    """rms_norm(add(x, r), γ[, β])         → fused_residual_rms(x, r, γ[, β])
+    rms_norm(add(add(x, b), r), γ[, β]) → fused_residual_bias_rms(x, r, b, γ[, β])
+    """
+    return _fuse_residual(graph, RmsNormOp, FusedResidualRmsNorm, types, "fuse_residual_rms_norm")
+
+
+Norm = type[LayerNormOp] | type[RmsNormOp]
+Fused = type[FusedResidualLayerNorm] | type[FusedResidualRmsNorm]
+
+
+def _fuse_residual(graph: Graph, norm: Norm, fused: Fused, types: TypeCache, by: str) -> Graph:
+    def enter(graph: Graph) -> Rewrite:
+        once = read_once(graph)
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if not isinstance(node.op, norm) or node.inputs[0] not in once:
+                return None
+            before, total = graph.nodes[node.inputs[0].node], b.nodes[inputs[0].node]
+            if total.op != ADD or b.type(total.inputs[0]) != b.type(total.inputs[1]):
+                return None
+            for x, residual in ((0, 1), (1, 0)):
+                biased = _biased(b, total.inputs[x]) if before.inputs[x] in once else None
+                if biased:
+                    return b.add(fused(node.op.eps, True), biased[0], total.inputs[residual], biased[1], *inputs[1:])
+            return b.add(fused(node.op.eps), *total.inputs, *inputs[1:])
+
+        return fn
+
+    return rewrite(graph, enter, types, by)
+
+
+def _biased(b: Builder, value: Value) -> tuple[Value, Value] | None:
+    """x and its bias [H], if `value` is their sum."""
+    made = b.nodes[value.node]
+    if made.op != ADD:
+        return None
+    for x, bias in (made.inputs, made.inputs[::-1]):
+        if b.type(x) == b.type(value) and b.type(bias).shape == b.type(value).shape[-1:]:
+            return x, bias
+    return None

@@ -1,0 +1,105 @@
+"""Chains of pointwise ops as one node, and back."""
+
+from __future__ import annotations
+
+from rlx_jax.ir.graph import Builder, Graph, Mir, Node, Rewrite, TypeCache, Value, everywhere, rewrite
+from rlx_jax.ir.ops.fused import ElementwiseRegion, Step
+from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where
+from rlx_jax.ir.types import DimLike, is_static
+from rlx_jax.lowering.passes.dce import read_once
+
+POINTWISE = (Unary, Binary, Compare, Where)
+MAX_STEPS, MAX_INPUTS = 32, 16
+"""Of one region."""
+
+Part = tuple[Mir, tuple[Value | int, ...]]
+"""An op over values and the results of earlier parts."""
+
+
+def mark_elementwise_regions(graph: Graph, types: TypeCache) -> Graph:
+    """tanh(mul(x, y)) → ew_region(x, y: mul, tanh)
+
+    Steps have the shape of the result and stand in one block; operands may be scalars or broadcast over leading
+    axes, nothing else. What is read twice, an output or written to the state ends a region.
+    """
+
+    def enter(graph: Graph) -> Rewrite:
+        once = read_once(graph)
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if not isinstance(node.op, POINTWISE):
+                return None
+            parts: list[Part] = []
+            last: list[Value | int] = []
+            for old, value in zip(node.inputs, inputs, strict=True):
+                if old in once and _joins(b, b.nodes[value.node], node):
+                    parts += [(op, _shifted(refs, len(parts))) for op, refs in _parts(b.nodes[value.node])]
+                    last.append(len(parts) - 1)
+                elif _broadcasts(b.type(value).shape, node.types[0].shape):
+                    last.append(value)
+                else:
+                    return None
+            return _region(b, [*parts, (node.op, tuple(last))]) if parts else None
+
+        return fn
+
+    return rewrite(graph, enter, types, "mark_elementwise_regions")
+
+
+def unfuse_elementwise_regions(graph: Graph, types: TypeCache) -> Graph:
+    """ew_region(x, y: mul, tanh) → tanh(mul(x, y))"""
+    if not any(isinstance(node.op, ElementwiseRegion) for _, node in graph.walk()):
+        return graph
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(node.op, ElementwiseRegion):
+            return None
+        values = list(inputs)
+        for step in node.op.steps:
+            values += b.add(step.op, *(values[i] for i in step.operands))
+        return (values[-1],)
+
+    return rewrite(graph, everywhere(fn), types, "unfuse_elementwise_regions")
+
+
+def _joins(b: Builder, made: Node, reader: Node) -> bool:
+    """Whether what makes an operand of `reader` can be a step, or several, of the same region."""
+    shape = reader.types[0].shape
+    return (
+        isinstance(made.op, (*POINTWISE, ElementwiseRegion))
+        and made.types[0].shape == shape
+        and made.origin.path == reader.origin.path
+        and all(_broadcasts(b.type(v).shape, shape) for v in made.inputs)
+    )
+
+
+def _broadcasts(shape: tuple[DimLike, ...], whole: tuple[DimLike, ...]) -> bool:
+    """Whether an operand is repeated over leading axes only."""
+    while shape and is_static(shape[0]) and shape[0] == 1:
+        shape = shape[1:]
+    return not shape or shape == whole[-len(shape) :]
+
+
+def _parts(made: Node) -> list[Part]:
+    if not isinstance(made.op, ElementwiseRegion):
+        assert isinstance(made.op, Mir)
+        return [(made.op, made.inputs)]
+    n = made.op.inputs
+    return [(s.op, tuple(made.inputs[i] if i < n else i - n for i in s.operands)) for s in made.op.steps]
+
+
+def _shifted(refs: tuple[Value | int, ...], by: int) -> tuple[Value | int, ...]:
+    return tuple(ref if isinstance(ref, Value) else ref + by for ref in refs)
+
+
+def _region(b: Builder, parts: list[Part]) -> tuple[Value, ...] | None:
+    """The region of these parts, if it is not too large."""
+    operands = list(dict.fromkeys(ref for _, refs in parts for ref in refs if isinstance(ref, Value)))
+    n = len(operands)
+    if len(parts) > MAX_STEPS or n > MAX_INPUTS:
+        return None
+    steps = tuple(
+        Step(op, tuple(operands.index(ref) if isinstance(ref, Value) else n + ref for ref in refs))
+        for op, refs in parts
+    )
+    return b.add(ElementwiseRegion(n, steps), *operands)
