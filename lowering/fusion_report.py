@@ -24,8 +24,6 @@ from rlx_jax.lowering.passes.fuse_swiglu import GATES, MUL, gated_halves
 from rlx_jax.lowering.passes.regions import unfuse_elementwise_regions
 
 ADD = Binary("add")
-MERGE = "merge_linears"
-"""The pass over parameters (`backend.*.merge`) that makes one product of several on one input."""
 
 HINTS = {
     ("matmul_bias_act", "MultiConsumer"): "use the product once: what else reads it can read the biased value",
@@ -109,13 +107,8 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def fusion_report(before: Graph, after: Graph, passes: Collection[str], types: TypeCache) -> FusionReport:
-    """Compare a program before and after its passes.
-
-    Args:
-        before, after: MIR.
-        passes: the names of those that ran, `MERGE` among them if projections were merged.
-    """
+def fusion_report(before: Graph, after: Graph, passes: Collection[str], merged: bool, types: TypeCache) -> FusionReport:
+    """Compare a MIR program before and after `passes`; `merged` if projections of one input became one before."""
     count = Counter(type(node.op) for node in _live_nodes(after))
     plain = unfuse_elementwise_regions(after, types)
     pointwise = Counter(node.op for node in _live_nodes(plain) if isinstance(node.op, Unary | Binary))
@@ -134,7 +127,7 @@ def fusion_report(before: Graph, after: Graph, passes: Collection[str], types: T
         fused_residual_ln=count[FusedResidualLayerNorm],
         fused_residual_rms_norm=count[FusedResidualRmsNorm],
         elementwise_region=count[ElementwiseRegion],
-        missed=tuple(_missed(plain, passes)),
+        missed=tuple(_missed(plain, passes, merged)),
     )
 
 
@@ -151,11 +144,10 @@ Found = tuple[int, str, str, str]
 """Node number, pattern, reason, detail."""
 
 
-def _missed(graph: Graph, passes: Collection[str]) -> Iterator[Missed]:
+def _missed(graph: Graph, passes: Collection[str], merged: bool) -> Iterator[Missed]:
     weights = Counter(
         g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs if isinstance(g.nodes[v.node].op, Param)
     )
-    merged = MERGE in passes
 
     def visit(graph: Graph) -> Iterator[Missed]:
         found: list[Found] = []
@@ -165,7 +157,7 @@ def _missed(graph: Graph, passes: Collection[str]) -> Iterator[Missed]:
             found += _missed_swiglu(graph, merged)
         if merged:
             found += _missed_shared(graph, lambda op: weights[op] == 1)
-        for number, pattern, reason, detail in sorted(found):
+        for number, pattern, reason, detail in sorted(set(found)):
             yield Missed(pattern, f"%{number}", reason, path_text(graph.nodes[number].origin.path) or "—", detail)
         for node in graph.nodes:
             for region in node.op.regions():

@@ -15,7 +15,7 @@ import numpy as np
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, Rewrite, TypeCache, Value, rewrite
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.contract import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.fused import FusedSwiGLU
+from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.shaping import (
     Concat,
@@ -46,7 +46,8 @@ POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
 
 CLASSES: dict[type[Op], str] = {
     **dict.fromkeys((RmsNormOp, LayerNormOp, Softmax, Reduce), "reduction"),
-    **dict.fromkeys((Unary, Binary, Compare, Where, FullLike, FusedSwiGLU), "elementwise"),
+    **dict.fromkeys((FusedResidualRmsNorm, FusedResidualLayerNorm), "reduction"),
+    **dict.fromkeys((Unary, Binary, Compare, Where, FullLike, FusedSwiGLU, ElementwiseRegion), "elementwise"),
     **dict.fromkeys((Reshape, Transpose, Narrow, Slice, Concat, RepeatHeads, TakeRow, Iota), "movement"),
     **dict.fromkeys((Gather, RopeOp, RopeTable, CastTo, CacheUpdate, RingStep), "movement"),
 }

@@ -19,7 +19,6 @@ from rlx_jax.profiles.check import At, Options, Table, build, field_types
 
 LATER = frozenset(
     {
-        "fusion.assert_clean",
         "precision.kv",
         "buckets.prompt",
         "buckets.batch",
@@ -82,12 +81,14 @@ class Fusion(_Table):
     policy: `direct` takes the better rule of an op where there is one (attention without repeating keys and
         values), `fusable` each op's own expansion. Same numbers.
     target: the platform to compile for; `auto` is the one that JAX runs on.
+    assert_clean: a pattern that a pass looks for and cannot fuse is an error (`model.report().fusion` lists them).
     skip: no fusion pass runs. disable: these do not. A Linear with bias is one op under `direct` even so.
     """
 
     PATH: ClassVar[str] = "fusion"
     policy: Literal["direct", "fusable"] = "direct"
     target: Literal["auto", "cpu", "cuda", "rocm", "tpu"] = "auto"
+    assert_clean: bool = False
     skip: bool = False
     disable: tuple[FusionPass, ...] = ()
 

@@ -23,6 +23,7 @@ import jax
 
 from rlx_jax.built import Buildable, BuiltModel, Weights
 from rlx_jax.errors import (
+    FusionError,
     GraphError,
     LevelError,
     ProfileError,
@@ -42,6 +43,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.attention import choose_all
 from rlx_jax.lowering.derive import derive
 from rlx_jax.lowering.donation import reusable_inputs
+from rlx_jax.lowering.fusion_report import FusionReport, fusion_report
 from rlx_jax.lowering.interpret import Env, interpret
 from rlx_jax.lowering.layout import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -97,6 +99,7 @@ class Template:
     types: TypeCache
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
+    fusion: FusionReport
 
 
 def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: bool) -> Graph:
@@ -127,12 +130,17 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
         return graph
 
     hir = step("derive", lambda: program_hir(built, settings, program, last_only), "hir")
-    mir = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
+    lowered = step("lower", lambda: pin_matmul(lower(hir, settings.policy, types), settings.matmul, types), "mir")
     if settings.mixed != "none":
-        mir = step("mixed", lambda mir=mir: mixed(mir, settings.mixed, types), "mir")  # type: ignore[misc]
+        lowered = step("mixed", lambda mir=lowered: mixed(mir, settings.mixed, types), "mir")  # type: ignore[misc]
+    mir = lowered
     for name in settings.passes:
         mir = step(name, lambda name=name, mir=mir: PASSES[name](mir, types), "mir")  # type: ignore[misc]
-    return Template(built, hir, mir, bounds_of(built.hir), state_types(mir, settings.scan), types, seconds, nodes)
+    fusion = fusion_report(lowered, mir, settings.passes, settings.merge, types)
+    if settings.assert_clean and not fusion.clean:
+        raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
+    state = state_types(mir, settings.scan)
+    return Template(built, hir, mir, bounds_of(built.hir), state, types, seconds, nodes, fusion)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:

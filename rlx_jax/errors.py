@@ -152,6 +152,14 @@ class LevelError(GraphError):
     """An operation that a GraphModule does not have at its level (HIR, MIR, LIR)."""
 
 
+class FusionError(GraphError):
+    """The profile says `fusion.assert_clean`, and a pattern that a pass looks for was not fused. See `report`."""
+
+    def __init__(self, message: str = "", report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class DeriveError(GraphError):
     """A program (prefill, extend) cannot be derived from the flow; the message names the stage."""
 

@@ -33,6 +33,7 @@ from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_n
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
+from rlx_jax.lowering.fusion_report import FusionReport
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import Lir, activation_bytes, flops
 from rlx_jax.profiles import CompileProfile
@@ -73,6 +74,7 @@ class Report:
     parameter_bytes: int
     compiles: int
     refusals: tuple[str, ...]
+    fusion: FusionReport
     attention: tuple[str, ...] = ()
     flops: int | None = None
     donated_bytes: int | None = None
@@ -85,6 +87,8 @@ class Report:
         for name in ("flops", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
             if (value := getattr(self, name)) is not None:
                 rows.append(f"{name:<18} {value:,}")
+        rows += [f"{'nodes':<18} {', '.join(f'{name} {count}' for name, count in self.nodes.items())}"]
+        rows += [f"{'fusion':<18} {self.fusion.summary}", *(f"not fused: {m}" for m in self.fusion.missed)]
         rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)
@@ -407,6 +411,7 @@ class CompiledModel:
             "parameter_bytes": sum(t.nbytes for t in self.compiler.layout.types().values()),
             "compiles": len(self.compiler.executables),
             "refusals": template.built.refusals,
+            "fusion": template.fusion,
         }
         if executable is None:
             return Report(seconds, **common)

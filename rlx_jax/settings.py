@@ -29,6 +29,7 @@ class Settings:
     matmul: str
     passes: tuple[str, ...]
     verbose: bool
+    assert_clean: bool
     merge: bool
     weight_layout: str
     scan: bool
@@ -64,6 +65,7 @@ def settings_for(
         matmul=precision.matmul,
         passes=passes_for(profile, target),
         verbose=profile.passes.verbose,
+        assert_clean=profile.fusion.assert_clean,
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         weight_layout=backend.weight_layout,
         scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
@@ -96,6 +98,7 @@ def settings_of(plan: Plan) -> Settings:
         matmul="default",
         passes=(),
         verbose=False,
+        assert_clean=False,
         merge=False,
         weight_layout="auto",
         scan=plan.scan,

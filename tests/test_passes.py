@@ -489,8 +489,9 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
     for name in list(PASSES):
         with monkeypatch.context() as m:
             m.setitem(PASSES, name, bad)
+            marked = profile(backend={"cpu": {"unfuse_regions": name != "mark_elementwise_regions"}})
             with pytest.raises(GraphError, match=f"mir graph.*wrong after {name}"):
-                compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]})
+                compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]}, profile=marked)
 
 
 def test_every_node_knows_its_block() -> None:

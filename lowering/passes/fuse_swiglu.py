@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx_jax.ir.graph import Builder, Graph, Node, Rewrite, TypeCache, Value, rewrite
 from rlx_jax.ir.ops.fused import FusedSwiGLU
 from rlx_jax.ir.ops.pointwise import Binary, Unary
@@ -67,6 +69,6 @@ def half_of(node: Node, whole: TensorType) -> int | None:
     return start // (size // 2) if length == size // 2 and start in (0, size // 2) else None
 
 
-def _whole_axes(key: list[object], rank: int) -> bool:
+def _whole_axes(key: Sequence[object], rank: int) -> bool:
     """Whether these entries of a slice's key keep all axes but the last."""
-    return key == [Ellipsis] or (len(key) == rank - 1 and all(k in (Ellipsis, (None, None, None)) for k in key))
+    return list(key) == [Ellipsis] or (len(key) == rank - 1 and all(k in (Ellipsis, (None, None, None)) for k in key))
