@@ -135,7 +135,7 @@ def _weights(
         whole = list(pieces(program, leaf if isinstance(program, Key) else np.asarray(leaf)))
         again = [None] * len(whole) if fresh is None else [values for _, values in pieces(program, fresh)]
         for (key, values), loaded in zip(whole, again, strict=True):
-            same = loaded is not None and np.array_equal(_bits(np.asarray(values)), _bits(loaded))
+            same = loaded is not None and np.array_equal(_bits(values), _bits(loaded))
             yield _Weight(key.key, key.type, values, source if same else None, lossy and not same)
 
 
@@ -152,18 +152,20 @@ def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[A
 
 
 def _once(weights: list[_Weight]) -> list[_Weight]:
-    """One weight for each key: a tied one may be in two leaves.
+    """One weight for each key: a tied one may be in two leaves, and then the one with more bits counts.
 
     Raises:
         WeightError: two leaves hold different values of one key.
     """
     found: dict[str, _Weight] = {}
     for weight in weights:
-        first = found.setdefault(weight.key, weight)
-        if first is not weight and not np.array_equal(
-            _bits(np.asarray(first.values)), _bits(_cast(np.asarray(weight.values), first.values.dtype))
-        ):
+        other = found.setdefault(weight.key, weight)
+        if other is weight:
+            continue
+        narrow, wide = sorted((other, weight), key=lambda w: w.values.dtype.itemsize)
+        if not np.array_equal(_bits(narrow.values), _bits(_cast(np.asarray(wide.values), narrow.values.dtype))):
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
+        found[weight.key] = wide
     return list(found.values())
 
 
@@ -184,5 +186,5 @@ def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any,
         return values.astype(dtype)
 
 
-def _bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _bits(values: Any) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -20,6 +20,7 @@ from rlx_jax.errors import (
     DTypeError,
     GraphError,
     IntegrityError,
+    MissingFileError,
     MissingWeightError,
     RlxNumericsWarning,
     StorageError,
@@ -28,6 +29,8 @@ from rlx_jax.errors import (
     WeightDTypeError,
     WeightError,
 )
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.weights.save import Entry, write_checkpoint
 
 FORMATS = ["orbax", "safetensors"]
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -83,11 +86,66 @@ def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[key], value)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_dtype(tmp_path: Path, format: str) -> None:
+    """Each dtype of a checkpoint, ranks 0 to 3, and arrays whose memory is in another order."""
+    rng = np.random.default_rng(0)
+    names = [
+        "bool",
+        "u8",
+        "i8",
+        "u16",
+        "i16",
+        "u32",
+        "i32",
+        "u64",
+        "i64",
+        "f8_e4m3",
+        "f8_e5m2",
+        "f16",
+        "bf16",
+        "f32",
+        "f64",
+    ]
+    shapes = [(), (3,), (2, 3), (2, 3, 4)]
+    arrays = {f"{name}.{rank}": rng.integers(0, 2, shape).astype(as_dtype(name))
+              for name in names for rank, shape in enumerate(shapes)}  # fmt: skip
+    arrays |= {
+        "T": rng.normal(size=(3, 5)).T,
+        "F": np.asfortranarray(rng.normal(size=(4, 3))),
+        "step": arrays["f32.1"][::2],
+    }
+    written = [Entry(key, TensorType(v.shape, v.dtype), lambda v=v: v) for key, v in arrays.items()]  # type: ignore[misc]
+    write_checkpoint(tmp_path / "it", written, format, False)
+    assert_holds(tmp_path / "it", arrays)
+
+
+def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of at most so many bytes, with an index that Hugging Face's readers take."""
+    monkeypatch.setattr("rlx_jax.weights.save.SHARD_BYTES", 100)
+    flow, weights = mlp()
+    rlx.save(rlx.compile(flow, weights=weights), tmp_path / "it", "safetensors")
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(os.listdir(tmp_path / "it")) == [*shards, "model.safetensors.index.json", "rlx_manifest.json"]
+    assert_holds(tmp_path / "it", weights)
+    index = json.loads((tmp_path / "it" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    assert load_file(tmp_path / "it" / index["weight_map"]["a.weight"]).keys() == {"a.weight"}
+
+
+def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
+    """Used plain and transposed, in one leaf or two."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).linear("w", transpose=False).linear("w", transpose=True)
+    weights = {"w": np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)}
+    model = rlx.compile(flow, weights=weights)
+    rlx.save(model, tmp_path / "it")
+    assert_holds(tmp_path / "it", weights)
+
+
 # -- every layout writes checkpoint keys -------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["gqa_tied_llama3_v5", "mha_linear_biases_v4"])
+@pytest.mark.parametrize(("name", "format"), [("gqa_tied_llama3_v5", "orbax"), ("mha_linear_biases_v4", "safetensors")])
 def test_merged_llama_is_saved_under_its_own_keys(tmp_path: Path, name: str, format: str) -> None:
     original = rlx.open_weights(FIXTURES / "llama" / name)
     lm = rlx.load(FIXTURES / "llama" / name)
@@ -100,12 +158,24 @@ def test_merged_llama_is_saved_under_its_own_keys(tmp_path: Path, name: str, for
     np.testing.assert_array_equal(again.logits(IDS), lm.logits(IDS))
 
 
-def test_scanned_layers_are_saved_one_by_one(tmp_path: Path) -> None:
-    profile = rlx.CompileProfile().replace(layers={"roll": "scan"})
-    lm = rlx.load(FIXTURES / "llama" / "gqa_tied_llama3_v5", profile=profile)
-    assert any("{0..1}" in leaf or "{0..3}" in leaf for leaf in lm.model.params), sorted(lm.model.params)
+PROFILES: list[tuple[str, dict[str, dict[str, str]], str]] = [
+    ("gqa_tied_llama3_v5", {"layers": {"roll": "scan"}}, "{0..1}"),
+    ("bf16_gqa_tied_v5", {"precision": {"compute": "bf16"}}, "{q,k,v}"),
+    ("bf16_gqa_tied_v5", {"precision": {"compute": "f32"}, "layers": {"roll": "scan"}}, "{0..1}"),
+    ("gqa_linear_mlpbias_v5", {"precision": {"compute": "bf16"}, "layers": {"roll": "scan"}}, "{0..2}"),
+]
+
+
+@pytest.mark.parametrize(("name", "tables", "leaf"), PROFILES)
+def test_every_profile_saves_the_same_checkpoint(
+    tmp_path: Path, name: str, tables: dict[str, dict[str, str]], leaf: str
+) -> None:
+    """Scanned, narrowed, widened: what was loaded comes back bit by bit."""
+    profile = rlx.CompileProfile().replace(**tables)
+    lm = rlx.load(FIXTURES / "llama" / name, profile=profile)
+    assert any(leaf in held for held in lm.model.params), sorted(lm.model.params)
     rlx.save(lm, tmp_path / "it", "safetensors")
-    original = rlx.open_weights(FIXTURES / "llama" / "gqa_tied_llama3_v5")
+    original = rlx.open_weights(FIXTURES / "llama" / name)
     assert_holds(tmp_path / "it", {key: original.read(key) for key in original.keys()})
 
 
@@ -162,10 +232,14 @@ def test_an_existing_target(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="exists; pass overwrite=True"):
         rlx.save(model, path)
     (path / "config.json").write_text("{}")
+    (path / "more" / "inside").mkdir(parents=True)
+    (path / "more" / "inside" / "notes").write_text("mine")
+    (path / "link").symlink_to("more")
     doubled = model.replace(params=jax.tree.map(lambda leaf: leaf * 2, model.params))
     rlx.save(doubled, path, "safetensors", overwrite=True)
     assert_holds(path, {key: value * 2 for key, value in weights.items()})
-    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "rlx_manifest.json"]
+    assert sorted(os.listdir(path)) == ["config.json", "link", "model.safetensors", "more", "rlx_manifest.json"]
+    assert (path / "link").is_symlink() and (path / "link" / "inside" / "notes").read_text() == "mine"
     assert os.listdir(tmp_path) == ["it"]
 
 
@@ -184,6 +258,17 @@ def test_overwriting_what_others_wrote_is_refused(tmp_path: Path) -> None:
     assert_holds(tmp_path / "empty", weights)
 
 
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    flow, weights = mlp()
+    model = rlx.compile(flow, weights=weights)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "it").symlink_to(tmp_path / "disk" / "step_1")
+    rlx.save(model, tmp_path / "it")
+    rlx.save(model, tmp_path / "it", overwrite=True)
+    assert (tmp_path / "it").is_symlink() and os.listdir(tmp_path / "disk") == ["step_1"]
+    assert_holds(tmp_path / "it", weights)
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     flow, weights = mlp()
     model = rlx.compile(flow, weights=weights)
@@ -198,6 +283,8 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         rlx.save(rlx.compile(flow, weights=shapes), tmp_path / "it")
     with pytest.raises(StorageError, match="no such|No such"):
         rlx.save(model, tmp_path / "nowhere" / "it")
+    with pytest.raises(MissingFileError, match="no such file or directory"):
+        rlx.open_weights(tmp_path / "nowhere" / "it")
     deleted = jax.tree.map(lambda leaf: leaf + 0, model.params)
     later = model.replace(params=deleted)
     deleted["a.bias"].delete()

@@ -33,7 +33,7 @@ def load(
         dtype: the compute dtype, short for `precision.compute` of the profile: "f32", "bf16", "f16".
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, bound to its weights.
-        options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`.
+        options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.

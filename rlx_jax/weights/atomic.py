@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, TargetExistsError, quote
 
@@ -56,6 +56,9 @@ def replacing(target: str, overwrite: bool, nbytes: int) -> Iterator[str]:
             yield new
             sync_tree(new)
             _commit(work, target, overwrite)
+        with _storage_errors(target, "the new content is there, but a power failure may still undo it"):
+            _sync(work)
+            _sync(parent)
     finally:
         try:
             _discard(work, target)
@@ -70,9 +73,11 @@ def abandoned_old(target: str) -> str | None:
     """
     if os.path.lexists(target):
         return None
-    parent, name = os.path.split(os.path.abspath(target))
-    found = (os.path.join(work, OLD) for work in _works(parent, name))
-    return next((old for old in found if os.path.isdir(old)), None)
+    try:
+        works = _works(*os.path.split(os.path.realpath(target)))
+    except (OSError, ValueError):  # no such parent, or not a path
+        return None
+    return next((old for work in works if os.path.isdir(old := os.path.join(work, OLD))), None)
 
 
 def write_synced(path: str, content: bytes) -> None:
@@ -127,25 +132,31 @@ def _make_work(parent: str, name: str) -> tuple[str, int]:
     while True:
         work = os.path.join(parent, f".{name}.rlx-save-{os.getpid()}-{secrets.token_hex(4)}")
         os.mkdir(work)
-        lock = _lock(work)
-        if lock is not None and os.path.isdir(work):  # another save may have removed it before it was locked
-            return work, lock
-        if lock is not None:
-            os.close(lock)
+        descriptor, lock = _lock(work)
+        if descriptor is not None and lock != "taken" and os.path.isdir(work):
+            return work, descriptor
+        if descriptor is not None:  # another save has just removed it, as it was not locked yet
+            os.close(descriptor)
 
 
-def _lock(work: str) -> int | None:
-    """A descriptor with the lock, or None if someone else holds it. The lock ends with its process."""
+def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
+    """A descriptor that holds the lock if it is free. The lock ends with its process.
+
+    It is unknown on file systems without locks; there, nothing that others left is removed.
+    """
+    import fcntl  # not on Windows, where rlx_jax can be imported
+
     try:
         descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None
+        return None, "unknown"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return descriptor, "taken"
     except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        return descriptor, "unknown"
+    return descriptor, "held"
 
 
 def _works(parent: str, name: str) -> list[str]:
@@ -157,13 +168,14 @@ def _remove_abandoned(parent: str, name: str) -> None:
     """Remove the work directories of saves to the same target that have ended without removing them."""
     target = os.path.join(parent, name)
     for work in _works(parent, name):
-        lock = _lock(work)
-        if lock is None:
+        descriptor, lock = _lock(work)
+        if descriptor is None:
             continue
         try:
-            _discard(work, target)
+            if lock == "held":
+                _discard(work, target)
         finally:
-            os.close(lock)
+            os.close(descriptor)
 
 
 def _discard(work: str, target: str) -> None:
@@ -179,8 +191,8 @@ def _discard(work: str, target: str) -> None:
 
 
 def _commit(work: str, target: str, overwrite: bool) -> None:
-    """Make the new directory the target, durably."""
-    new, parent = os.path.join(work, NEW), os.path.dirname(target)
+    """Make the new directory the target."""
+    new = os.path.join(work, NEW)
     if overwrite and os.path.lexists(target):
         if not _rename2(new, target, _EXCHANGE):
             os.rename(target, os.path.join(work, OLD))
@@ -193,8 +205,6 @@ def _commit(work: str, target: str, overwrite: bool) -> None:
             if cause.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise _exists(target) from cause  # another save was faster
             raise
-    _sync(work)
-    _sync(parent)
 
 
 def _rename2(source: str, target: str, flags: int) -> bool:

@@ -21,7 +21,7 @@ from rlx_jax.errors import DTypeError, IntegrityError, UnsupportedError, listing
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights import limits
-from rlx_jax.weights.files import check_name, read_whole
+from rlx_jax.weights.files import Links, check_name, read_whole, resolve
 from rlx_jax.weights.safetensors import check_index
 from rlx_jax.weights.strict_json import parse_object
 
@@ -74,17 +74,17 @@ class Manifest:
         return json.dumps(content, indent=1).encode()
 
 
-def read_manifest(directory: str) -> Manifest | None:
+def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
     """The manifest of a directory; None if there is none.
 
     Raises:
         IntegrityError: it is damaged.
         UnsupportedError: a newer version wrote it.
+        PathEscapeError: it is a link that `files.resolve` refuses.
     """
-    path = os.path.join(directory, NAME)
-    if not os.path.lexists(path):
+    if not os.path.lexists(os.path.join(directory, NAME)):
         return None
-    where = quote(path)
+    path, where = resolve(directory, NAME, links), quote(os.path.join(directory, NAME))
     raw = read_whole(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
     content = parse_object(raw, where, IntegrityError)
     if content.get("version") != VERSION:

@@ -162,7 +162,7 @@ class _Store:
             if tuple(array.shape) != spec.shape or array.dtype.numpy_dtype != spec.dtype:
                 raise _Error(f"{where}: was {spec.dtype.name}{list(spec.shape)} when it was opened, is {array.spec()}")
             values = array[rows].read().result() if rows else array.read().result()
-        return np.array(values[tuple(rest for _, _, rest in spans)], order="C")
+        return np.asarray(values[tuple(rest for _, _, rest in spans)], order="C")
 
     def _check_chunks(self, grid: _Grid, stored: list[str], where: str) -> None:
         """As many chunks are stored as the shape asks for."""

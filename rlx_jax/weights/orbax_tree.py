@@ -21,6 +21,7 @@ from rlx_jax.errors import (
     DuplicateWeightError,
     MissingWeightError,
     RlxError,
+    StorageError,
     UnsupportedError,
     did_you_mean,
     listing,
@@ -214,7 +215,11 @@ def _is_committed(directory: str) -> bool:
 def _usable_steps(root: str) -> dict[int, str]:
     """The finished steps of a manager's directory: number → name."""
     steps: dict[int, str] = {}
-    for name in list_directory(root):
+    try:
+        names = list_directory(root)
+    except StorageError:
+        return {}
+    for name in names:
         number, path = _STEP.fullmatch(name), os.path.join(root, name)
         if number is None or not os.path.isdir(path):
             continue

@@ -54,20 +54,17 @@ def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], for
         raise UnsupportedError(
             f"format {quote(format)}: expected {' or '.join(choices)}{did_you_mean(format, choices)}"
         )
-    target = os.path.abspath(os.fsdecode(path))
+    target = os.path.realpath(os.fsdecode(path))
     kept = _files_to_keep(target) if overwrite else []
     write = _write_orbax if format == "orbax" else _write_safetensors
     with replacing(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
         weights = write(new, entries)
-        written = sorted(
-            os.path.relpath(os.path.join(folder, name), new) for folder, _, names in os.walk(new) for name in names
-        )
-        found = manifest_of(new, weights, written)
+        found = manifest_of(new, weights, _files_below(new))
         _read_back(new, format, found)
         write_synced(os.path.join(new, manifest.NAME), found.to_json())
         for name in kept:
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
-            shutil.copy2(os.path.join(target, name), os.path.join(new, name))
+            shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
 
 
 def _files_to_keep(target: str) -> list[str]:
@@ -78,14 +75,22 @@ def _files_to_keep(target: str) -> list[str]:
     """
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return []
-    old = read_manifest(target) if os.path.isdir(target) and not os.path.islink(target) else None
+    old = read_manifest(target) if os.path.isdir(target) else None
     if old is None:
         raise TargetExistsError(
             f"{quote(target)} has no {manifest.NAME}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
     ours = {*old.files, manifest.NAME}
-    found = (os.path.relpath(os.path.join(f, n), target) for f, _, names in os.walk(target) for n in names)
-    return sorted(set(found) - ours)
+    return [name for name in _files_below(target) if name not in ours]
+
+
+def _files_below(directory: str) -> list[str]:
+    """Files and links below a directory, relative to it."""
+    found = []
+    for folder, inside, names in os.walk(directory):
+        links = [name for name in inside if os.path.islink(os.path.join(folder, name))]
+        found += [os.path.relpath(os.path.join(folder, name), directory) for name in (*names, *links)]
+    return sorted(found)
 
 
 def _read_back(directory: str, format: str, expected: Manifest) -> None:

@@ -307,11 +307,11 @@ class SafetensorsSource:
 def _open_directory(path: str, options: _Options) -> WeightSource:
     """The weights of a directory: safetensors if there are such files, else orbax. Digests first, decoders then."""
     if holds_safetensors(path) or not is_orbax(path):
-        manifest = _manifest(path, options.verify)
+        manifest = _manifest(path, options)
         source: WeightSource = _open_files(path, options)
     else:
         path, subtree = find_item(path, options.subtree)
-        manifest = _manifest(path, options.verify)
+        manifest = _manifest(path, options)
         if manifest is None and options.verify == "auto":
             message = f"{quote(path)}: an orbax checkpoint without {NAME}: bits are not verified"
             warnings.warn(f'{message}; verify="metadata" says that this is meant', RlxWarning, stacklevel=3)
@@ -322,14 +322,14 @@ def _open_directory(path: str, options: _Options) -> WeightSource:
     return source if manifest is None else VerifiedSource(source, manifest.weights, quote(path))
 
 
-def _manifest(directory: str, verify: Verify) -> Manifest | None:
+def _manifest(directory: str, options: _Options) -> Manifest | None:
     """The manifest to check weights with, after the files agreed with it."""
-    if verify == "metadata":
+    if options.verify == "metadata":
         return None
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, options.links)
     if manifest is not None:
         check_files(directory, manifest.files)
-    elif verify == "full":
+    elif options.verify == "full":
         raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
     return manifest
 
