@@ -96,8 +96,11 @@ class Custom:
         with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.scope(name):
             try:
                 out = self.fn(emit, value)
+            except RlxError as error:
+                error.locate(emit.path)
+                raise
             except Exception as error:
-                if isinstance(error, RlxError) or "FlowValue" not in str(error):
+                if "FlowValue" not in str(error):
                     error.add_note(f"in the custom stage {emit.path}")
                     raise
                 raise GraphError(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 
-from rlx_jax.ir.graph import Graph, GraphStage, TypeCache, Value
-from rlx_jax.ir.param import WeightSource, stored_keys
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache, Value
+from rlx_jax.ir.param import WeightSource, keys_of, stored_keys
+from rlx_jax.ir.types import TensorType, bind_path, path_text
 from rlx_jax.profiles import CompileProfile
 
 if TYPE_CHECKING:
@@ -108,6 +108,16 @@ class BuiltModel:
     def primary_shape(self) -> tuple[Any, ...]:
         """Shape of the first output."""
         return self.hir.type(self.hir.outputs[0]).shape
+
+    def readers(self) -> dict[str, str]:
+        """Checkpoint key → path of the first block that reads it."""
+        found: dict[str, str] = {}
+        for inner, node in self.hir.walk():
+            ops = (inner.nodes[value.node].op for value in node.inputs)
+            for i, program in ((i, p) for op in ops if isinstance(op, Param) for i, p in enumerate(op.programs)):
+                for key in keys_of(program):
+                    found.setdefault(key, path_text(bind_path(node.origin.path, i)))
+        return found
 
     @property
     def params(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -15,12 +15,21 @@ MAX_QUOTED = 120
 
 
 class RlxError(Exception):
-    """Base of all errors of rlx_jax. Messages are cut to 2 KiB."""
+    """Base of all errors of rlx_jax. Messages are printable, and cut to 2 KiB."""
+
+    _located = False
 
     def __init__(self, message: str = "") -> None:
-        if len(message) > MAX_MESSAGE:
-            message = message[: MAX_MESSAGE - 1] + "…"
-        super().__init__(message)
+        # A little more than what is kept: escaping megabytes that a file chose would take time.
+        super().__init__(_cut(_printable(message[: MAX_MESSAGE + 1]), MAX_MESSAGE))
+
+    def locate(self, where: str) -> None:
+        """Put a block path in front of the message, unless an inner block has done so."""
+        text = str(self)
+        if where and not self._located:
+            self._located = True
+            if not text.startswith((f"{where}:", f"{where}.")):
+                self.args = (_cut(f"{where}: {text}", MAX_MESSAGE),)
 
 
 # -- the content of a file is wrong ------------------------------------------------------------
@@ -271,8 +280,38 @@ def quote(text: object) -> str:
     >>> quote("a\\nb")
     "'a\\\\nb'"
     """
-    shown = repr(str(text))
-    return shown if len(shown) <= MAX_QUOTED else shown[: MAX_QUOTED - 2] + "…'"
+    escaped = repr(number(text) if isinstance(text, int) else str(text))
+    return escaped if len(escaped) <= MAX_QUOTED else escaped[: MAX_QUOTED - 2] + "…'"
+
+
+def number(value: int) -> str:
+    """An integer as it may stand in a message. Python refuses to print one of thousands of digits.
+
+    >>> number(-1), number(10**5000)
+    ('-1', 'an integer of 16610 bits')
+    """
+    return str(value) if abs(value) < 2**128 else f"an integer of {int(value).bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """The repr of a value that a caller passed, in one line of at most 120 characters.
+
+    >>> shown("auto"), shown(2.5)
+    ("'auto'", '2.5')
+    """
+    text = number(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+    return _cut(" ".join(_printable(text).split()), MAX_QUOTED)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    """`text` with everything but lines escaped that a terminal would not show as it is."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def listing(names: Iterable[object], limit: int = 20) -> str:

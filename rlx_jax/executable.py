@@ -31,6 +31,7 @@ class Executable:
     call: jax.stages.Compiled
     lowered: jax.stages.Lowered
     seconds: Mapping[str, float]
+    peak_bytes: int
     donation: Donation | None = None
     consumed: tuple[str, ...] = ()
 
@@ -75,7 +76,9 @@ def compile_program(lir: Lir, function: Function, params: Arrays, state: StateAr
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     proof = prove_donation(lir, compiled) if donates_state else None
-    return Executable(lir, compiled, lowered, seconds, proof, consumed)
+    memory: Any = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed)
 
 
 def prove_donation(lir: Lir, compiled: jax.stages.Compiled) -> Donation:

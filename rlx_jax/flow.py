@@ -21,11 +21,13 @@ from rlx_jax.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
+    ProfileError,
     ShapeError,
     UnboundStreamError,
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
@@ -61,7 +63,7 @@ class ModelFlow:
     profile: CompileProfile | None = None
     weights: WeightSource | None = None
     left_keys: tuple[str, ...] = ()
-    binding: Mapping[str, int] = field(default_factory=dict)
+    binding: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     # -- declaring ---------------------------------------------------------------------------
 
@@ -82,6 +84,11 @@ class ModelFlow:
 
     def with_profile(self, profile: CompileProfile) -> ModelFlow:
         """Use `profile` unless `compile` gets another."""
+        if not isinstance(profile, CompileProfile):
+            raise ProfileError(
+                f"{self.name}: profile is {shown(profile)}; expected a CompileProfile, such as "
+                "CompileProfile.preset('auto')"
+            )
         return replace(self, profile=profile)
 
     def profile_file(

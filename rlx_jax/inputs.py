@@ -22,13 +22,15 @@ from rlx_jax.errors import (
     UnboundInputError,
     did_you_mean,
     listing,
+    number,
     quote,
+    shown,
 )
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Input, Op, Value
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shaping import Narrow, Reshape, Slice, Transpose
-from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
+from rlx_jax.ir.types import MAX_DIM, TensorType, check_elements, is_float, is_static, short_name
 
 INT32 = np.iinfo(np.int32)
 
@@ -93,20 +95,25 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
 
     Raises:
         TokenIdError: an id is not an integer in `[0, rows)`.
-        DTypeError: a dtype change other than int64 → int32 and float64 → float32.
+        DTypeError: a dtype change other than between integers, from bool to integers, and float64 → float32;
+            or values that do not fit.
     """
     if isinstance(value, jax.Array):
-        if value.dtype != declared.dtype:
-            raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got a jax array of {value.dtype}")
-        return value
-    array = as_host_array(name, value)
+        if value.dtype == declared.dtype:
+            return value
+        if value.dtype.kind in "biu" and np.can_cast(value.dtype, declared.dtype) and not is_float(declared.dtype):
+            return value.astype(declared.dtype)
+        raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got a jax array of {value.dtype}")
     if rows is not None:
-        return checked_ids(array, rows, name).astype(declared.dtype)
+        return token_ids(name, value, rows).astype(declared.dtype)
+    array = as_host_array(name, value)
     if array.dtype == declared.dtype:
         return array
     if is_float(declared.dtype):
         if array.dtype == np.float64:
-            return array.astype(declared.dtype)
+            return _narrowed(name, array, declared.dtype)
+    elif array.dtype.kind == "b" and declared.dtype.kind in "iu":
+        return array.astype(declared.dtype)  # a mask
     elif array.dtype.kind in "iu" and declared.dtype.kind in "iu":
         info = np.iinfo(declared.dtype)
         if array.size and (array.min() < info.min or array.max() > info.max):
@@ -119,6 +126,8 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
 
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """A NumPy array in native byte order; ragged or non-numeric input is an error."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -128,17 +137,52 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def checked_ids(array: np.ndarray[Any, Any], rows: int, what: str) -> np.ndarray[Any, Any]:
-    """Integer ids in `[0, rows)`, checked before any cast."""
+def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError as error:
+        most = np.max(np.abs(array), where=np.isfinite(array), initial=0)
+        raise DTypeError(f"input {name}: values up to {most:g} do not fit {short_name(dtype)}") from error
+
+
+def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
+    """Ids in `[0, rows)` of any shape, as an integer array; checked before any cast.
+
+    Raises:
+        TokenIdError: ragged, not integers, or out of range; names the position and the value.
+    """
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TokenIdError(
+            f"{what}: the rows differ in length, expected [batch, seq]; pad them on the right, and pass lengths= "
+            "where the model takes it"
+        ) from error
+    if array.size == 0:
+        return array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise TokenIdError(f"{what}: ids are integers, got {array.dtype}")
-    if array.size:
-        low, high = array.min(), array.max()
-        if low < 0 or high >= rows:
-            at = np.argwhere((array < 0) | (array >= rows))[0]
-            bad = array[tuple(at)]
-            raise TokenIdError(f"{what}: id {bad} at {tuple(int(i) for i in at)} is not in [0, {rows})")
-    return array
+        raise _no_ids(what, value, array, rows)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id) and lengths=")
+    check_elements(array.shape, what)  # before all of them are looked at
+    low, high = array.min(), array.max()
+    if low < 0 or high >= rows:
+        at = np.argwhere((array < 0) | (array >= rows))[0]
+        raise TokenIdError(f"{what}: id {array[tuple(at)]} at {tuple(int(i) for i in at)} is not in [0, {rows})")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
+    """Names the first item of a list that is no id; an array has one dtype for all."""
+    if isinstance(value, list | tuple):
+        for at, item in np.ndenumerate(np.asarray(value, object)):
+            if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
+                return TokenIdError(f"{what}: a token id is an integer, got {shown(item)} at {at}")
+            if not 0 <= item < rows:
+                return TokenIdError(f"{what}: id {number(int(item))} at {at} is not in [0, {rows})")
+    got = array.dtype if array.dtype != object else type(value).__name__
+    return TokenIdError(f"{what}: ids are integers in [0, {rows}), got {got}")
 
 
 def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str) -> dict[str, int]:
@@ -163,20 +207,28 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
             symbol = str(dim)
             if not is_static(size):
                 raise ShapeError(f"{flow}: input {name} has the symbolic size {size}; call with numbers")
-            if size < 1:
-                raise ShapeError(f"{flow}: input {name}: dimension {symbol} is {size}; sizes are at least 1")
+            if not 1 <= size <= MAX_DIM:
+                raise ShapeError(f"{flow}: input {name}: dimension {symbol} is {size}; sizes are 1 to {MAX_DIM}")
             if sizes.setdefault(symbol, int(size)) != size:
                 raise ShapeError(
                     f"{flow}: dimension {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}"
                 )
             seen.setdefault(symbol, name)
+        check_elements(shape, f"{flow}: input {name}")
     return sizes
 
 
-def check_new_tokens(lengths: Any, seq: int, low: int) -> None:
-    """Each row has between `low` and `seq` new tokens; checked on the host only."""
-    if isinstance(lengths, np.ndarray) and lengths.size and not (low <= lengths.min() and lengths.max() <= seq):
+def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> None:
+    """Each row has between `low` and `seq` new tokens, and no more than the state's slots; on the host only."""
+    if not isinstance(lengths, np.ndarray) or not lengths.size:
+        return
+    if lengths.min() < low or lengths.max() > seq:
         raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {lengths.tolist()[:8]}")
+    if slots is not None and lengths.max() > slots:
+        raise SequenceLengthError(
+            f"lengths: {lengths.max()} new tokens do not fit a state of {slots} slots; init_state(batch, context) "
+            "makes a larger one"
+        )
 
 
 def check_length(seq: int, bounds: Bounds, flow: str) -> None:

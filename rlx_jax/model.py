@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.built import InputDecl, Weights
 from rlx_jax.compile import (
@@ -20,6 +21,7 @@ from rlx_jax.compile import (
     open_compiler,
 )
 from rlx_jax.errors import (
+    BatchMismatchError,
     DTypeError,
     GraphError,
     MissingWeightError,
@@ -31,11 +33,12 @@ from rlx_jax.errors import (
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.ir.types import TensorType, as_dim, check_elements, is_static
 from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.fusion_report import FusionReport
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import Lir, activation_bytes, flops
+from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
@@ -211,8 +214,11 @@ class CompiledModel:
         if any(isinstance(v, jax.core.Tracer) for v in leaves):
             return self.compiler.function(key).jitted(params, state, inputs)
         executable = self._executable(key, params, state, inputs)
+        what = f"{self.compiler.flow.name}: {self.program} of {dict(key.binding)}"
+        check_fits(executable.peak_bytes, what)
         try:
-            results = executable.run(params, state, inputs)
+            with out_of_memory(what):
+                results = executable.run(params, state, inputs)
         except ValueError as error:
             if "sharding" not in str(error):
                 raise
@@ -258,9 +264,10 @@ class CompiledModel:
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sizes.get("seq", 0), bounds, flow.name)
-        if self.program in CACHED_PROGRAMS:
-            check_new_tokens(values["lengths"], sizes["seq"], low=1 if self.program == "prefill" else 0)
         arrays = self._state_arrays(template.state, state, sizes)
+        if self.program in CACHED_PROGRAMS:
+            low = 1 if self.program == "prefill" else 0
+            check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
         key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
         return values, key, arrays
 
@@ -287,12 +294,9 @@ class CompiledModel:
             isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted() for a in arrays.values()
         ):
             raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
-        if set(arrays) != set(types):
-            raise GraphError(f"the state has leaves {sorted(arrays)}, the program {sorted(types)}")
-        for key, t in types.items():
-            for dim, size in zip(t.shape, arrays[key].shape, strict=True):
-                if sizes.setdefault(str(dim), int(size)) != size and str(dim) == "batch":
-                    raise GraphError(f"the state holds {size} rows, the inputs {sizes['batch']}")
+        check_state(arrays, types, sizes)
+        if self.program == "prefill":
+            check_empty(state.length)
         return arrays
 
     def _template(self, given: frozenset[str] = frozenset(), last_only: bool = False) -> Any:
@@ -362,7 +366,12 @@ class CompiledModel:
         open_sizes = sorted({s for t in bound.values() for s in t.symbols})
         if open_sizes:
             raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
-        return as_state({k: jnp.zeros(t.shape, t.dtype) for k, t in bound.items()})
+        for (path, slot), t in bound.items():
+            check_elements(t.shape, f"init_state: {path}.{slot} {t}")
+        what = f"{self.compiler.flow.name}: init_state(batch={batch}, context={context})"
+        check_fits(sum(t.nbytes for t in bound.values()), what)
+        with out_of_memory(what):
+            return as_state({k: jnp.zeros(t.shape, t.dtype) for k, t in bound.items()})
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -422,7 +431,7 @@ class CompiledModel:
             attention=executable.lir.attention(),
             flops=flops(executable.lir.graph),
             donated_bytes=memory.alias_size_in_bytes,
-            peak_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes,
+            peak_bytes=executable.peak_bytes,
             estimated_activation_bytes=activation_bytes(executable.lir.graph),
         )
 
@@ -436,6 +445,43 @@ def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
     return host_value(name, value, declared, bounds.ids.get(name))
 
 
+def check_state(arrays: StateArrays, types: Mapping[tuple[str, str], TensorType], sizes: dict[str, int]) -> None:
+    """A state has the leaves of its program; their sizes are added to `sizes`.
+
+    Raises:
+        SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
+        BatchMismatchError: another number of rows than the inputs.
+    """
+    if set(arrays) != set(types):
+        raise SessionStateError(
+            f"this state belongs to another model: it has leaves {listing(sorted(arrays), 4)}, the program "
+            f"{listing(sorted(types), 4)}"
+        )
+    for key, t in types.items():
+        shape, dtype = tuple(arrays[key].shape), arrays[key].dtype
+        if len(shape) != t.rank or dtype != t.dtype:
+            raise SessionStateError(f"state {'.'.join(key)}: expected {t}, got {dtype} {list(shape)}")
+        for dim, size in zip(t.shape, shape, strict=True):
+            known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
+            if known != size and str(dim) == "batch":
+                raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
+            if known != size:
+                raise SessionStateError(f"state {'.'.join(key)}: {dim} is {known} elsewhere, got {list(shape)}")
+
+
+def check_empty(length: Any) -> None:
+    """The state that prefill fills holds nothing yet; a traced one cannot be looked at.
+
+    Raises:
+        SessionStateError: it holds tokens, which prefill would not attend to.
+    """
+    if not isinstance(length, jax.core.Tracer) and np.asarray(length).any():
+        raise SessionStateError(
+            f"prefill starts from an empty state, see init_state; this one holds {np.asarray(length).tolist()[:8]} "
+            "tokens in its rows: go on with extend"
+        )
+
+
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Parameters are the Layout's leaves: every name, with its shape and dtype.
 
@@ -446,7 +492,8 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
         raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
     missing, extra = [n for n in specs if n not in params], [n for n in params if n not in specs]
     if missing or extra:
-        raise WeightShapeError(f"params: missing leaves {listing(missing, 8)}; unknown leaves {listing(extra, 8)}")
+        parts = {"missing": missing, "unknown": extra}.items()
+        raise WeightShapeError("params: " + "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n))
     for name, spec in specs.items():
         got = params[name]
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)

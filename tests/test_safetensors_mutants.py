@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
 from collections import Counter
@@ -16,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
 
 from rlx_jax.errors import DuplicateWeightError, LimitError, RlxError, UnsupportedError
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
+from tests.oracles import fuzzing
+from tests.oracles.fuzzing import bounded_memory, case, corpus, seed_of
+from tests.test_safetensors import assert_same, odd_file
 
-SEED = int(os.environ.get("RLX_FUZZ_SEED", "20260101"))
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 NUMBERS = [
@@ -252,48 +254,123 @@ STRICTER_TYPES = (DuplicateWeightError, LimitError, UnsupportedError)
 STRICTER_TEXTS = ("unknown field", "BOOL holds", "'{', found 'n'", "limits.MAX_ENTRY_CHARS", "not a flat object")
 
 
+def judge_one(raw: bytes, path: Path) -> str:
+    """Compare one mutant with the reference; the outcome in words."""
+    path.write_bytes(raw)
+    theirs, mine = reference(raw), ours(path)
+    if isinstance(mine, RlxError):
+        message = str(mine)
+        assert message.isprintable() and len(message) <= 2048 and path.name in message
+        if theirs is None:
+            return "both refuse"
+        known = isinstance(mine, STRICTER_TYPES) or any(text in message for text in STRICTER_TEXTS)
+        assert known or repeats_a_name(raw), message
+        return f"only we refuse: {type(mine).__name__}"
+    assert theirs is not None, "taken, and the reference refuses"
+    assert mine == theirs
+    return "both accept"
+
+
 def judge(count: int, seed: int, path: Path) -> Counter[str]:
     """Compare `count` mutants; the number of each outcome."""
     rng, outcomes = random.Random(seed), Counter[str]()
-    for case in range(count):
-        raw = mutant(rng)
-        path.write_bytes(raw)
-        theirs, mine = reference(raw), ours(path)
-        label = (seed, case, raw)
-        if isinstance(mine, RlxError):
-            message = str(mine)
-            assert message.isprintable() and len(message) <= 2048 and "mutant.safetensors'" in message, label
-            if theirs is not None:
-                known = isinstance(mine, STRICTER_TYPES) or any(text in message for text in STRICTER_TEXTS)
-                assert known or repeats_a_name(raw), (label, message)
-            outcomes["both refuse" if theirs is None else f"only we refuse: {type(mine).__name__}"] += 1
-        else:
-            assert theirs is not None, ("taken, and the reference refuses", label)
-            assert mine == theirs, label
-            outcomes["both accept"] += 1
-    print(f"safetensors mutants: {count}, seed {seed}: {dict(sorted(outcomes.items()))}")
+    print(f"safetensors mutants: {count}, RLX_FUZZ_SEED={seed}")
+    with bounded_memory():
+        for _ in range(count):
+            raw = mutant(rng)
+            with case("safetensors", raw):
+                outcomes[judge_one(raw, path)] += 1
+    print(dict(sorted(outcomes.items())))
     return outcomes
 
 
 def test_mutants(tmp_path: Path) -> None:
-    outcomes = judge(4000, SEED, tmp_path / "mutant.safetensors")
+    outcomes = judge(4000, seed_of("fixed"), tmp_path / "mutant.safetensors")
     assert outcomes["both accept"] > 600 and outcomes["both refuse"] > 1000
 
 
 @pytest.mark.slow
 def test_many_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        outcomes = judge(100_000, random.SystemRandom().randrange(2**32), tmp_path / "mutant.safetensors")
+        outcomes = judge(100_000, seed_of("new"), tmp_path / "mutant.safetensors")
     assert outcomes["both accept"] > 15_000
 
 
+@pytest.mark.parametrize("saved", corpus("safetensors"), ids=lambda p: p.stem)
+def test_the_corpus(saved: Path, tmp_path: Path) -> None:
+    """Mutants that failed once, and the smallest of each kind of refusal."""
+    judge_one(saved.read_bytes(), tmp_path / "mutant.safetensors")
+
+
 def test_the_judge_sees_a_wrong_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeded faults: the oracle above is worth something."""
+    """Seeded faults: the oracle above is worth something, and what it finds is saved."""
     read = SafetensorsFile.read
 
     def swapped(self: SafetensorsFile, name: str) -> np.ndarray:
         return read(self, name)[::-1] if self.tensors[name].shape else read(self, name)
 
     monkeypatch.setattr(SafetensorsFile, "read", swapped)
+    monkeypatch.setattr(fuzzing, "CORPUS", tmp_path)
     with pytest.raises(AssertionError):
-        judge(300, SEED, tmp_path / "mutant.safetensors")
+        judge(300, seed_of("fixed"), tmp_path / "mutant.safetensors")
+    assert len(fuzzing.corpus("safetensors")) == 1
+
+
+def test_the_watch_sees_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work without end is broken off; much work is told."""
+    monkeypatch.setattr(fuzzing, "CORPUS", tmp_path)
+    monkeypatch.setattr(fuzzing, "WALL_SECONDS", 0.2)
+    with pytest.raises(TimeoutError), case("hang", b"1"):
+        while True:
+            pass
+    monkeypatch.setattr(fuzzing, "CPU_SECONDS", 0.0)
+    with pytest.raises(AssertionError, match="hang: .* on 1 bytes"), case("hang", b"2"):
+        sum(range(1000))
+    assert len(fuzzing.corpus("hang")) == 2
+
+
+# -- valid twins -------------------------------------------------------------------------------
+
+LETTERS = 'ab.é重😀\x00"\\ \u202e'
+
+
+def twin(rng: random.Random) -> dict[str, np.ndarray]:
+    """Tensors of every dtype, rank 0 to 8, empty ones among them, under odd names."""
+    tensors = {}
+    for i in range(rng.choice([0, 1, 2, 3, 8])):
+        dtype = DTYPES[rng.choice(list(DTYPES))]
+        shape = [rng.choice([0, 1, 1, 2, 3]) for _ in range(rng.choice([0, 1, 2, 3, 8]))]
+        count = int(np.prod(shape, dtype=int))
+        raw = (
+            bytes(rng.randrange(2) for _ in range(count))
+            if dtype.kind == "b"
+            else rng.randbytes(count * dtype.itemsize)
+        )
+        name = "".join(rng.choices(LETTERS, k=rng.randint(0, 12))) + str(i) * rng.randint(1, 3)
+        tensors[name] = np.frombuffer(raw, dtype).reshape(shape)
+    return tensors
+
+
+def load_twins(count: int, seed: int, path: Path) -> None:
+    """`count` valid files, as odd as the format allows, hold what was written."""
+    rng = random.Random(seed)
+    print(f"safetensors twins: {count}, RLX_FUZZ_SEED={seed}")
+    with bounded_memory():
+        for _ in range(count):
+            tensors = twin(rng)
+            raw = odd_file(tensors, rng) if rng.random() < 0.8 else safetensors.numpy.save(tensors)
+            with case("safetensors_twins", raw):
+                path.write_bytes(raw)
+                assert reference(raw) is not None, "the twin is not valid"
+                with SafetensorsFile(path) as file:
+                    assert_same(file, tensors)
+
+
+def test_twins(tmp_path: Path) -> None:
+    load_twins(500, seed_of("fixed"), tmp_path / "twin.safetensors")
+
+
+@pytest.mark.slow
+def test_many_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        load_twins(5000, seed_of("new"), tmp_path / "twin.safetensors")

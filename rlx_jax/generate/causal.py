@@ -18,9 +18,12 @@ from rlx_jax.errors import (
     RequestError,
     SequenceLengthError,
     SessionStateError,
+    ShapeError,
+    number,
+    shown,
 )
 from rlx_jax.generate.generation import Plan, append, generate
-from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
+from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
     Prompts,
     bucket,
@@ -95,10 +98,12 @@ class CausalLM:
         bos_id: int | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
-        self.tokenizer, self.max_positions = tokenizer, known_positions(self.model, max_positions)
-        self.eos_ids = ((eos_ids,) if isinstance(eos_ids, int) else tuple(eos_ids)) or (
-            tokenizer.eos_ids if tokenizer else ()
-        )
+        self._check_width()
+        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
+        ends = id_list([eos_ids] if isinstance(eos_ids, int) else eos_ids, self.vocab_size, "eos_ids")
+        self.eos_ids = tuple(ends) or (tokenizer.eos_ids if tokenizer else ())
+        if bos_id is not None:
+            (bos_id,) = id_list([bos_id], self.vocab_size, "bos_id")
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
 
     # -- programs ----------------------------------------------------------------------------
@@ -248,8 +253,10 @@ class CausalLM:
     ) -> Iterator[None]:  # fmt: skip
         """Generate: the new tokens of each row are appended to `new`, block by block."""
         longest = max(map(len, rows))
+        if not isinstance(sampler, Sampler):
+            raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
         for i, row in enumerate(rows):
-            self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {budget} new")
+            self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
         width = bucket(longest, PROMPT_BUCKET, self.max_positions)
         slots = bucket(max(longest + budget, width), CONTEXT_BUCKET, self.max_positions)
         cpu = self.model.compiler.settings.target == "cpu"
@@ -281,6 +288,8 @@ class CausalLM:
         return self._tokenizer().decode(ids)
 
     def _stops(self, stop: str | int | Iterable[str | int]) -> tuple[tuple[str, ...], set[int]]:
+        if not isinstance(stop, str | int | Iterable):
+            raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
         items = [stop] if isinstance(stop, str | int) else list(stop)
         words = tuple(s for s in items if isinstance(s, str))
         if any(not w for w in words):
@@ -291,6 +300,16 @@ class CausalLM:
         return words, {*ids, *self.eos_ids}
 
     # -- checks ------------------------------------------------------------------------------
+
+    def _check_width(self) -> None:
+        """Chosen ids are read back by the embedding, so the logits are as wide as it is high."""
+        flow = self.model.compiler.flow
+        width = self.model.compiler.template("forward").built.primary_shape[-1]
+        if width != self.vocab_size:
+            raise ShapeError(
+                f"{flow.name}: a CausalLM's output is logits [batch, seq, {self.vocab_size}], as many as the embedding "
+                f"has rows; got width {width}"
+            )
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from rlx_jax.built import Weights
-from rlx_jax.errors import GraphError, RequestError
-from rlx_jax.generate.opening import check_positions, known_positions, open_token_model, primary
+from rlx_jax.errors import GraphError, MaskShapeError, RequestError, shown
+from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool
 from rlx_jax.generate.tokenizer import Tokenizer
+from rlx_jax.inputs import as_host_array
 from rlx_jax.model import Report
 from rlx_jax.profiles import CompileProfile
 
@@ -45,7 +46,9 @@ class Encoder:
         max_positions: int | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
-        self.tokenizer, self.max_positions = tokenizer, known_positions(self.model, max_positions)
+        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
+        if not isinstance(pipeline, SentencePipeline | None):
+            raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
         self.pipeline = pipeline or SentencePipeline()
         flow = self.model.compiler.flow
         if MASK not in [i.name for i in flow.inputs]:
@@ -54,21 +57,30 @@ class Encoder:
         self.width = int(template.built.primary_shape[-1])
         self._pool = jax.jit(functools.partial(pool, pipeline=self.pipeline))
 
-    def hidden_states(self, tokens: Any, lengths: Any = None) -> jax.Array:
+    def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
 
-        `lengths` `[B]`: valid tokens of right-padded rows; without it every token is valid.
+        `lengths` `[B]`: valid tokens of right-padded rows; without it every token is valid. `inputs` are the flow's
+        optional ones, each `[B, S]`: `attention_mask` (instead of `lengths`), `token_type_ids`, `position_ids`.
 
         Raises:
             TokenIdError, SequenceLengthError, RequestError.
+            MaskShapeError: one of `inputs` has another shape than the tokens.
         """
         block = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block, low=1)
-        if lengths is None:
-            return primary(self.model(block))
-        keep = (np.arange(block.shape[1])[None] < valid[:, None]).astype(np.int32)
-        return primary(self.model.run((block,), {MASK: keep}))
+        for name, value in inputs.items():
+            if value is None:
+                continue
+            shape = (value if isinstance(value, jax.Array) else as_host_array(name, value)).shape
+            if shape != block.shape:
+                raise MaskShapeError(f"{name}: expected {list(block.shape)}, as the tokens, got {list(shape)}")
+        if lengths is not None:
+            if inputs.get(MASK) is not None:
+                raise RequestError(f"lengths and {MASK} say the same; pass one of them")
+            inputs[MASK] = np.arange(block.shape[1])[None] < valid[:, None]
+        return primary(self.model.run((block,), inputs))
 
     def embed(self, texts: Any) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
@@ -78,7 +90,7 @@ class Encoder:
         Raises:
             RequestError: not strings or id lists. TokenIdError: an id out of range.
         """
-        asked = split_prompts(texts, flat=False)
+        asked = split_prompts(texts, "texts", flat=False)
         rows = self._rows(asked.texts) if asked.texts is not None else []
         for i, ids in enumerate(asked.ids or []):
             rows.append(id_list(ids, self.vocab_size, f"texts[{i}]"))

@@ -12,7 +12,8 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.encoder import Encoder
 from rlx_jax.generate.sentence import load_pipeline
 from rlx_jax.generate.tokenizer import load_tokenizer, read_optional
-from rlx_jax.models.families import Pretrained, open_pretrained
+from rlx_jax.ir.types import as_dtype, short_name
+from rlx_jax.models.families import Pretrained, check_options, model_directory, open_pretrained
 from rlx_jax.profiles import CompileProfile
 
 
@@ -21,7 +22,7 @@ def load(
     *,
     profile: CompileProfile | None = None,
     mesh: Any = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     strict: bool = True,
     recipe: ModelRecipe | None = None,
     **options: Any,
@@ -30,7 +31,7 @@ def load(
 
     Args:
         profile: else `auto`.
-        dtype: the compute dtype, short for `precision.compute` of the profile: "f32", "bf16", "f16".
+        dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, bound to its weights.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
@@ -38,12 +39,14 @@ def load(
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
     """
-    directory = Path(path)
-    pipeline = load_pipeline(directory) if directory.is_dir() else None
+    check_options("load", options, ("profile", "mesh", "dtype", "strict", "recipe"))
+    directory = model_directory(path)
+    pipeline = load_pipeline(directory)
     root = directory / pipeline.transformer if pipeline else directory
     pretrained = open_pretrained(root, strict=strict, **options)
     flow = ModelFlow.from_recipe(recipe or pretrained.recipe)
     if dtype is not None:
+        dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
         profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict}
     if pretrained.kind == "encoder":

@@ -8,7 +8,9 @@ import jax
 
 from rlx_jax.built import Weights
 from rlx_jax.compile import open_compiler
-from rlx_jax.errors import GraphError, SequenceLengthError, UnsupportedError
+from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, UnsupportedError, listing, number, shown
+from rlx_jax.generate.requests import whole_number
+from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.model import CompiledModel, finish_model
 from rlx_jax.profiles import CompileProfile
 
@@ -19,7 +21,8 @@ def open_token_model(
     """Compile a flow with merged projections; the model and its vocabulary size.
 
     Raises:
-        GraphError: the flow's first input does not index an embedding.
+        GraphError: the flow's first input does not index an embedding, it has other required inputs, or its output
+            is not one row for each token.
     """
     if mesh is not None:
         raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
@@ -29,11 +32,31 @@ def open_token_model(
     rows = compiler.template("forward").bounds.ids.get(ids)
     if rows is None:
         raise GraphError(f"{compiler.flow.name}: the first input, {ids!r}, does not index an embedding")
+    required = [i.name for i in model.inputs if not i.optional and i.name != ids]
+    if required:
+        raise GraphError(
+            f"{compiler.flow.name}: token ids are all that requests bring, and the flow also requires "
+            f"{listing(required)}; give them a default, or call rlx_jax.compile(flow)"
+        )
+    shape = compiler.template("forward").built.primary_shape
+    if len(shape) != 3:
+        raise GraphError(f"{compiler.flow.name}: expected an output [batch, seq, width], got {list(shape)}")
     return model, rows
+
+
+def check_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """The tokenizer, if it is one."""
+    if isinstance(tokenizer, Tokenizer | None):
+        return tokenizer
+    raise RequestError(
+        f"tokenizer is {shown(tokenizer)}; expected what rlx_jax.generate.tokenizer.load_tokenizer(directory) returns"
+    )
 
 
 def known_positions(model: CompiledModel, max_positions: int | None) -> int | None:
     """The longest sequence that the model and its position tables know; None without a limit."""
+    if max_positions is not None:
+        whole_number("max_positions", max_positions, 1)
     limits = (max_positions, model.compiler.template("forward").bounds.positions)
     return min((x for x in limits if x is not None), default=None)
 
@@ -45,7 +68,7 @@ def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
         SequenceLengthError: names both numbers.
     """
     if max_positions is not None and tokens > max_positions:
-        raise SequenceLengthError(f"{what}: {tokens} positions, the model knows {max_positions}")
+        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}")
 
 
 def primary(outputs: Any) -> jax.Array:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, TokenIdError, quote
-from rlx_jax.inputs import as_host_array, checked_ids
+from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, TokenIdError, number, shown
+from rlx_jax.inputs import as_host_array, token_ids
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -21,22 +21,10 @@ def token_block(tokens: Any, vocab_size: int, what: str = "tokens") -> Ids:
     Raises:
         TokenIdError: not integers, or out of range. RequestError: not a `[B, S]` array with B, S ≥ 1.
     """
-    array = _ids_array(tokens, what)
+    array = token_ids(what, tokens, vocab_size)
     if array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{what}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
-    return checked_ids(array, vocab_size, what).astype(np.int32)
-
-
-def _ids_array(tokens: Any, what: str) -> np.ndarray[Any, Any]:
-    if isinstance(tokens, jax.Array):
-        return np.asarray(tokens)
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, OverflowError) as error:
-        raise RequestError(f"{what}: {str(error).splitlines()[0]}") from error
-    if array.dtype.kind not in "iu" and array.size:
-        raise TokenIdError(f"{what}: ids are integers, got {array.dtype}")
-    return as_host_array(what, array)
+    return array.astype(np.int32)
 
 
 def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
@@ -54,9 +42,9 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
         raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
     for at, i in enumerate(ids):
         if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
-            raise TokenIdError(f"{what}[{at}]: a token id is an integer, got {quote(i)}")
+            raise TokenIdError(f"{what}[{at}]: a token id is an integer, got {shown(i)}")
         if not 0 <= i < vocab_size:
-            raise TokenIdError(f"{what}[{at}]: id {i} is not in [0, {vocab_size})")
+            raise TokenIdError(f"{what}[{at}]: id {number(int(i))} is not in [0, {vocab_size})")
     return [int(i) for i in ids]
 
 
@@ -69,7 +57,7 @@ class Prompts:
     single: bool
 
 
-def split_prompts(prompts: Any, flat: bool = True) -> Prompts:
+def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Prompts:
     """Tell a string, a list of strings, an id list (where `flat`) and a list of id lists apart.
 
     Raises:
@@ -80,16 +68,15 @@ def split_prompts(prompts: Any, flat: bool = True) -> Prompts:
     if isinstance(prompts, np.ndarray | jax.Array):
         return Prompts(None, [prompts] if prompts.ndim == 1 else list(np.asarray(prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
-        raise RequestError(f"prompts: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
+        raise RequestError(f"{what}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, str) for p in prompts):
         return Prompts(list(prompts), None, False)
     if flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
         return Prompts(None, [list(prompts)], True)
     for i, p in enumerate(prompts):
         if not isinstance(p, list | tuple | np.ndarray | jax.Array):
-            raise RequestError(
-                f"prompts[{i}]: expected {'token ids' if i else 'a string or token ids'}, got {quote(p)}"
-            )
+            both = "a string or token ids, all of one kind"
+            raise RequestError(f"{what}[{i}]: expected {both}, got {shown(p)}")
     return Prompts(None, list(prompts), False)
 
 
@@ -102,7 +89,7 @@ def row_lengths(lengths: Any, block: Ids, low: int) -> np.ndarray[Any, Any]:
     batch, seq = block.shape
     if lengths is None:
         return np.full(batch, seq, np.int64)
-    array = np.asarray(lengths)
+    array = as_host_array("lengths", lengths)
     if array.dtype.kind not in "iu":
         raise RequestError(f"lengths: expected integers, got {array.dtype}")
     if array.shape != (batch,):
@@ -131,5 +118,5 @@ def bucket(size: int, step: int, limit: int | None) -> int:
 def whole_number(name: str, value: Any, low: int) -> int:
     """An integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise RequestError(f"{name} is {value!r}; expected an integer of at least {low}")
+        raise RequestError(f"{name} is {shown(value)}; expected an integer of at least {low}")
     return int(value)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import SamplingParamError, TokenIdError, quote
+from rlx_jax.errors import SamplingParamError, TokenIdError, quote, shown
 
 Array = jax.Array
 
@@ -54,9 +54,9 @@ class Sampler:
         if self.min_p is not None:
             _number("min_p", self.min_p, 0.0, 1.0)
         if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or self.top_k < 1
         ):
-            raise SamplingParamError(f"top_k is {self.top_k!r}; expected an integer of at least 1")
+            raise SamplingParamError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise SamplingParamError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
 
@@ -168,7 +168,7 @@ def finite_rows(logits: Array) -> Array:
 
 
 def _number(name: str, value: float, low: float, high: float, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SamplingParamError(f"{name} is {value!r}; expected a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise SamplingParamError(f"{name} is {shown(value)}; expected a finite number")
     if value < low or value > high or (above and value == low):
         raise SamplingParamError(f"{name} is {value}; expected {'over' if above else 'from'} {low:g} to {high:g}")

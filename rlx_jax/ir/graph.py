@@ -23,7 +23,7 @@ import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
 from rlx_jax.ir.param import Program
-from rlx_jax.ir.types import Path, TensorType, bind_path, path_text
+from rlx_jax.ir.types import Path, TensorType, bind_path, check_elements, path_text
 
 
 class GraphStage(StrEnum):
@@ -305,12 +305,38 @@ class TypeCache:
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         try:
-            return op.infer(self, *operands)
+            results = op.infer(self, *operands)
         except RlxError:
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
-            given = ", ".join(map(str, operands))
-            raise ShapeError(f"{op.text()} does not fit operands ({given}): {first_line(error)}") from error
+            raise _misfit(op, operands, error) from error
+        for result in results:
+            check_elements(result.shape, op.text())
+        return results
+
+
+_READS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _misfit(op: Op, operands: tuple[TensorType, ...], error: Exception) -> GraphError:
+    """What jax raised while `op` was traced, as one of our errors."""
+    given, what = ", ".join(map(str, operands)), first_line(error)
+    if isinstance(error, _READS_NUMBERS):
+        return GraphError(
+            f"{op.text()} on ({given}) branches on numbers or reads them, and there are none while the flow is "
+            f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {what}"
+        )
+    if type(error).__name__ == "InconclusiveDimensionOperation" or "_DimExpr" in str(error):
+        return ShapeError(
+            f"{op.text()} on ({given}) branches on a symbolic size or counts with it, and one program serves every "
+            f"size: declare the input with a static size to specialise. {what}"
+        )
+    return ShapeError(f"{op.text()} does not fit operands ({given}): {what}")
 
 
 class Builder:
@@ -438,10 +464,7 @@ def located(origin: Origin) -> Iterator[None]:
     try:
         yield
     except RlxError as error:
-        where = path_text(origin.path)
-        if where and not getattr(error, "located", False) and error.args:
-            error.args = (f"{where}: {error.args[0]}", *error.args[1:])
-            error.located = True  # type: ignore[attr-defined]
+        error.locate(path_text(origin.path))
         raise
 
 

@@ -16,13 +16,16 @@ import ml_dtypes
 import numpy as np
 from jax import export
 
-from rlx_jax.errors import DTypeError, ShapeError, did_you_mean, quote
+from rlx_jax.errors import DTypeError, ShapeError, did_you_mean, number, quote
 
 _SCOPE = export.SymbolicScope()
 _SYMBOLS: dict[str, Any] = {}
 MAX_DIM = 2**31 - 1
+"""One dimension of a tensor."""
 MAX_RANK = 8
+"""Dimensions of a tensor."""
 MAX_ELEMENTS = 2**40
+"""Elements of a tensor."""
 
 DimLike = Any
 """An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name)."""
@@ -61,7 +64,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
             raise DTypeError(f"unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME)}")
         dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(("bfloat", "float8")) else long
     try:
-        found: np.dtype[Any] = np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:
         raise DTypeError(f"{quote(dtype)} is not a dtype") from error
     if found.name not in _SHORT:
@@ -99,7 +102,7 @@ def as_dim(dim: Any, where: str) -> DimLike:
     if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
         raise ShapeError(f"{where}: a dimension is an identifier or an int, got {quote(dim)}")
     if not 1 <= int(dim) <= MAX_DIM:
-        raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {dim}")
+        raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
     return int(dim)
 
 
@@ -181,10 +184,22 @@ def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:
     if len(shape) > MAX_RANK:
         raise ShapeError(f"{where}: rank {len(shape)} is over the limit of {MAX_RANK}")
     dims = tuple(as_dim(d, where) for d in shape)
-    elements = math.prod(d for d in dims if is_static(d))
+    check_elements(dims, where)
+    return TensorType(dims, as_dtype(dtype))
+
+
+def check_elements(shape: Sequence[DimLike], where: str) -> None:
+    """The known dimensions make at most 2⁴⁰ elements: XLA aborts the process where their product overflows.
+
+    Raises:
+        ShapeError: names the dimension or the number of elements, and the limit.
+    """
+    known = [d for d in shape if is_static(d)]
+    if max(known, default=0) > MAX_DIM:
+        raise ShapeError(f"{where}: dimension {number(int(max(known)))} is over the limit of {MAX_DIM}")
+    elements = math.prod(known)
     if elements > MAX_ELEMENTS:
         raise ShapeError(f"{where}: {elements} elements are over the limit of {MAX_ELEMENTS}")
-    return TensorType(dims, as_dtype(dtype))
 
 
 class Dim:

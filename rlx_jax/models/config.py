@@ -169,6 +169,8 @@ def read_config(directory: Path) -> Fields:
 
 def architecture(config: Fields) -> tuple[str, str]:
     """`model_type` and the first of `architectures` ("" if the config names none)."""
+    if "model_type" not in config.values:
+        raise ConfigError(f"{config.where}: field 'model_type' is missing; expected the name of a family")
     kind = config.text("model_type", "")
     names = config.raw("architectures", [])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from rlx_jax.errors import (
     MissingFileError,
     MissingWeightError,
+    RequestError,
     UnsupportedError,
+    WeightDTypeError,
     WeightShapeError,
+    did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.models import bert, llama
 from rlx_jax.models.config import Fields, architecture, read_config
+from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
 Kind = Literal["causal", "encoder"]
@@ -39,15 +47,17 @@ def _llama(config: Fields, source: WeightSource) -> Pretrained:
     # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
     if c.tie_word_embeddings and source.has(llama.HEAD):
         c = replace(c, tie_word_embeddings=False)
-    recipe = llama.Llama32Flow(c, weights=checked(source, llama.weight_specs(c)))
-    return Pretrained(recipe, "causal", c.vocab_size, c.max_position_embeddings)
+    recipe = llama.Llama32Flow(c)
+    bound = replace(recipe, weights=checked(source, llama.weight_specs(c), recipe))
+    return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
 
 
 def _bert(config: Fields, source: WeightSource) -> Pretrained:
     c = bert.BertConfig.from_hf(config)
     prefix = "bert" if source.has("bert.embeddings.word_embeddings.weight") else ""
-    recipe = bert.BertFlow(c, prefix, weights=checked(source, bert.weight_specs(c, prefix)))
-    return Pretrained(recipe, "encoder", c.vocab_size, c.max_position_embeddings)
+    recipe = bert.BertFlow(c, prefix)
+    bound = replace(recipe, weights=checked(source, bert.weight_specs(c, prefix), recipe))
+    return Pretrained(bound, "encoder", c.vocab_size, c.max_position_embeddings)
 
 
 Opener = Callable[[Fields, WeightSource], Pretrained]
@@ -71,22 +81,43 @@ FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
 """Recipes by `model_type`, with the architectures they serve."""
 
 
-def checked(source: WeightSource, shapes: dict[str, Any]) -> WeightSource:
-    """The source, after every weight that the config asks for was found with the right shape.
+def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
+    """The source, after every weight that the config asks for was found, a float of the right shape.
 
     Raises:
-        MissingWeightError: lists what is missing. WeightShapeError: tensor, expected, got.
+        MissingWeightError: lists what is missing, and names close to it.
+        WeightShapeError, WeightDTypeError: block path, key, file, expected, got.
     """
-    missing = [key for key in shapes if not source.has(key)]
+
+    def block(key: str) -> str:
+        return recipe.assemble().build().readers().get(key, recipe.name)
+
+    missing = [key for key in specs if not source.has(key)]
     if missing:
-        raise MissingWeightError(f"{len(missing)} weights that config.json asks for are missing: {listing(missing)}")
-    for key, spec in shapes.items():
-        got = tuple(source.spec(key).shape)
-        if got != spec.shape:
+        close = close_names(missing[0], source.keys())
+        raise MissingWeightError(
+            f"{len(missing)} weights that config.json asks for are missing: {listing(missing)}; the first is read by "
+            f"{block(missing[0])}{close}"
+        )
+    for key, spec in specs.items():
+        found = source.spec(key)
+        weight = f"weight {quote(key)} ({source.where(key)})"
+        if found.shape != spec.shape:
             raise WeightShapeError(
-                f"weight {quote(key)} ({source.where(key)}): config.json asks for {list(spec.shape)}, got {list(got)}"
+                f"{block(key)}: {weight}: expected {list(spec.shape)} by config.json "
+                f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}"
             )
+        if not jnp.issubdtype(found.dtype, jnp.floating):
+            raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {found.dtype}")
     return source
+
+
+def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
+    """The fields of the config that a wrong shape may come from: those with the value of a size that differs."""
+    sizes = {name: value for name, value in vars(recipe.config).items() if type(value) is int}
+    wrong = set(expected) - set(got)
+    names = [f"{name} {value}" for name, value in sizes.items() if value in wrong]
+    return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))
 
 
 def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
@@ -96,14 +127,15 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise MissingFileError(f"{quote(path)} is not a directory")
+    directory = model_directory(path)
     config = read_config(directory)
     kind, name = architecture(config)
     if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UnsupportedError(f"config.json: model_type {quote(kind)} ({quote(name)}) is not built; known are {known}")
+        of = f" ({quote(name)})" if name else ""
+        raise UnsupportedError(
+            f"config.json: model_type {quote(kind)}{of} is not built; known are {', '.join(FAMILIES)}"
+            f"{did_you_mean(kind, FAMILIES)}"
+        )
     opener, names = FAMILIES[kind]
     if name and name not in names:
         raise UnsupportedError(
@@ -112,8 +144,45 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
     return opener(config, open_weights(directory, **options))
 
 
+def model_directory(path: str | os.PathLike[str]) -> Path:
+    """`path`, if it is a directory.
+
+    Raises:
+        MissingFileError: it is not; the message says what is taken.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.is_file():
+        raise MissingFileError(
+            f"{quote(path)} is a file; expected the directory with its config.json. rlx_jax.open_weights reads "
+            "weights alone"
+        )
+    raise MissingFileError(
+        f"{quote(path)}: no such directory; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a "
+        "checkpoint and returns its path"
+    )
+
+
+def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
+    """Options of `open_weights` that another function hands on are checked in that function's name.
+
+    Raises:
+        TypeError: an unknown one, as Python itself does.
+    """
+    known = [*own, *(p.name for p in inspect.signature(open_weights).parameters.values() if p.kind is p.KEYWORD_ONLY)]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{caller}() got an unexpected keyword argument {quote(name)}{did_you_mean(name, dict.fromkeys(known))}"
+            )
+
+
 def from_pretrained(path: str | os.PathLike[str], **options: Any) -> ModelFlow:
     """The flow of a Hugging Face directory, bound to its weights: edit it, then `rlx_jax.compile(flow)`."""
+    check_options("from_pretrained", options)
     return open_pretrained(path, **options).recipe.assemble()
 
 
@@ -123,4 +192,5 @@ def recipe_for(path: str | os.PathLike[str], **options: Any) -> Any:
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
     for the checkpoint's tokenizer as well.
     """
+    check_options("recipe_for", options)
     return open_pretrained(path, **options).recipe

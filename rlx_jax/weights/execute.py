@@ -5,6 +5,7 @@ Leaves are filled piece by piece: the host holds one leaf and one checkpoint ten
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import WeightDTypeError, WeightShapeError
+from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightShapeError, quote
 from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource, widens
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, short_name
+from rlx_jax.weights.finite import all_finite
 
 HostArray = np.ndarray[Any, Any]
 
@@ -41,7 +43,7 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
             data = _read(key, source)
             if out.dtype.kind in "iu":
                 _check_range(data, out.dtype, key, source)
-            out[...] = data.astype(out.dtype)
+            out[...] = _narrowed(data, out.dtype, key, source)
         case Cast(of=of):
             inner = np.empty(of.type.shape, of.type.dtype)
             fill(inner, of, source)
@@ -64,6 +66,20 @@ def _read(key: Key, source: WeightSource) -> HostArray:
             f"weight {key.key!r} ({source.where(key.key)}) was {key.type} when the flow was built, is {data.shape} now"
         )
     return data
+
+
+def _narrowed(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> HostArray:
+    """`data` as `dtype`; numbers that only the wider type can hold become infinite, with a warning."""
+    with np.errstate(over="ignore"):
+        out = data.astype(dtype)
+    if is_float(dtype) and not all_finite(out):
+        count = int((np.isinf(out) & np.isfinite(data)).sum())
+        if count:
+            message = f"weight {quote(key.key)} ({source.where(key.key)}): {count} of {data.size} values are over the"
+            warnings.warn(
+                f"{message} range of {short_name(dtype)} and become infinite", RlxNumericsWarning, stacklevel=2
+            )
+    return out
 
 
 def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> None:

@@ -1,0 +1,657 @@
+"""What users get wrong, and what they are told: class, place, what was expected and found, and what to do."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.errors import (
+    BatchMismatchError,
+    ConfigError,
+    DeriveError,
+    DTypeError,
+    DuplicateWeightError,
+    GraphError,
+    LimitError,
+    MaskShapeError,
+    MissingFileError,
+    MissingWeightError,
+    NameCollisionError,
+    NonFiniteWeightError,
+    NumericsError,
+    PathEscapeError,
+    ProfileError,
+    RequestError,
+    RlxError,
+    RlxNumericsWarning,
+    RlxWarning,
+    SafetensorsError,
+    SamplingParamError,
+    SequenceLengthError,
+    SessionStateError,
+    ShapeError,
+    StorageError,
+    TokenIdError,
+    UnboundInputError,
+    UnboundStreamError,
+    UnexpectedWeightError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightError,
+    WeightShapeError,
+)
+from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
+
+LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+BERT = FIXTURES / "bert" / "bare_v5"
+SHARDED = FIXTURES / "bert" / "masked_lm_v4"
+IDS = np.ones((2, 3), np.int32)
+X = np.ones((2, 8), np.float32)
+W = {"w": np.ones((4, 8), np.float32)}
+VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
+THREE: Any = 3
+NAME: Any = "auto"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+class World:
+    """What a row works with: models that are made once, and an empty directory."""
+
+    def __init__(self) -> None:
+        self.lm, self.enc = rlx.load(LLAMA), rlx.load(BERT)
+        self.bert = rlx.compile(rlx.from_pretrained(BERT))
+        self.prefill = rlx.compile(rlx.from_pretrained(LLAMA), program="prefill")
+        self.mlp = rlx.compile(mlp(), W)
+        self.here = Path()
+
+    def llama(self, **fields: Any) -> Any:
+        """Load the tiny Llama after a change of its config.json."""
+        return rlx.load(edited(LLAMA, self.here / "llama", fields))
+
+    def tensors(self, edit: Callable[[dict[str, Any]], Any]) -> Any:
+        """Load it after a change of its tensors."""
+        edit_tensors(copy(LLAMA, self.here / "llama"), edit)
+        return rlx.load(self.here / "llama")
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        path = self.here / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def shard(self, name: str) -> Any:
+        """Open a directory whose index names `name` as its shard."""
+        self.file("model.safetensors.index.json", json.dumps({"weight_map": {"w": name}}))
+        return rlx.open_weights(self.here)
+
+    def state(self, batch: int = 2, context: int = 8) -> Any:
+        return self.prefill.init_state(batch, context)
+
+
+def mlp() -> rlx.ModelFlow:
+    return rlx.ModelFlow("mlp").input("x", ("batch", 8)).linear("w")
+
+
+def tokens(**widths: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """A flow ids → embedding → head, with 11 rows and `head` outputs."""
+    flow = rlx.ModelFlow("tiny").input("ids", ("batch", "seq"), "int32").embed("e").linear("h")
+    return flow, {"e": np.ones((11, 4), np.float32), "h": np.ones((widths.get("head", 11), 4), np.float32)}
+
+
+def stage(fn: Any, **options: Any) -> Any:
+    """Compile a flow of one custom stage, `mine`, over `[batch, seq, 8]`."""
+    return rlx.compile(rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).custom_named("mine", fn), **options)
+
+
+def inside(fn: Callable[[Any], Any]) -> Any:
+    """The same, with `fn` called through `emit.jax`."""
+    return stage(lambda emit, x: emit.jax(fn, x))
+
+
+def branch(x: Any) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+def header(text: str, data: bytes = b"1234", length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text.encode() + data
+
+
+def entry(shape: str = "[1]", dtype: str = "F32", offsets: str = "[0,4]") -> str:
+    return f'{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}'
+
+
+def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace(UP, UP.replace("up_proj", "up_prj")): value for key, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mistake. `where` is the path, key or field that the message must name, `says` what else is in it."""
+
+    call: Callable[[World], Any]
+    error: type[RlxError]
+    where: str
+    says: tuple[str, ...] = ()
+
+
+def row(call: Callable[[World], Any], error: type[RlxError], where: str, *says: str) -> Row:
+    return Row(call, error, where, says)
+
+
+def safetensors(raw: bytes, error: type[RlxError], *says: str) -> Row:
+    return row(lambda t: rlx.open_weights(t.file("m.safetensors", raw)), error, "m.safetensors", *says)
+
+
+def in_config(error: type[RlxError], field: str, value: Any, *says: str) -> Row:
+    return row(lambda t: t.llama(**{field: value}), error, field, "config.json", *says)
+
+
+def profile(toml: str, error: type[RlxError], where: str, *says: str) -> Row:
+    return row(lambda t: rlx.CompileProfile.from_toml(t.file("p.rlx.toml", toml)), error, where, *says)
+
+
+def request(call: Callable[[World], Any], error: type[RlxError], where: str, *says: str) -> Row:
+    return row(call, error, where, *says)
+
+
+WEIGHTS: dict[str, Row] = {
+    "a missing weight": row(
+        lambda t: t.tensors(renamed), MissingWeightError, UP, "1 weights", "layers.1",
+        "did you mean 'model.layers.1.mlp.up_prj.weight'",
+    ),
+    "all weights under a prefix": row(
+        lambda t: t.tensors(lambda w: {f"base.{k}": v for k, v in w.items()}), MissingWeightError,
+        "'model.norm.weight'", "20 weights", "did you mean 'base.model.embed_tokens.weight'",
+    ),
+    "a wrong shape": row(
+        lambda t: t.tensors(lambda w: {**w, UP: np.ones((5, 32), np.float32)}), WeightShapeError, UP, "layers.1: ",
+        "(model.safetensors)", "expected [56, 32] by config.json (intermediate_size 56)", "got [5, 32]",
+    ),
+    "integers as weights": row(
+        lambda t: t.tensors(lambda w: {**w, "model.norm.weight": np.ones(32, np.int32)}), WeightDTypeError,
+        "'model.norm.weight'", "norm: ", "(model.safetensors)", "expected floats, got int32",
+    ),
+    "a weight of NaN": row(
+        lambda t: t.tensors(lambda w: {**w, "model.norm.weight": np.full(32, np.nan, np.float32)}),
+        NonFiniteWeightError, "'model.norm.weight'", "model.safetensors", "32 NaN of 32", "on_nonfinite=",
+    ),
+    "a weight that nothing reads": row(
+        lambda t: t.tensors(lambda w: {**w, "more.bias": np.ones(3, np.float32)}), UnexpectedWeightError,
+        "'more.bias'", "llama", "strict=False",
+    ),
+    "more bytes than allowed": row(
+        lambda t: rlx.load(LLAMA, max_bytes=10), LimitError, "max_bytes = 10", "the size of all weights in bytes",
+    ),
+    "a missing weight in a mapping": row(
+        lambda t: rlx.compile(mlp().linear("proj.wieght"), {**W, "proj.weight": W["w"]}), MissingWeightError,
+        "'proj.wieght'", "did you mean 'proj.weight'",
+    ),
+    "no weights at all": row(lambda t: rlx.compile(mlp()), MissingWeightError, "'w'", "weights=", "ShapeDtypeStruct"),
+    "a call without weights": row(
+        lambda t: rlx.compile(mlp(), {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)})(X), MissingWeightError, "mlp",
+        "weights=", "init",
+    ),
+    "a weight of another width": row(
+        lambda t: rlx.compile(mlp(), {"w": np.ones((4, 9), np.float32)}), ShapeError, "w: ", "8", "9",
+    ),
+    "an integer out of range": row(
+        lambda t: stage(lambda e, x: x + e.param("i").astype("f32"), weights={"i": np.full(8, 2**40)}),
+        WeightDTypeError, "'i'", "1099511627776", "int32",
+    ),
+    "nested weights": row(lambda t: rlx.open_weights({"a": {"b": X}}), WeightDTypeError, "'a'", "'dict'", "flatten"),
+    "a key that is no string": row(lambda t: rlx.open_weights({THREE: X}), WeightError, "'3'", "strings as keys"),
+    "weights that are no weights": row(lambda t: rlx.open_weights(THREE), WeightError, "weights", "a path, a mapping"),
+    "an unknown choice": row(lambda t: rlx.load(LLAMA, links="folow"), WeightError, "links", "did you mean 'follow'"),
+    "leaves that are not there": row(lambda t: t.mlp.apply({}, X), WeightShapeError, "params", "missing leaves 'w'"),
+    "a leaf of another dtype": row(
+        lambda t: t.mlp.replace(params={"w": np.ones((4, 8))}), WeightShapeError, "'w'", "float32[4, 8]", "float64",
+    ),
+}  # fmt: skip
+
+FILES: dict[str, Row] = {
+    "no such directory": row(lambda t: rlx.load("org/model"), MissingFileError, "'org/model'", "snapshot_download"),
+    "a file in place of a directory": row(
+        lambda t: rlx.load(LLAMA / "model.safetensors"), MissingFileError, "model.safetensors", "open_weights",
+    ),
+    "no path": row(lambda t: rlx.load(THREE), RequestError, "path", "got 3"),
+    "an empty directory": row(lambda t: rlx.load(t.here), MissingFileError, "config.json", "no such file"),
+    "an empty safetensors file": safetensors(b"", SafetensorsError, "0 bytes", "expected 8"),
+    "a header longer than the file": safetensors(
+        header(entry(), length=2**63), SafetensorsError, "header says 9223372036854775808 bytes", "file has",
+    ),
+    "a truncated file": safetensors(header(entry(), b"12"), SafetensorsError, "'w'", "ends at 4", "has 2 bytes"),
+    "a truncated header": safetensors(header(entry()[:20]), SafetensorsError, "at byte"),
+    "a shape of 2**62": safetensors(header(entry(f"[{2**62}]")), LimitError, "'w'", str(2**62), "2147483647"),
+    "a shape that wraps": safetensors(header(entry(f"[{2**62 + 1}]")), LimitError, "'w'", str(2**62 + 1)),
+    "a shape that lies": safetensors(header(entry("[7]")), SafetensorsError, "'w'", "takes 28 bytes", "give 4"),
+    "an unknown dtype": safetensors(header(entry(dtype="F33")), UnsupportedError, "'w'", "'F33'", "BF16"),
+    "a tensor given twice": safetensors(
+        header(entry()[:-1] + "," + entry()[1:]), DuplicateWeightError, "'w' is given twice", "byte",
+    ),
+    "a header bomb": safetensors(header("[" * 100_000), SafetensorsError, "at byte 8"),
+    "a shard outside": row(lambda t: t.shard("../m.safetensors"), PathEscapeError, "'../m.safetensors'", "inside"),
+    "an absolute shard": row(lambda t: t.shard("/etc/passwd"), PathEscapeError, "'/etc/passwd'", "inside"),
+    "a shard that is a device": row(lambda t: t.shard("NUL"), PathEscapeError, "'NUL'", "device"),
+    "a pickled shard": row(lambda t: t.shard("m.bin"), UnsupportedError, "'m.bin'", "pickle", "save_file"),
+    "a missing shard": row(
+        lambda t: t.shard("m.safetensors"), MissingWeightError, "model.safetensors.index.json", "1 of 1 shards",
+        "'m.safetensors'",
+    ),
+    "an empty index": row(
+        lambda t: rlx.open_weights(t.file("model.safetensors.index.json", "{}").parent), ConfigError,
+        "model.safetensors.index.json", "weight_map",
+    ),
+    "a file of another format": row(
+        lambda t: rlx.open_weights(t.file("w.npz", b"x")), UnsupportedError, "w.npz", "numpy.load",
+    ),
+}  # fmt: skip
+
+CONFIG: dict[str, Row] = {
+    f"{field} {value!r}": in_config(error, field, value, *says)
+    for field, value, error, says in [
+        ("num_hidden_layers", 10**9, LimitError, ("1000000000", "limit is 1024")),
+        ("num_hidden_layers", -1, ConfigError, ("'-1'", "at least 1")),
+        ("num_hidden_layers", 2.5, ConfigError, ("'2.5'", "an integer")),
+        ("num_hidden_layers", "32", ConfigError, ("'32'", "an integer")),
+        ("num_hidden_layers", True, ConfigError, ("'True'", "an integer")),
+        ("num_hidden_layers", None, ConfigError, ("null", "a value")),
+        ("num_hidden_layers", REMOVED, ConfigError, ("missing", "an integer")),
+        ("hidden_size", 0, ConfigError, ("'0'", "at least 1")),
+        ("hidden_size", 10**60, LimitError, ("an integer of 200 bits", "limit is 16777216")),
+        ("vocab_size", 10**9, LimitError, ("limit is 16777216",)),
+        ("num_key_value_heads", 3, ConfigError, ("num_attention_heads 4", "multiple")),
+        ("head_dim", 3, ConfigError, ("even",)),
+        ("rope_theta", 0, ConfigError, ("over 0",)),
+        ("rope_theta", "x", ConfigError, ("'x'", "a finite number")),
+        ("rms_norm_eps", None, ConfigError, ("null",)),
+        ("hidden_act", "relu", UnsupportedError, ("'relu'", "silu")),
+        ("tie_word_embeddings", "yes", ConfigError, ("'yes'", "true or false")),
+        ("rope_parameters", {"rope_type": "yarn"}, UnsupportedError, ("'yarn'", "llama3")),
+        ("sliding_window", 128, UnsupportedError, ("'128'", "not handled")),
+        ("quantization_config", {"bits": 4}, UnsupportedError, ("not handled",)),
+        ("a_new_field", 1, UnsupportedError, ("not handled",)),
+        ("model_type", "lama", UnsupportedError, ("'lama'", "did you mean 'llama'")),
+        ("model_type", "gpt2", UnsupportedError, ("'gpt2'", "known are llama, bert")),
+        ("model_type", REMOVED, ConfigError, ("missing",)),
+        ("architectures", ["LlamaForSequenceClassification"], UnsupportedError, ("LlamaForCausalLM",)),
+        ("architectures", "x", ConfigError, ("a list of strings",)),
+    ]
+}
+CONFIG["architectures ['LlamaForSequenceClassification']"] = row(
+    lambda t: t.llama(architectures=["LlamaForSequenceClassification"]), UnsupportedError, "architecture",
+    "LlamaForSequenceClassification", "LlamaForCausalLM",
+)  # fmt: skip
+CONFIG["twice"] = row(
+    lambda t: rlx.load(t.file("config.json", '{"model_type": "llama", "model_type": "bert"}').parent), ConfigError,
+    "config.json", "'model_type' is given twice",
+)  # fmt: skip
+CONFIG["no JSON"] = row(
+    lambda t: rlx.load(t.file("config.json", '{"model_type": ').parent), ConfigError, "config.json", "at byte 15"
+)
+
+PROFILES: dict[str, Row] = {
+    "an unknown key": profile("fusion.polcy = 'direct'", ProfileError, "'polcy'", "p.rlx.toml", "mean 'policy'"),
+    "an unknown table": profile("[fuson]", ProfileError, "'fuson'", "did you mean 'fusion'"),
+    "a wrong type": profile("passes.dce = 1", ProfileError, "passes.dce", "true or false", "the integer 1"),
+    "an unknown value": profile(
+        "precision.compute = 'fp32'", ProfileError, "precision.compute", "'bf16'", "'fp32'", "did you mean 'f32'"
+    ),
+    "no TOML": profile("[fusion\n", ProfileError, "p.rlx.toml", "line 1, column 8"),
+    "nested too deep": profile("a = " + "[" * 40, ProfileError, "p.rlx.toml", "at most 32 nested brackets"),
+    "too many dots": profile("a." * 40 + "a = 1", ProfileError, "p.rlx.toml", "at most 16 dots"),
+    "too long": profile("#" * 70_000, ProfileError, "p.rlx.toml", "at most 65536 bytes"),
+    "no such file": row(
+        lambda t: rlx.CompileProfile.from_toml("none.rlx.toml"), MissingFileError, "none.rlx.toml", "preset(name)",
+    ),
+    "a directory": row(lambda t: rlx.CompileProfile.from_toml(t.here), StorageError, "profile", "a regular file"),
+    "an unknown preset": row(
+        lambda t: rlx.CompileProfile.preset("lama32_decode"), ProfileError, "'lama32_decode'", "mean 'llama32_decode'",
+    ),
+    "a name in place of a profile": row(
+        lambda t: rlx.compile(mlp(), W, profile=NAME), ProfileError, "profile is 'auto'", "preset('auto')",
+    ),
+    "the same on a flow": row(lambda t: mlp().with_profile(NAME), ProfileError, "profile is 'auto'", "preset"),
+    "an unknown dtype": row(lambda t: rlx.load(LLAMA, dtype="bf17"), DTypeError, "'bf17'", "did you mean 'bf16'"),
+    "an option that XLA does not know": row(
+        lambda t: rlx.compile(
+            mlp(), W,
+            profile=rlx.CompileProfile().replace(backend={"cpu": {"compiler_options": {"xla_nonsense": True}}}),
+        )(X),
+        ProfileError, "backend.cpu.compiler_options", "'xla_nonsense'",
+    ),
+}  # fmt: skip
+
+BAD_IDS: dict[str, tuple[Any, str]] = {
+    "-1": ([[1, -1]], "id -1 at (0, 1)"),
+    "the vocabulary": ([[VOCAB, 0]], f"id {VOCAB} at (0, 0)"),
+    "2**31": (np.array([[2**31]]), "id 2147483648"),
+    "2**40 + 5": (np.array([[2**40 + 5]]), "id 1099511627781"),
+    "2**63": ([[2**63, 1]], "id 9223372036854775808 at (0, 0)"),
+    "2**64 - 1": (np.array([[2**64 - 1]], np.uint64), "id 18446744073709551615"),
+    "10**5000": ([[10**5000]], "id an integer of 16610 bits at (0, 0)"),
+    "floats": ([[1, 2.0]], "got 2.0 at (0, 1)"),
+    "float arrays": (np.ones((1, 2), np.float32), "float32"),
+    "bfloat16": (np.ones((1, 2), ml_dtypes.bfloat16), "bfloat16"),
+    "NaN": ([[float("nan")]], "got nan"),
+    "bools": ([[True, False]], "got True"),
+    "strings": ([["a"]], "got 'a'"),
+    "None": ([[None, 1]], "got None"),
+    "ragged": ([[1, 2], [3]], "differ in length"),
+    "masked": (np.ma.masked_array([[1, 2]], [[False, True]]), "masked"),
+}
+TOKENS: dict[str, Row] = {
+    f"{name} of {what}": request(call, TokenIdError, word, says)
+    for what, (ids, says) in BAD_IDS.items()
+    for name, call, word in [
+        ("logits", lambda t, ids=ids: t.lm.logits(ids), "tokens"),
+        ("prefill", lambda t, ids=ids: t.lm.prefill(ids), "tokens"),
+        ("a program", lambda t, ids=ids: t.prefill(ids, lengths=[1], state=t.state()), "input_ids"),
+    ]
+}
+
+REQUESTS: dict[str, Row] = {
+    **{
+        f"{name} {ids!r}": request(call, TokenIdError, f"{what}[0][1]", says)
+        for ids, says in [([1, -1], "id -1"), ([1, 10**9], "id 1000000000"), ([1, 2.0], "2.0"), ([1, True], "True")]
+        for name, what, call in [
+            ("generate", "prompts", lambda t, ids=ids: t.lm.generate([ids])),
+            ("embed", "texts", lambda t, ids=ids: t.enc.embed([ids])),
+        ]
+    },
+    "no prompt tokens": request(lambda t: rlx.CausalLM(*tokens()).generate([[]]), RequestError, "prompts[0]", "empty"),
+    "an empty text": request(lambda t: t.enc.embed([[]]), RequestError, "texts[0]", "no token ids"),
+    "a mix": request(lambda t: t.lm.generate(["a", [1]]), RequestError, "prompts[0]", "one kind"),
+    "no prompt": request(lambda t: t.lm.generate(None), RequestError, "prompts", "NoneType"),
+    "strings without a tokenizer": request(lambda t: t.enc.embed("a"), RequestError, "tokenizer.json", "token ids"),
+    "too long": request(lambda t: t.lm.logits(np.ones((1, 129), int)), SequenceLengthError, "tokens", "129", "128"),
+    "too long with what is asked for": request(
+        lambda t: t.lm.generate([[1, 2, 3]], max_new_tokens=126), SequenceLengthError, "prompts[0]", "3 tokens + 126",
+        "128",
+    ),
+    "a text too long": request(lambda t: t.enc.embed([[1] * 41]), SequenceLengthError, "texts[0]", "41", "40"),
+    "max_new_tokens": request(lambda t: t.lm.generate([1], max_new_tokens=-1), RequestError, "max_new_tokens", "-1"),
+    "max_len": request(lambda t: t.lm.prefill(IDS, max_len=2), SequenceLengthError, "max_len=2", "3 tokens"),
+    "a stop that is none": request(lambda t: t.lm.generate([1], stop=None), RequestError, "stop", "None"),
+    "an empty stop": request(lambda t: t.lm.generate([1], stop=""), RequestError, "stop", "empty"),
+    "a stop id": request(lambda t: t.lm.generate([1], stop=[VOCAB]), TokenIdError, "stop[0]", f"[0, {VOCAB})"),
+    "no sampler": request(lambda t: t.lm.generate([1], sampler="greedy"), RequestError, "sampler", "Sampler("),
+    "a temperature": request(lambda t: rlx.Sampler(temperature=float("nan")), SamplingParamError, "temperature", "nan"),
+    "top_k": request(lambda t: rlx.Sampler(top_k=0), SamplingParamError, "top_k", "at least 1"),
+    "top_p": request(lambda t: rlx.Sampler(top_p=1.5), SamplingParamError, "top_p", "1.5"),
+    "logits of NaN": request(
+        lambda t: rlx.CausalLM(tokens()[0], {**tokens()[1], "h": np.full((11, 4), 3e38, np.float32)}).generate([[1]]),
+        NumericsError, "step 0", "rows [0]",
+    ),
+    "lengths": request(lambda t: t.lm.logits(IDS, lengths=[1, 4]), SequenceLengthError, "lengths", "1 to 3", "[1, 4]"),
+    "lengths of another batch": request(
+        lambda t: t.lm.prefill(IDS, lengths=[1]), BatchMismatchError, "lengths", "[2]", "got [1]",
+    ),
+    "lengths of floats": request(lambda t: t.lm.logits(IDS, lengths=[1.0, 2]), RequestError, "lengths", "float64"),
+    "no state": request(lambda t: t.lm.extend(None, IDS), RequestError, "state", "prefill", "NoneType"),
+    "a state of another batch": request(
+        lambda t: t.lm.extend(t.lm.prefill(IDS)[1], IDS[:1]), BatchMismatchError, "state holds 2 rows", "1",
+    ),
+    "a state that is full": request(
+        lambda t: t.lm.extend(t.lm.prefill(IDS, max_len=4)[1], IDS), SequenceLengthError, "row 0", "3 tokens",
+        "4 slots",
+    ),
+    "a mask of another shape": request(
+        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 4))), MaskShapeError, "attention_mask", "[2, 3]",
+        "[2, 4]",
+    ),
+    "a mask of floats": request(
+        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 3))), DTypeError, "attention_mask", "float64",
+    ),
+    "two masks": request(
+        lambda t: t.enc.hidden_states(IDS, [3, 3], attention_mask=IDS), RequestError, "attention_mask", "lengths",
+    ),
+    "a type id": request(
+        lambda t: t.enc.hidden_states(IDS, token_type_ids=5 * IDS), TokenIdError, "token_type_ids", "id 5", "[0, 2)",
+    ),
+    "a position": request(lambda t: t.bert(IDS, position_ids=99 * IDS), TokenIdError, "position_ids", "[0, 40)"),
+    "an input that an encoder does not have": request(
+        lambda t: t.enc.hidden_states(IDS, atention_mask=IDS), UnboundInputError, "'atention_mask'",
+        "did you mean 'attention_mask'",
+    ),
+}  # fmt: skip
+
+CALLS: dict[str, Row] = {
+    "a width": row(lambda t: t.mlp(np.ones((2, 9), np.float32)), ShapeError, "input x", "f32[batch,8]", "axis 1 is 9"),
+    "a rank": row(lambda t: t.mlp(X[0]), ShapeError, "input x", "f32[batch,8]", "rank 1"),
+    "an empty batch": row(lambda t: t.mlp(X[:0]), ShapeError, "input x", "batch is 0"),
+    "a name": row(lambda t: t.mlp(X=X), UnboundInputError, "'X'", "its inputs are 'x'"),
+    "an input given twice": row(lambda t: t.mlp(X, x=X), UnboundInputError, "'x'", "by position and by name"),
+    "no input": row(lambda t: t.mlp(), UnboundInputError, "'x'", "not given"),
+    "too many inputs": row(lambda t: t.mlp(X, X), UnboundInputError, "mlp", "takes 1 inputs", "got 2"),
+    "sizes that differ": row(
+        lambda t: t.bert(IDS, attention_mask=np.ones((2, 4), np.int32)), ShapeError, "attention_mask", "seq", "3", "4",
+    ),
+    "a dtype": row(lambda t: t.mlp(X.astype(np.int32)), DTypeError, "input x", "f32", "int32"),
+    "a dtype on the device": row(lambda t: t.mlp(jnp.ones((2, 8), jnp.bfloat16)), DTypeError, "input x", "bfloat16"),
+    "a number over float32": row(lambda t: t.mlp(np.full((2, 8), 1e300)), DTypeError, "input x", "1e+300", "f32"),
+    "no array": row(lambda t: t.mlp("abc"), DTypeError, "input x", "numbers"),
+    "ragged rows": row(lambda t: t.mlp([[1.0], [1.0, 2.0]]), ShapeError, "input x", "not an array"),
+    "a state where there is none": row(lambda t: t.mlp(X, state=t.state()), GraphError, "forward", "state="),
+    "no state": row(lambda t: t.prefill(IDS, lengths=[3, 3]), GraphError, "prefill", "init_state"),
+    "a state of another model": row(
+        lambda t: t.prefill(IDS, lengths=[3, 3], state=rlx.compile(*tokens(), program="prefill").init_state(2)),
+        SessionStateError, "layers.0.self_attn", "another model",
+    ),
+    "a state with tokens in it": row(
+        lambda t: t.prefill(IDS, lengths=[3, 3], state=t.lm.prefill(IDS)[1].state), SessionStateError, "prefill",
+        "[3, 3]", "extend",
+    ),
+    "a state that was consumed": row(
+        lambda t: t.lm.extend(used(t), IDS), SessionStateError, "state", "consumed by an earlier call",
+    ),
+    "a state of other rows": row(
+        lambda t: t.prefill(IDS, lengths=[3, 3], state=t.state(3)), BatchMismatchError, "state holds 3 rows", "2",
+    ),
+    "more tokens than slots": row(
+        lambda t: t.prefill(IDS, lengths=[3, 3], state=t.state(2, 2)), SequenceLengthError, "lengths", "2 slots",
+    ),
+    "a batch": row(lambda t: t.state(2**40, 8), ShapeError, "batch", "1099511627776"),
+    "a level": row(lambda t: t.mlp.text("hl"), GraphError, "text", "hlo", "'hl'"),
+    "a program": row(lambda t: rlx.compile(mlp(), W, program="decode"), DeriveError, "'decode'", "prefill"),
+    "a flow without seq": row(lambda t: rlx.compile(mlp(), W, program="prefill"), DeriveError, "prefill", "seq"),
+    "no flow": row(lambda t: rlx.compile(3), GraphError, "compile", "a ModelFlow", "int"),
+    "logits of another width": row(
+        lambda t: rlx.CausalLM(*tokens(head=7)), ShapeError, "tiny", "[batch, seq, 11]", "width 7",
+    ),
+    "a flow that needs more than ids": row(
+        lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]), GraphError, "'y'", "default",
+    ),
+    "a flow without an embedding": row(lambda t: rlx.CausalLM(mlp(), W), GraphError, "'x'", "embedding"),
+    "an end token": row(lambda t: rlx.CausalLM(*tokens(), eos_ids=[99]), TokenIdError, "eos_ids[0]", "99", "[0, 11)"),
+    "a begin token": row(lambda t: rlx.CausalLM(*tokens(), bos_id=-1), TokenIdError, "bos_id[0]", "-1"),
+    "a tokenizer": row(lambda t: rlx.CausalLM(*tokens(), tokenizer=NAME), RequestError, "tokenizer", "'auto'"),
+    "positions": row(lambda t: rlx.CausalLM(*tokens(), max_positions=0), RequestError, "max_positions", "at least 1"),
+}  # fmt: skip
+
+STAGES: dict[str, Row] = {
+    "a value as a bool": row(lambda t: stage(lambda e, x: branch(x)), GraphError, "mine: ", "truth", "emit.where"),
+    "a value in `and`": row(lambda t: stage(lambda e, x: x and x), GraphError, "mine: ", "truth value"),
+    "a value as a number": row(lambda t: stage(lambda e, x: x * float(x)), GraphError, "mine: ", "emit.jax"),
+    "a branch inside emit.jax": row(
+        lambda t: inside(branch), GraphError, "mine: ", "jax(branch)", "f32[batch,seq,8]", "jax.lax.cond", "TracerBool",
+    ),
+    "a number inside emit.jax": row(lambda t: inside(lambda x: x * int(x.sum())), GraphError, "mine: ", "jnp.where"),
+    "numpy inside emit.jax": row(lambda t: inside(np.sin), GraphError, "mine: ", "reads them", "TracerArrayConversion"),
+    "a boolean index": row(lambda t: inside(lambda x: x[x > 0]), GraphError, "mine: ", "jnp.where"),
+    "a size compared inside emit.jax": row(
+        lambda t: inside(lambda x: x if x.shape[1] > 5 else -x), ShapeError, "mine: ", "symbolic size", "static size",
+        "InconclusiveDimensionOperation",
+    ),
+    "a loop over a size": row(
+        lambda t: inside(lambda x: sum(x[:, i] for i in range(x.shape[1]))), ShapeError, "mine: ", "static size",
+    ),
+    "a size compared": row(
+        lambda t: stage(lambda e, x: x if x.shape[1] > 5 else -x), ShapeError, "mine: ", "seq", "5", "static size",
+    ),
+    "a size equal to a number": row(
+        lambda t: stage(lambda e, x: x if x.shape[1] == 1 else -x), ShapeError, "mine: ", "seq", "static size",
+    ),
+    "a size as a bool": row(lambda t: stage(lambda e, x: x if x.shape[1] else -x), ShapeError, "mine: ", "seq"),
+    "a size in range": row(lambda t: stage(lambda e, x: list(range(x.shape[1]))), ShapeError, "mine: ", "seq"),
+    "a value compared with a size": row(lambda t: stage(lambda e, x: x < x.shape[1]), GraphError, "mine: ", "seq"),
+    "a JAX function on a value": row(lambda t: stage(lambda e, x: jnp.sin(x)), ShapeError, "mine: ", "emit.jax"),
+    "numpy on a value": row(lambda t: stage(lambda e, x: np.sin(x)), GraphError, "mine: ", "emit.jax"),
+    "an array with a value": row(lambda t: stage(lambda e, x: x + X), GraphError, "mine: ", "ndarray", "emit.constant"),
+    "shapes that do not fit": row(
+        lambda t: stage(lambda e, x: x + x[:, :, :4]), ShapeError, "mine: ", "f32[batch,seq,8]", "f32[batch,seq,4]",
+    ),
+    "a result that is no value": row(lambda t: stage(lambda e, x: 3.0), GraphError, "mine: ", "FlowValue", "float"),
+    "a dtype": row(lambda t: stage(lambda e, x: x.astype("flaot32")), DTypeError, "mine: ", "did you mean 'float32'"),
+    "an index": row(lambda t: stage(lambda e, x: x[:, :, 8]), ShapeError, "mine: ", "index 8", "axis 2"),
+    "an axis": row(lambda t: stage(lambda e, x: x.sum(axis=5)), ShapeError, "mine: ", "axis 5"),
+    "an input that is not declared": row(
+        lambda t: stage(lambda e, x: x + e.flow_input("y")), UnboundInputError, "mine: ", "'y'", "known: 'x'",
+    ),
+    "a register that nobody wrote": row(
+        lambda t: stage(lambda e, x: x + e.named("y")), UnboundStreamError, "mine: ", "'y'",
+    ),
+    "a stage that is none": row(lambda t: mlp().stage(THREE), GraphError, "mlp", "not a stage"),
+    "an input declared twice": row(lambda t: mlp().input("x", (2,)), NameCollisionError, "'x'", "twice"),
+    "a name that is none": row(lambda t: mlp().input("a b", (2,)), GraphError, "'a b'", "identifier"),
+    "a dimension": row(lambda t: mlp().input("y", (0,)), ShapeError, "input y", "between 1 and 2147483647", "got 0"),
+    "a huge dimension": row(lambda t: mlp().input("y", (10**5000,)), ShapeError, "input y", "an integer of 16610 bits"),
+    "no dtype": row(lambda t: mlp().input("y", (2,), None), DTypeError, "'None'", "dtype"),
+    "a binding": row(lambda t: mlp().bind(bacth=2), GraphError, "'bacth'", "did you mean 'batch'"),
+    "a stage that mixes tokens": row(
+        lambda t: rlx.compile(
+            tokens()[0].custom_named("mine", lambda e, x: e.jax(lambda a: jnp.cumsum(a, 1), x)), tokens()[1],
+            program="prefill",
+        ),
+        DeriveError, "mine", "cumsum", "seq",
+    ),
+}  # fmt: skip
+
+ROWS = {
+    f"{table}: {what}": r
+    for table, rows in {
+        "weights": WEIGHTS, "files": FILES, "config": CONFIG, "profiles": PROFILES, "tokens": TOKENS,
+        "requests": REQUESTS, "calls": CALLS, "stages": STAGES,
+    }.items()
+    for what, r in rows.items()
+}  # fmt: skip
+
+
+def used(t: World) -> Any:
+    """A state that an earlier call took."""
+    state = t.lm.prefill(IDS)[1]
+    t.lm.extend(state, IDS)
+    return state
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_user_is_told(world: World, tmp_path: Path, name: str) -> None:
+    """The documented class; the message names the place, is printable and short."""
+    wanted, world.here = ROWS[name], tmp_path
+    with pytest.raises(RlxError) as caught:
+        wanted.call(world)
+    message = str(caught.value)
+    assert type(caught.value) is wanted.error, message
+    for part in (wanted.where, *wanted.says):
+        assert part in message, (part, message)
+    assert 10 < len(message) <= 2048
+    assert message.isprintable()
+
+
+# -- what is taken all the same ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, ">i4", "device bool"])
+def test_a_mask_may_have_any_whole_dtype(world: World, dtype: Any) -> None:
+    """And lengths say the same as the mask that they make."""
+    keep = np.array([[1, 1, 1], [1, 1, 0]])
+    mask = jnp.asarray(keep, bool) if dtype == "device bool" else keep.astype(dtype)
+    want = world.enc.hidden_states(IDS, [3, 2])
+    np.testing.assert_array_equal(world.enc.hidden_states(IDS, attention_mask=mask), want)
+    np.testing.assert_allclose(world.bert(IDS, attention_mask=mask), want, atol=1e-5)
+
+
+def test_type_ids_of_an_encoder(world: World) -> None:
+    """Optional inputs of the flow go through `hidden_states`."""
+    other = world.enc.hidden_states(IDS, token_type_ids=IDS)
+    np.testing.assert_allclose(other, world.bert(IDS, token_type_ids=IDS), atol=1e-5)
+    assert not np.allclose(other, world.enc.hidden_states(IDS), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)])
+def test_a_dtype_has_several_spellings(dtype: Any) -> None:
+    """All of them are the short name of the profile."""
+    assert rlx.load(LLAMA, dtype=dtype).model.compiler.settings.compute == ml_dtypes.bfloat16
+
+
+def test_a_misspelt_option_is_that_of_the_function_that_got_it() -> None:
+    """As Python says it, with a suggestion."""
+    for call in (rlx.load, rlx.from_pretrained):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got .* 'strct'; did you mean 'strict'\?"):
+            call(LLAMA, strct=False)
+
+
+def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
+    """What is not wrong enough to stop: infinity, code that is not run, weights that nobody reads."""
+    world.here = tmp_path
+    with pytest.warns(RlxNumericsWarning, match=r"'w' \(mapping\): 32 of 32 values"):
+        rlx.compile(mlp(), {"w": np.full((4, 8), 1e300)})
+    with pytest.warns(RlxWarning, match=r"config\.json: auto_map is ignored"):
+        world.llama(auto_map={"AutoModel": "x.y"})
+    with pytest.warns(RlxWarning, match=r"'v'"):
+        rlx.compile(mlp(), W | {"v": X}, strict=False)
+
+
+def test_flows_can_be_keys() -> None:
+    """A flow is a value: equal ones have one hash."""
+    assert {rlx.ModelFlow("m").bind(): 1} == {rlx.ModelFlow("m"): 1}
+    assert hash(mlp().bind(batch=2)) == hash(mlp().bind(batch=2))
+
+
+# -- the tree ----------------------------------------------------------------------------------
+
+TREE = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, RlxError)]
+BUILT_INS = (ValueError, NotImplementedError, ArithmeticError, RuntimeError, OSError)
+
+
+@pytest.mark.parametrize("error", [c for c in TREE if c is not RlxError], ids=lambda c: c.__name__)
+def test_every_error_is_a_built_in_too(error: type[RlxError]) -> None:
+    """So that code which does not know rlx_jax can catch it; and it says what it means."""
+    assert issubclass(error, BUILT_INS) and error.__doc__
+
+
+@pytest.mark.parametrize("text", ["a\x00b\x1b[31m\u202e", "\ud800", "é" * 5000, "\x00" * 5000])
+def test_messages_are_printable_and_short(text: str) -> None:
+    """Whatever a file has in its names."""
+    for message in (str(RlxError(text)), errors.quote(text), errors.shown(text), errors.listing([text] * 50)):
+        assert message.isprintable() and len(message) <= max(2048, 21 * 122)
+    assert len(str(RlxError(text))) <= 2048
+    assert errors.shown(10**5000) == errors.number(10**5000) == "an integer of 16610 bits"
+    assert errors.quote(10**5000) == "'an integer of 16610 bits'"
+
+
+def test_a_block_path_is_named_once() -> None:
+    """The innermost; and the message stays short."""
+    error = RlxError("x" * 3000)
+    error.locate("")
+    error.locate("layers.1")
+    error.locate("layers")
+    assert str(error).startswith("layers.1: xxx") and len(str(error)) == 2048
+    inner = RlxError("layers.1.attn: no")
+    inner.locate("layers.1")
+    assert str(inner) == "layers.1.attn: no"
