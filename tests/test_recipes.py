@@ -16,7 +16,7 @@ from rlx_jax import blocks, errors
 from rlx_jax.blocks import BertEncoderLayerSpec, BlockStage, LlamaDecoderSpec
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.hooks import LayerContext
-from rlx_jax.models.llama import LlamaConfig
+from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 
@@ -24,6 +24,7 @@ LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
 TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
 BERT = checkpoints.FIXTURES / "bert" / "masked_lm_v4"
 LAYERS = 3
+CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
 NAMES = [f"hidden.{i}" for i in range(LAYERS + 1)]
 
 
@@ -109,8 +110,7 @@ def emitting(recipe: Any) -> Any:
     return recipe.layer(layer).patch_flow(lambda flow: flow.stage(output(NAMES[-1])))
 
 
-@pytest.mark.parametrize("roll", ["scan", "unroll"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family, roll", [("llama", "scan"), ("llama", "unroll"), ("bert", "scan")])
 def test_every_hidden_state_as_an_output(family: str, roll: str) -> None:
     """A dict of the model's own output and all hidden states; the layers stay one region."""
     directory, states = (
@@ -206,11 +206,16 @@ def test_patch_flow_runs_before_the_head() -> None:
     rlx.compile(recipe, program="extend").text("mir")  # proved token-wise, so there is a cached program
 
 
-def test_edits_after_the_head_are_edits_of_the_flow() -> None:
-    """The assembled flow goes on."""
-    flow = rlx.recipe_for(LLAMA).assemble().custom(lambda emit, x: 30.0 * emit.tanh(x / 30.0))
-    want = 30 * np.tanh(record(LLAMA)["logits"] / 30)
-    assert_close(compiled(flow)(record(LLAMA)["tokens"]), want)
+def test_edits_win_over_the_recipe() -> None:
+    """An edit may bind other weights and another profile than the recipe's."""
+    specs, fusable = weight_specs(CONFIG), rlx.CompileProfile().replace(fusion={"policy": "fusable"})
+    recipe = rlx.Llama32Flow(CONFIG).profile(rlx.CompileProfile())
+    edited = recipe.patch_flow(
+        lambda flow: flow.with_weights(specs | {"mine": specs["lm_head.weight"]}, leave=["mine"])
+    )
+    flow = edited.patch_flow(lambda flow: flow.with_profile(fusable)).assemble()
+    assert flow.weights is not None and flow.weights.has("mine") and "mine" in flow.left_keys
+    assert flow.profile == fusable
 
 
 def test_hooks_chain_and_recipes_are_values() -> None:
@@ -246,8 +251,6 @@ def test_the_context_has_the_spec_of_its_layer() -> None:
 
 
 # -- options of recipes ------------------------------------------------------------------------
-
-CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
 
 
 def test_hidden_only_and_last_token_logits() -> None:

@@ -108,11 +108,13 @@ class BertFlow:
         weights = weight_specs(c, self.prefix) if self.weights is None else self.weights
         ids = ("batch", "seq")
         return (
-            ModelFlow(self.name)
+            ModelFlow(self.name, profile=self.hooks.profile)
+            .with_weights(weights, leave=left_keys(self.prefix))
             .input("input_ids", ids, dtype="int32")
             .input("attention_mask", ids, dtype="int32", default=None)
             .input("token_type_ids", ids, dtype="int32", default=0)
             .input("position_ids", ids, dtype="int32", default=POSITIONS)
+            .bind(batch=self.batch, seq=self.seq)
             .stage(
                 Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
                 GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
@@ -122,9 +124,6 @@ class BertFlow:
             .patch(self.hooks.stack(c.num_hidden_layers, self.spec, lambda i, spec: BertEncoderLayer(spec)))
             .patch(self.hooks.edit)
             .output("hidden_states")
-            .patch(self.hooks.finish)
-            .bind(batch=self.batch, seq=self.seq)
-            .with_weights(weights, left_keys(self.prefix))
         )
 
 

@@ -10,8 +10,8 @@ A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this 
     profile = set_profile
     profile_near = set_profile_near
 
-Its `assemble` applies them: `hooks.stack(...)` where the layers stand, `hooks.edit` before the head, and
-`hooks.finish` at the end. Every method returns a changed copy of the recipe.
+Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
+`hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
 """
 
 from __future__ import annotations
@@ -86,10 +86,6 @@ class Hooks:
             if not isinstance(flow, ModelFlow):
                 raise GraphError(f"patch_flow: the edit returned {type(flow).__name__}; expected the edited ModelFlow")
         return flow
-
-    def finish(self, flow: ModelFlow) -> ModelFlow:
-        """The profile, if there is one."""
-        return flow if self.profile is None else flow.with_profile(self.profile)
 
 
 class Hooked(Protocol):

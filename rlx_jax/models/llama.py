@@ -179,16 +179,15 @@ class Llama32Flow:
         weights = weight_specs(c) if self.weights is None else self.weights
         unread = [EMBEDDING] * self.inputs_embeds + [HEAD] * self.hidden_only
         return (
-            ModelFlow(self.name)
+            ModelFlow(self.name, profile=self.hooks.profile)
+            .with_weights(weights, leave=(*left_keys(c), *unread))
             .patch(self._open)
+            .bind(batch=self.batch, seq=self.seq)
             .patch(self.hooks.stack(c.num_hidden_layers, self.spec, layer))
             .when(self.last_token_logits, ModelFlow.gather_last_token_at)
             .final_norm(c.rms_norm_eps)
             .patch(self.hooks.edit)
             .patch(self._close)
-            .patch(self.hooks.finish)
-            .bind(batch=self.batch, seq=self.seq)
-            .with_weights(weights, leave=(*left_keys(c), *unread))
         )
 
     def _open(self, flow: ModelFlow) -> ModelFlow:
