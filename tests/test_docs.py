@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from rlx_jax.demo import minilm_directory
@@ -43,7 +45,12 @@ def test_fences_are_known(page: Path) -> None:
     assert {block[1] for block in FENCE.finditer(text)} <= {"python", "text", "sh", "toml", "json"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def page_param(page: Path) -> Any:
+    """The page; in the slow tier where its code compiles training steps."""
+    return pytest.param(page, marks=pytest.mark.slow if page.stem == "training" else (), id=page.stem)
+
+
+@pytest.mark.parametrize("page", map(page_param, PAGES))
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, from top to bottom."""
     for name, fixture in TINY.items():
@@ -51,5 +58,6 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}  # as where a reader runs it
-    for code in python_blocks(page.read_text("utf-8")):
-        exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader's JAX is set
+        for code in python_blocks(page.read_text("utf-8")):
+            exec(compile(code, str(page), "exec", dont_inherit=True), namespace)

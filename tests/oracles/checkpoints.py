@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,15 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-
-
-class Removed(enum.Enum):
-    """One value, which prints alike in every process: test names hold it."""
-
-    KEY = "removed"
-
-
-REMOVED = Removed.KEY
+REMOVED = object()
 """As a value in `edit_json`: the key is taken out."""
 
 
