@@ -159,8 +159,8 @@ def test_chosen_outputs() -> None:
 
     flow = x_flow().store_stream("raw").custom(side).custom(times(3))
     assert flow.build().output_names == ("output", "twice", "heavy")
-    out = run(flow.outputs(["mine", "half", "raw", "twice"]), X)
-    assert list(out) == ["mine", "half", "raw", "twice"]
+    out = run(flow.outputs(["mine", "twice", "raw", "half"]), X)
+    assert list(out) == ["mine", "twice", "raw", "half"]
     for name, factor in {"mine": 3, "half": 0.5, "raw": 1, "twice": 2}.items():
         np.testing.assert_array_equal(out[name], factor * X)
     chosen = rlx.compile(flow.outputs(["mine"]))
