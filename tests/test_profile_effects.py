@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering import attention
 from rlx_jax.lowering.mixed import POLICIES
-from rlx_jax.models.llama import Llama32Flow
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 LLAMA = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -45,8 +45,10 @@ def llama(program: str = "forward", **tables: Any) -> Any:
 @functools.cache
 def checkpoint() -> dict[str, np.ndarray]:
     """Random parameters of `llama`, by checkpoint key."""
-    model = llama()
-    return {k: np.asarray(v) for k, v in model.weights(model.init(0)).items()}
+    rng = np.random.default_rng(0)
+    shapes = {k: spec.shape for k, spec in weight_specs(LlamaConfig.from_hf(LLAMA)).items()}
+    normal = {k: rng.normal(0.0, shape[-1] ** -0.5, shape) for k, shape in shapes.items()}
+    return {k: (v + (len(v.shape) == 1)).astype(np.float32) for k, v in normal.items()}
 
 
 def loaded(program: str = "forward", **tables: Any) -> Any:
@@ -193,7 +195,11 @@ def test_mixed(policy: str, roll: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "least", "most"),
-    [("auto_mixed", 1e-5, 5e-3), ("auto_mixed_conservative", 1e-5, 5e-3), ("auto_mixed_bf16", 1e-4, 5e-2)],
+    [
+        pytest.param("auto_mixed", 1e-5, 5e-3, marks=pytest.mark.slow),
+        pytest.param("auto_mixed_conservative", 1e-5, 5e-3, marks=pytest.mark.slow),
+        ("auto_mixed_bf16", 1e-4, 5e-2),
+    ],
 )
 def test_mixed_rounds_and_no_more(policy: str, least: float, most: float) -> None:
     got = np.asarray(loaded(precision={"mixed": policy}, layers={"roll": "scan"})(IDS))
@@ -223,6 +229,7 @@ def test_mixed_policies_are_the_schema() -> None:
     assert llama(precision={"mixed": "auto"}, fusion={"target": "tpu"}).compiler.settings.mixed == "auto_mixed_bf16"
 
 
+@pytest.mark.slow
 def test_mixed_gradients_are_f32(plain_gradient: dict[str, np.ndarray]) -> None:
     model = loaded("train", precision={"mixed": "auto_mixed_bf16"}, layers={"remat": "layer"})
     gradient = jax.jit(jax.grad(loss(model)))(model.params)
@@ -230,6 +237,7 @@ def test_mixed_gradients_are_f32(plain_gradient: dict[str, np.ndarray]) -> None:
     assert max(relative(g, plain_gradient[k]) for k, g in model.weights(gradient).items()) < 0.1
 
 
+@pytest.mark.slow
 def test_mixed_decode_keeps_its_cache() -> None:
     """An f32 cache, written in place; the logits of the forward program."""
     mixed: dict[str, Any] = {"precision": {"mixed": "auto_mixed_bf16"}}
@@ -365,6 +373,7 @@ def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     assert f"remat={remat}" in model.text("lir")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "roll"), [("layer", "scan"), ("dots", "scan"), ("layer", "unroll")])
 def test_recomputing_changes_no_gradient(remat: str, roll: str, plain_gradient: dict[str, np.ndarray]) -> None:
     model = loaded("train", layers={"remat": remat, "roll": roll})
@@ -378,21 +387,6 @@ def test_only_training_recomputes() -> None:
     model = llama(layers={"remat": "layer"})
     assert not {"remat2", "checkpoint"} & set(primitives(jax.make_jaxpr(jax.grad(loss(model)))(model.param_specs())))
     assert "remat=none" in model.text("lir")
-
-
-def test_training_steps_lower_the_loss() -> None:
-    model = loaded("train")
-
-    @jax.jit
-    def step(params: Any) -> tuple[Any, Any]:
-        value, gradient = jax.value_and_grad(lambda p: jnp.square(model.apply(p, IDS)).mean())(params)
-        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
-
-    params, losses = model.params, []
-    for _ in range(3):
-        value, params = step(params)
-        losses.append(float(value))
-    assert losses[0] > losses[1] > losses[2]
 
 
 def test_remat_without_layers_warns() -> None:

@@ -72,6 +72,7 @@ def test_forms_of_one_program(name: str, form: str) -> None:
     assert relative(run(name, **FORMS[form]), plain(name)) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", PASSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_pass_alone(name: str, step: str) -> None:
@@ -83,6 +84,7 @@ def test_each_pass_alone(name: str, step: str) -> None:
             assert relative(run(name, **tables), plain_by_ops(name)) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_for_training(name: str) -> None:
     assert relative(run(name, "train", layers={"remat": "layer"}), plain(name)) < LIMIT

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rlx_jax as rlx
 from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageError, UnsupportedError
 from rlx_jax.profiles import (
     LATER,
@@ -422,6 +423,43 @@ def test_not_a_regular_file(tmp_path: Path) -> None:
         CompileProfile.from_toml(tmp_path / "file" / "x.rlx.toml")
     with pytest.raises(StorageError, match="no path of a file"):
         CompileProfile.from_toml("a\0b")
+
+
+def test_beside_the_weights(tmp_path: Path) -> None:
+    """`<family>.rlx.toml` in the directory of the weights, else the default; a wrong one is an error."""
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    for place in (tmp_path, weights):
+        assert CompileProfile.near(place, "llama") == CompileProfile.auto()
+        assert CompileProfile.near(place, "llama", "encoder") is CompileProfile.encoder()
+    (tmp_path / "llama.rlx.toml").write_text("[fusion]\npolicy = 'fusable'")
+    for place in (tmp_path, weights):
+        near = CompileProfile.near(place, "llama", "encoder")
+        assert (near.fusion.policy, near.name) == ("fusable", "llama")
+        assert CompileProfile.near(place, "qwen3", near) is near
+    (tmp_path / "llama.rlx.toml").write_text("[fuson]")
+    with pytest.raises(ProfileError, match="unknown key 'fuson'"):
+        CompileProfile.near(tmp_path, "llama")
+    with pytest.raises(MissingFileError, match="nothing at"):
+        CompileProfile.near(tmp_path / "none", "llama")
+    with pytest.raises(ProfileError, match="family is letters"):
+        CompileProfile.near(tmp_path, "../llama")
+
+
+def test_the_profile_of_a_flow(tmp_path: Path) -> None:
+    """From a file, from beside the weights, by preset; `default` counts only where no path is given."""
+    flow, path = rlx.ModelFlow("m"), tmp_path / "m.rlx.toml"
+    path.write_text("layers.roll = 'scan'")
+    read_from = (flow.profile_file(path), flow.profile_near(tmp_path, "m"))
+    for made in (*read_from, flow.profile_file(path, CompileProfile.encoder)):
+        assert made.profile is not None and made.profile.layers.roll == "scan"
+    assert flow.profile_file(None).profile == CompileProfile.auto()
+    assert flow.profile_file(None, CompileProfile.encoder).profile == CompileProfile.encoder()
+    assert flow.profile_file(None, CompileProfile.encoder()).profile == CompileProfile.encoder()
+    with pytest.raises(MissingFileError):
+        flow.profile_file(tmp_path / "none.rlx.toml", CompileProfile.encoder)
+    presets = (flow.profile_prefill(), flow.profile_decode(), flow.profile_encoder())
+    assert [f.profile.name for f in presets if f.profile] == ["llama32_prefill", "llama32_decode", "encoder"]
 
 
 def test_wrong_arguments() -> None:
