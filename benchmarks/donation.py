@@ -21,7 +21,8 @@ from report import Goals, emit, table
 
 import rlx_jax as rlx
 from rlx_jax.compile import Executable
-from rlx_jax.lowering.plan import activation_bytes, state_types
+from rlx_jax.lowering.buffers import activation_bytes
+from rlx_jax.lowering.plan import state_types
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 
 BATCH, SLOTS = 2, 2048
@@ -67,7 +68,7 @@ def main() -> None:
             stored = state_types(graph, stacked=step.lir.plan.scan)
             state = sum(t.nbytes for t in stored.values())
             layer = 2 * max(t.nbytes for t in caches.values())  # keys and values
-            activations = activation_bytes(graph)
+            activations = activation_bytes(graph, in_place=False)
             temp, deep = memory.temp_size_in_bytes, deeper.call.memory_analysis().temp_size_in_bytes
             shapes = {tuple(t.shape) for t in (*caches.values(), *stored.values()) if t.rank > 2}
             same, permuted = copies(step.call.as_text() or "", shapes)

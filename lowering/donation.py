@@ -17,7 +17,8 @@ import jax
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.types import TensorType, short_name
-from rlx_jax.lowering.plan import Lir, activation_bytes, state_types
+from rlx_jax.lowering.buffers import activation_bytes
+from rlx_jax.lowering.plan import Lir, state_types
 
 SLACK = 2**16  # bytes: alignment and small constants
 
@@ -56,9 +57,9 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
         state_bytes=sum(t.nbytes for t in types.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        # Keys and values of the layer that is being written; and what a loop around the program makes of its outputs,
-        # such as sorted logits.
-        temp_limit=activation_bytes(lir.graph) + 2 * largest + 2 * sum(narrow) + 8 * outputs + SLACK,
+        # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
+        # what a loop around the program makes of its outputs, such as sorted logits.
+        temp_limit=activation_bytes(lir.graph, in_place=False) + 2 * largest + 2 * sum(narrow) + 8 * outputs + SLACK,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
 

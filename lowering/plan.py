@@ -1,7 +1,6 @@
 """The plan: how a MIR program runs on one target. Together they are the LIR.
 
-Nothing at run time depends on offsets (XLA allocates); liveness here is an estimate for reports and for the
-proof of donation.
+Nothing at run time depends on offsets: XLA allocates. `buffers.py` computes liveness for reports and proofs.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlx_jax.ir.graph import Graph, Leaf, StateRead
-from rlx_jax.ir.text import dump
+from rlx_jax.ir.graph import Graph, StateRead
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.attention import Call, Choice, attentions
 
@@ -53,11 +51,6 @@ class Lir:
         choices = self.plan.attention
         return tuple(f"{path}: {choices[call]}" for path, call in attentions(self.graph).items() if call in choices)
 
-    def text(self) -> str:
-        """The plan, then the graph."""
-        head = [f"lir @{self.graph.name}", f"  {self.plan.text()}", *(f"  attention {a}" for a in self.attention())]
-        return "\n".join([*head, dump(self.graph, "mir")])
-
 
 def state_types(graph: Graph, stacked: bool) -> dict[StateKey, TensorType]:
     """The arrays of the state: one for each layer, or one for all layers of a scanned region."""
@@ -90,22 +83,3 @@ def flops(graph: Graph) -> int:
             total += node.op.flops(operands, node.types)
         total += node.op.iterations() * sum(flops(region) for region in node.op.regions())
     return total
-
-
-def activation_bytes(graph: Graph) -> int:
-    """Peak bytes of values alive at once, walking the nodes in order; leaves are not counted."""
-    last: dict[int, int] = {}
-    for number, node in enumerate(graph.nodes):
-        last.update({v.node: number for v in node.inputs})
-    last.update({v.node: len(graph.nodes) for v in graph.roots()})
-    alive = peak = 0
-    dying: dict[int, int] = {}
-    for number, node in enumerate(graph.nodes):
-        inner = max((activation_bytes(r) for r in node.op.regions()), default=0)
-        size = 0 if isinstance(node.op, Leaf) else sum(t.nbytes for t in node.types)
-        alive += size
-        peak = max(peak, alive + inner)
-        end = last.get(number, number)
-        dying[end] = dying.get(end, 0) + size
-        alive -= dying.pop(number, 0)
-    return peak

@@ -34,10 +34,12 @@ from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, check_elements, is_static
+from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.fusion_report import FusionReport
 from rlx_jax.lowering.lower import expand_composites
-from rlx_jax.lowering.plan import Lir, activation_bytes, flops
+from rlx_jax.lowering.plan import Lir, flops
+from rlx_jax.lowering.text import dump_lir
 from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.execute import by_key, load_leaf
@@ -395,7 +397,7 @@ class CompiledModel:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
         lir = self.compiler.function(self.last).lir
         if level == "lir":
-            return lir.text()
+            return dump_lir(lir)
         executable = self.compiler.executables.get(self.last)
         if executable is None:
             raise GraphError(
@@ -432,7 +434,7 @@ class CompiledModel:
             flops=flops(executable.lir.graph),
             donated_bytes=memory.alias_size_in_bytes,
             peak_bytes=executable.peak_bytes,
-            estimated_activation_bytes=activation_bytes(executable.lir.graph),
+            estimated_activation_bytes=activation_bytes(executable.lir.graph, executable.lir.plan.donate_state),
         )
 
 

@@ -43,6 +43,7 @@ from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.plan import Lir, Plan
+from rlx_jax.lowering.text import dump_lir
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.weights.source import open_weights
 from rlx_jax.weights.strict_json import parse_object
@@ -328,11 +329,14 @@ class GraphModule:
         return len(self.builder.nodes)
 
     def inspect(self) -> str:
-        """The dump of the graph as it is."""
+        """The dump of the graph as it is; at LIR with plan, buffers and fingerprint."""
+        lir = self.as_lir()
+        if lir is not None:
+            return dump_lir(lir)
         return dump(self._snapshot(), self.stage, f", fusion={self.policy}" if self.stage == GraphStage.HIR else "")
 
     def __str__(self) -> str:
-        return self.inspect()
+        return f"lir @{self.name}" if self.stage == GraphStage.LIR else self.inspect()
 
     def to_json(self) -> str:
         """The module as JSON, whole: graph, level, policy and plan. The same module gives the same text.

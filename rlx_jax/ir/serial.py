@@ -17,6 +17,7 @@ import binascii
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import re
 import types as builtin_types
@@ -138,7 +139,9 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [encode(v) for v in value]
     if isinstance(value, Mapping):
-        return {k: encode(v) for k, v in sorted(value.items())}
+        if all(isinstance(k, str) for k in value):
+            return {k: encode(v) for k, v in sorted(value.items())}
+        return sorted(([encode(k), encode(v)] for k, v in value.items()), key=json.dumps)
     if dataclasses.is_dataclass(value):
         return {type(value).__name__: fields} if (fields := _fields(value)) else type(value).__name__
     raise UnsupportedError(f"{getattr(value, '__name__', type(value).__name__)}: Python functions cannot be stored")
@@ -242,8 +245,10 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         return _decode_tuple(get_args(hint), data, where)
     if origin is Mapping:
-        kind = get_args(hint)[1]
-        return {name: decode(kind, v, f"{where}.{name}") for name, v in _object(data, where).items()}
+        key, kind = get_args(hint)
+        if key is str:
+            return {name: decode(kind, v, f"{where}.{name}") for name, v in _object(data, where).items()}
+        return dict(decode(tuple[tuple[key, kind], ...], data, where))
     if hint is TensorType:
         fields = object_with({"dtype", "shape"}, data, where)
         return tensor_type(_array(fields["shape"], f"{where}.shape"), decode(str, fields["dtype"], where), where)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlx_jax.ir.graph import Graph, Hir, Leaf, Node, Param, Value
+from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Stack, leaf_name
 from rlx_jax.ir.types import TensorType, path_text
-
-MARK = {"hir": "h", "mir": "%", "lir": "%"}
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:
@@ -21,15 +19,47 @@ def dump(graph: Graph, level: str, note: str = "") -> str:
       h0 [input "x"] = input("x") : f32[batch,8]
       …
       return h7
+
+    At MIR the same lines stand in `mir @name { graph @name … }`, kinds by count, values as %0, %1 …
     """
-    mark = MARK[level]
-    counts = Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes if not isinstance(n.op, Leaf))
-    kinds = ", ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
-    head = f"{level} @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs{note})"
-    lines = [head, f"  {'block ops' if level == 'hir' else 'op kinds'}: {kinds}", ""]
-    lines += _lines(graph, mark, "  ")
-    lines.append(f"  return {', '.join(_ref(graph, v, mark) for v in graph.outputs)}")
-    return "\n".join(lines)
+    if level != "hir":
+        return f"mir @{graph.name} {{\n{dump_graph(graph)}\n}}"
+    kinds = ", ".join(f"{kind}={count}" for kind, count in sorted(_kinds(graph).items()))
+    head = f"hir @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs{note})"
+    return "\n".join([head, f"  block ops: {kinds}", "", *_lines(graph, "h", "  "), _return(graph, "h")])
+
+
+def dump_graph(graph: Graph) -> str:
+    """The text of a MIR graph; its arena is what all values would take side by side."""
+    kinds = sorted(_kinds(graph).items(), key=lambda item: (-item[1], item[0]))
+    sizes = [t.nbytes for n in graph.nodes for t in n.types if t.is_static]
+    symbolic = any(not t.is_static for n in graph.nodes for t in n.types)
+    arena = f"{bytes_text(sum(sizes))} arena{' and symbolic sizes' if symbolic else ''}"
+    head = f"graph @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs, {arena})"
+    kinds_line = f"  op kinds: {', '.join(f'{kind}={count}' for kind, count in kinds)}"
+    return "\n".join([head, kinds_line, "", *_lines(graph, "%", "  "), _return(graph, "%")])
+
+
+def bytes_text(size: int) -> str:
+    """`1.4 MB`.
+
+    >>> bytes_text(12), bytes_text(1_400_000)
+    ('12 B', '1.3 MB')
+    """
+    scaled, unit = float(size), "B"
+    for unit in ("B", "KB", "MB", "GB"):
+        if scaled < 1024 or unit == "GB":
+            break
+        scaled /= 1024
+    return f"{size} B" if unit == "B" else f"{scaled:.1f} {unit}"
+
+
+def _kinds(graph: Graph) -> Counter[str]:
+    return Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes)
+
+
+def _return(graph: Graph, mark: str) -> str:
+    return f"  return {', '.join(_ref(graph, v, mark) for v in graph.outputs)}"
 
 
 def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
@@ -55,11 +85,13 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
 
 
 def _tag(node: Node, number: int, mark: str) -> str:
-    return (
-        f'{mark}{number} [param "{leaf_name(node.op.programs[0])}"]'
-        if isinstance(node.op, Param)
-        else f"{mark}{number}"
-    )
+    """A node's id, with the name of an input or a parameter."""
+    match node.op:
+        case Input(input=name):
+            return f'{mark}{number} [input "{name}"]'
+        case Param(programs=programs):
+            return f'{mark}{number} [param "{leaf_name(programs[0])}"]'
+    return f"{mark}{number}"
 
 
 def _ref(graph: Graph, value: Value, mark: str) -> str:

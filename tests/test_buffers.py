@@ -1,0 +1,186 @@
+"""Liveness and the arena: no two values that live at once share a byte, and nothing lives longer than it must."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import Graph, GraphModule
+from rlx_jax.ir.graph import Graph as IrGraph
+from rlx_jax.ir.graph import Leaf, Value
+from rlx_jax.lowering.buffers import ALIGNMENT, BufferPlan, activation_bytes, plan_buffers
+from rlx_jax.lowering.derive import derive
+from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.lowering.plan import Plan
+from rlx_jax.lowering.specialise import specialise
+from rlx_jax.lowering.text import fingerprint
+from rlx_jax.models.llama import LlamaConfig, weight_specs
+
+CONFIG = LlamaConfig.from_hf(
+    {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+     "num_key_value_heads": 2}
+)  # fmt: skip
+
+
+def check(graph: IrGraph, plan: BufferPlan) -> None:
+    """The plan is sound: aligned, disjoint while alive, alive from birth to last use, every byte accounted for."""
+    for slot in plan.slots:
+        assert slot.offset % ALIGNMENT == 0 and slot.offset + slot.life.size <= plan.arena_size
+    for a, b in itertools.combinations(plan.slots, 2):
+        if a.life.overlaps(b.life):
+            assert a.offset + a.life.size <= b.offset or b.offset + b.life.size <= a.offset
+    for number, node in enumerate(graph.nodes):
+        for value in (*node.inputs, *((v for v in graph.outputs) if number == len(graph.nodes) - 1 else ())):
+            root = plan.views[value].root if plan.is_view(value) else value
+            assert not plan.is_view(root)
+            slot_ = plan.slot(root)
+            if slot_ is not None:
+                assert slot_.life.born <= number <= slot_.life.dies
+        for index, t in enumerate(node.types):
+            value = Value(number, index)
+            has = plan.slot(value) is not None
+            assert has == (not isinstance(node.op, Leaf) and not plan.is_view(value) and t.is_static)
+    assert activation_bytes(graph) <= plan.arena_size <= plan.total_unshared_bytes + ALIGNMENT * len(plan.slots)
+    assert plan.bytes_saved == max(0, plan.total_unshared_bytes - plan.arena_size)
+
+
+def chain(m: GraphModule, x: Any, steps: int) -> Any:
+    """x through `steps` functions, one after the other."""
+    for _ in range(steps):
+        x = m.tanh(x)
+    return x
+
+
+def test_a_chain_needs_two_slots() -> None:
+    """However long it is: each step reads the one before it."""
+    m = Graph.mir("chain")
+    m.set_outputs([chain(m, m.input("x", (4, 16)), 10)])
+    plan = plan_buffers(m.graph)
+    check(m.graph, plan)
+    assert plan.arena_size == 2 * 256 and plan.total_unshared_bytes == 10 * 256 == plan.bytes_saved + 512
+    assert {s.offset for s in plan.slots} == {0, 256}
+
+
+def test_views_take_nothing_and_keep_their_root_alive() -> None:
+    """Reshape, cast to the same dtype and rows of the first axis; chains end at the root, offsets add up."""
+    m = Graph.mir("views")
+    y = m.tanh(m.input("x", (6, 8)))
+    rows = m.narrow_(y, 0, 2, 3)  # 64 bytes in
+    last = m.narrow_(m.reshape_(m.cast(rows, "f32"), (3, 2, 4)), 0, -1, 1)  # 64 more
+    column = m.narrow_(y, 1, 0, 1)  # no view: its rows are not beside each other
+    m.set_outputs([chain(m, m.exp(m.input("z", (6, 8))), 3), m.neg(last), column])
+    plan = plan_buffers(m.graph)
+    check(m.graph, plan)
+    assert plan.views[rows].root == y and plan.views[rows].byte_offset == 64
+    assert plan.views[last].root == y and plan.views[last].byte_offset == 128
+    assert not plan.is_view(column)
+    slot = plan.slot(y)
+    neg = next(n for n, node in enumerate(m.graph.nodes) if node.op.text() == "neg")
+    assert slot is not None and slot.life.dies == neg  # through two views
+
+
+def test_largest_first_and_lowest_fit() -> None:
+    """By hand: the large value takes offset 0, small ones go where they fit, aligned."""
+    m = Graph.mir("fit")
+    x = m.input("x", (3,))
+    small = m.tanh(x)  # 12 bytes, alive to the end
+    big = m.concat_([small] * 20, 0)  # 240 bytes
+    total = m.sum(big, 0)  # 4 bytes, alive with all three
+    m.set_outputs([m.add(small, total)])
+    plan = plan_buffers(m.graph)
+    check(m.graph, plan)
+    found = [plan.slot(v) for v in (small, big, total, m.outputs[0])]
+    assert [s.offset for s in found if s is not None] == [256, 0, 320, 0] and plan.arena_size == 324
+
+
+def test_phases_and_names() -> None:
+    """Leaves, the work, and what comes after the last heavy op."""
+    m = Graph.mir("phases")
+    x, w = m.input("x", (2, 8)), m.param("a.w", (8, 8))
+    y = m.relu(m.mm(m.tanh(x), w))
+    m.set_outputs([y], ["logits"])
+    plan = plan_buffers(m.graph)
+    assert [plan.phases[i] for i in range(5)] == ["prologue", "prologue", "steady", "steady", "epilogue"]
+    assert plan.nodes_in_phase("epilogue") == (y.node,)
+    assert (plan.inputs, plan.params, plan.outputs) == ((("x", x),), (("a.w", w),), (("logits", y),))
+
+
+def test_symbolic_sizes_have_no_slot() -> None:
+    """Until the program is specialised."""
+    m = Graph.mir("symbolic")
+    x = m.input("x", ("batch", 8))
+    m.set_outputs([m.add(m.tanh(x), m.narrow_(x, 0, 0, 1))])
+    plan = plan_buffers(m.graph)
+    assert plan.arena_size == 32 and plan.dynamic_symbols == ("batch",)  # of the narrow alone
+    small = plan_buffers(specialise(m.graph, {"batch": 2}, m.builder.types))
+    assert small.arena_size > 64 and small.dynamic_symbols == ()
+
+
+def extend_graph() -> IrGraph:
+    """The cached step of a Llama, for 2 rows, 1 token and 8 slots."""
+    built = rlx.Llama32Flow(CONFIG).assemble().build(weight_specs(CONFIG))
+    hir = derive(expand_composites(built.hir, built.types), "extend", built.types, False)
+    graph = Graph.from_hir(hir).into_graph()
+    return specialise(graph, {"batch": 2, "seq": 1, "context": 8}, built.types)
+
+
+def test_a_donated_cache_is_updated_where_it_is() -> None:
+    """A layer's new cache is a view of the state; without donation it is a value like others."""
+    graph = extend_graph()
+    check(graph, plan_buffers(graph))
+    cache = 2 * 8 * 2 * 4 * 4
+    assert activation_bytes(graph, in_place=False) >= activation_bytes(graph) + 2 * cache
+    (region,) = (n.op.regions()[0] for n in graph.nodes if n.op.regions())
+    inner = plan_buffers(region)
+    check(region, inner)
+    assert {region.nodes[v.node].op.name() for v in inner.views} == {"cache_update", "reshape"}
+    (workspace,) = (s for s in plan_buffers(graph).slots if s.life.workspace)
+    assert workspace.life.size == activation_bytes(region) and workspace.life.born == workspace.life.dies
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_random_graphs_have_sound_plans(data: st.DataObject) -> None:
+    """Any dag of functions, products, views and concatenations."""
+    m = Graph.mir("random")
+    values = [m.input("x", (4, 8)), m.input("y", (8, 4))]
+    for _ in range(data.draw(st.integers(1, 15))):
+        x, y = (values[data.draw(st.integers(0, len(values) - 1))] for _ in range(2))
+        rows, columns = m.shape(x).shape
+        match data.draw(st.sampled_from(("tanh", "add", "reshape", "narrow", "mm", "concat"))):
+            case "tanh":
+                values.append(m.tanh(x))
+            case "add":
+                values.append(m.add(x, x))
+            case "reshape":
+                values.append(m.reshape_(x, (columns, rows)))
+            case "narrow":
+                values.append(m.narrow_(x, data.draw(st.integers(0, 1)), 0, 1 + (rows > 1 < columns)))
+            case "mm":
+                values.append(m.mm(x, m.transpose_(x, (1, 0))))
+            case _:
+                if m.shape(y).shape == m.shape(x).shape and m.shape(x).size < 2**12:
+                    values.append(m.concat_([x, y], 0))
+    m.set_outputs(list(dict.fromkeys([values[-1], values[data.draw(st.integers(0, len(values) - 1))]])))
+    check(m.graph, plan_buffers(m.graph))
+
+
+def test_the_fingerprint_is_that_of_the_whole_content() -> None:
+    """Constants, attributes, closures and the plan change it; building it again does not."""
+
+    def made(value: float = 1.0, eps: float = 1e-5, name: str = "m", shift: int = 1, **options: Any) -> str:
+        flow = rlx.ModelFlow(name).input("x", (2, 8)).rms_norm("g", eps)
+        flow = flow.custom(lambda e, x: e.jax(lambda a: a + shift, x + e.constant(value)))
+        lir = flow.build({"g": np.ones(8, np.float32)}).into_graph_module().into_lir()
+        plan = Plan(**{**lir.plan.__dict__, **options})
+        return fingerprint(Graph.from_lir(type(lir)(lir.graph, plan)).into_lir())
+
+    first = made()
+    assert first == made() and len(first) == 16 and int(first, 16) >= 0
+    changed = [made(value=2.0), made(eps=1e-6), made(name="n"), made(shift=2), made(scan=True)]
+    assert len({first, *changed}) == 6
