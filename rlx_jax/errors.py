@@ -118,7 +118,9 @@ class NonFiniteWeightError(WeightError):
 
 
 class GraphError(RlxError, ValueError):
-    """A flow or a graph is wrong."""
+    """A flow or a graph is wrong. `problems` lists everything that the verifier found, however long."""
+
+    problems: tuple[str, ...] = ()
 
 
 class CycleError(GraphError):

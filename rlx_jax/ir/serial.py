@@ -248,7 +248,8 @@ def decode(hint: Any, data: Any, where: str) -> Any:
         key, kind = get_args(hint)
         if key is str:
             return {name: decode(kind, v, f"{where}.{name}") for name, v in _object(data, where).items()}
-        return dict(decode(tuple[tuple[key, kind], ...], data, where))
+        pairs = [_array(pair, where, 2) for pair in _array(data, where)]
+        return {decode(key, k, where): decode(kind, v, where) for k, v in pairs}
     if hint is TensorType:
         fields = object_with({"dtype", "shape"}, data, where)
         return tensor_type(_array(fields["shape"], f"{where}.shape"), decode(str, fields["dtype"], where), where)

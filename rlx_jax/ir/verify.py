@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-from rlx_jax.errors import GraphError, RlxError
-from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, StateRead, TypeCache, Value
+from rlx_jax.errors import (
+    ArityError,
+    CycleError,
+    DanglingRefError,
+    GraphError,
+    LevelError,
+    NameCollisionError,
+    RlxError,
+    ShapeError,
+    UnboundInputError,
+)
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import path_text
+from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, TensorType, is_static, path_text
 
 LEGAL: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat),
@@ -17,16 +30,27 @@ LEGAL: dict[str, tuple[type, ...]] = {
 """Which kinds of op may stand at which level."""
 
 
+Problem = tuple[type[GraphError], str]
+
+
 def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
     """Check `graph` and return it.
 
     Raises:
-        GraphError: all problems found, each with the node, its op and its block path; `stage` names the pass.
+        GraphError: lists the problems found, each with the node, its op and its block path; `stage` names the pass.
+            All of them are in its `problems`. The class is that of the problems, if they are of one kind.
     """
     problems = list(_problems(graph, level, types))
     if problems:
-        shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise GraphError(f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}")
+        texts = tuple(text for _, text in problems)
+        kinds = {kind for kind, _ in problems}
+        shown = "\n  ".join(texts[:10]) + (f"\n  and {len(texts) - 10} more" if len(texts) > 10 else "")
+        found = kinds.pop() if len(kinds) == 1 else GraphError
+        error = (GraphError if found is ArityError else found)(
+            f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}"
+        )
+        error.problems = texts
+        raise error
     return graph
 
 
@@ -34,61 +58,115 @@ def _exists(graph: Graph, value: Value) -> bool:
     return 0 <= value.node < len(graph.nodes) and 0 <= value.index < len(graph.nodes[value.node].types)
 
 
-def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True) -> Iterator[str]:
+def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, count: int = 1) -> Iterator[Problem]:
     for number, node in enumerate(graph.nodes):
-        where = f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'})"
-        broken = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
-        if broken:
-            yield f"{where}: refers to values that are not before it: {broken}"
-            continue
-        if not node.origin.path:
-            yield f"{where}: has no block path"
-        if not isinstance(node.op, LEGAL[level]):
-            yield f"{where}: not legal at the {level} level"
-        yield from (f"{where}: {p}" for p in _type_problems(graph, node, types))
-        for region in node.op.regions():
-            given = tuple(graph.type(v) for v in node.inputs)
-            yield from (f"{where}: {p}" for p in _region_problems(region, given))
-            yield from (f"{where} > {p}" for p in _problems(region, level, types, top=False))
+        for kind, problem in _node_problems(graph, number, node, level, types, count):
+            yield kind, f"%{number} {node.op.text()} ({path_text(node.origin.path) or '—'}): {problem}"
     yield from _state_problems(graph)
     for value in graph.roots():
         if not _exists(graph, value):
-            yield f"output {value} does not exist"
-    if top and not graph.outputs:
-        yield "there are no outputs"
-    if len(graph.output_names) not in (0, len(graph.outputs)) or (top and graph.outputs and not graph.output_names):
-        yield f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
-    names = [i.input for i in graph.inputs]
-    read = {n.op.input for _, n in graph.walk() if isinstance(n.op, Input)} if top else set()
-    yield from (f"input {n!r} is read and not declared" for n in sorted(read - set(names)))
-    yield from (f"input {n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1}))
+            yield DanglingRefError, f"output {value} does not exist"
+    if top:
+        yield from _signature_problems(graph)
+    elif len(graph.output_names) not in (0, len(graph.outputs)):
+        yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
 
 
-def _state_problems(graph: Graph) -> Iterator[str]:
+def _node_problems(
+    graph: Graph, number: int, node: Node, level: str, types: TypeCache, count: int
+) -> Iterator[Problem]:
+    """`count`: how often the region around the node runs."""
+    broken = [v for v in node.inputs if v.node >= number or not _exists(graph, v)]
+    yield from (_reference_problem(graph, number, v) for v in broken)
+    if not node.origin.path:
+        yield GraphError, "has no block path"
+    if not isinstance(node.op, LEGAL[level]):
+        yield LevelError, f"not legal at the {level} level"
+    if isinstance(node.op, Param) and len(node.op.programs) not in (1, count):
+        yield GraphError, f"{len(node.op.programs)} programs where the region runs {count} times"
+    if broken:
+        return
+    yield from _type_problems(graph, node, types)
+    for region in node.op.regions():
+        given = tuple(graph.type(v) for v in node.inputs)
+        yield from _region_problems(region, given)
+        inner = _problems(region, level, types, top=False, count=node.op.iterations())
+        yield from ((kind, f"> {problem}") for kind, problem in inner)
+
+
+def _reference_problem(graph: Graph, number: int, value: Value) -> Problem:
+    if not _exists(graph, value):
+        return DanglingRefError, f"refers to {value}, which does not exist"
+    if value.node == number or _reaches(graph, value.node, number):
+        return CycleError, f"depends on itself through %{value.node}"
+    return GraphError, f"refers to %{value.node}, which is not before it"
+
+
+def _reaches(graph: Graph, start: int, goal: int) -> bool:
+    """Whether `start` reads `goal`, directly or through others."""
+    seen, todo = {start}, [start]
+    while todo:
+        found = {v.node for v in graph.nodes[todo.pop()].inputs if 0 <= v.node < len(graph.nodes)} - seen
+        if goal in found:
+            return True
+        seen |= found
+        todo += found
+    return False
+
+
+def _signature_problems(graph: Graph) -> Iterator[Problem]:
+    """Outputs and their names; inputs declared and read; one type for each weight key."""
+    if not graph.outputs:
+        yield GraphError, "there are no outputs"
+    if len(graph.output_names) != len(graph.outputs):
+        yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
+    yield from ((NameCollisionError, f"two outputs are called {n!r}") for n in _twice(graph.output_names))
+    declared = {i.input: i for i in graph.inputs}
+    yield from ((NameCollisionError, f"input {n!r} is declared twice") for n in _twice(i.input for i in graph.inputs))
+    for op in dict.fromkeys(n.op for _, n in graph.walk() if isinstance(n.op, Input)):
+        if op.input not in declared:
+            yield UnboundInputError, f"input {op.input!r} is read and not declared"
+        elif op.type != declared[op.input].type:
+            yield ShapeError, f"input {op.input!r} is read as {op.type} and declared as {declared[op.input].type}"
+    stored: dict[str, TensorType] = {}
+    for key in (k for param in graph.params() for program in param.programs for k in stored_keys(program)):
+        if stored.setdefault(key.key, key.type) != key.type:
+            yield NameCollisionError, f"parameter {key.key!r} is {stored[key.key]} and {key.type}"
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def _state_problems(graph: Graph) -> Iterator[Problem]:
     """A state leaf leaves a program with the type it had: anything else cannot be donated."""
     read = {n.op.leaf: n.op.type for n in graph.nodes if isinstance(n.op, StateRead)}
     for leaf, value in graph.writes:
         name = f"state {path_text(leaf.path)}.{leaf.slot}"
         if leaf not in read:
-            yield f"{name} is written and never read"
-        elif graph.type(value) != read[leaf]:
-            yield f"{name} is read as {read[leaf]} and written as {graph.type(value)}"
+            yield GraphError, f"{name} is written and never read"
+        elif _exists(graph, value) and graph.type(value) != read[leaf]:
+            yield ShapeError, f"{name} is read as {read[leaf]} and written as {graph.type(value)}"
 
 
-def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[str]:
+def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Problem]:
     try:
         inferred = types.infer(node.op, tuple(graph.type(v) for v in node.inputs))
     except RlxError as error:
-        yield str(error)
+        yield type(error) if isinstance(error, GraphError) else GraphError, str(error)
         return
     if inferred != node.types:
-        yield f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred))}"
+        yield ShapeError, f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred))}"
+    for t in inferred:  # XLA ends the process on sizes that overflow
+        sizes = [d for d in t.shape if is_static(d)]
+        if math.prod(sizes) > MAX_ELEMENTS or any(d > MAX_DIM for d in sizes):
+            yield ShapeError, f"{t} is over the limit of {MAX_ELEMENTS} elements, {MAX_DIM} along an axis"
 
 
-def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[str]:
+def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[Problem]:
     for node in region.nodes:
         if isinstance(node.op, BodyInput):
             if node.op.index >= len(given):
-                yield f"{node.op.text()}: the region has {len(given)} operands"
+                yield GraphError, f"{node.op.text()}: the region has {len(given)} operands"
             elif node.op.type != given[node.op.index]:
-                yield f"{node.op.text()} is {node.op.type}, the operand is {given[node.op.index]}"
+                yield ShapeError, f"{node.op.text()} is {node.op.type}, the operand is {given[node.op.index]}"
