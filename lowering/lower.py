@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from rlx_jax.ir.graph import (
     Mir,
     Node,
     Op,
+    Origin,
     TypeCache,
     Value,
     as_values,
@@ -35,16 +37,27 @@ def expand_composites(graph: Graph, types: TypeCache) -> Graph:
     """Replace `LlamaDecoderBlock` and its like by the HIR blocks they stand for."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        return as_values(node.op.expand(b, *inputs)) if isinstance(node.op, hir.COMPOSITES) else None
+        if not isinstance(node.op, hir.COMPOSITES):
+            return None
+        with b.at(labelled(node)):
+            return as_values(node.op.expand(b, *inputs))
 
     return rewrite(graph, everywhere(fn), types, "expand")
+
+
+def labelled(node: Node) -> Origin:
+    """The origin of what a block becomes: it keeps the block's path, and its label or its kind as one."""
+    return replace(node.origin, label=node.origin.label or node.op.name())
 
 
 def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
     """HIR → MIR. `direct` takes the rules of `DIRECT` where one applies, `fusable` always the expansion."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        return _lower(node.op, b, inputs, policy) if isinstance(node.op, Hir) else None
+        if not isinstance(node.op, Hir):
+            return None
+        with b.at(labelled(node)):
+            return _lower(node.op, b, inputs, policy)
 
     return rewrite(graph, everywhere(fn), types, f"lower_{policy}")
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlx_jax.errors import LevelError
+from rlx_jax.errors import LevelError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, GraphStage, Mir, Op, Value
 from rlx_jax.ir.ops.contract import LayerNormOp, product
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Unary, Where, small_constant
 from rlx_jax.ir.ops.shaping import Concat, Gather, Narrow, Reduce, Softmax, Transpose, reshape_to
-from rlx_jax.ir.types import as_dtype, symbol
+from rlx_jax.ir.types import TensorType, as_dim, as_dtype, is_static
 
 Shape = Sequence[int | str]
 
@@ -29,6 +29,8 @@ class Module(Protocol):
     name: str
     stage: GraphStage
     builder: Builder
+
+    def shape(self, value: Value) -> TensorType: ...
 
     def add_node(self, op: Op, *values: Value, out_shape: Shape | None = None) -> Value: ...
 
@@ -109,9 +111,10 @@ def attention(
 
     `mask_value` is the keep mask `[B, T]` of mask "custom", or the bias `[B, N, S, T]` of mask "bias".
     """
-    kind = hir.mask_kind(mask)
-    kv_heads = max(1, int(m.builder.type(k).shape[-1]) // max(1, head_dim))
-    op = hir.attention(heads, kv_heads, kind, scale=scale, softcap=softcap)
+    width = m.shape(k).shape[-1:]
+    if head_dim < 1 or not width or not is_static(width[0]) or width[0] % head_dim:
+        raise ShapeError(f"attention: k is [B, T, K·{head_dim}], got {m.shape(k)}")
+    op = hir.attention(heads, width[0] // head_dim, hir.mask_kind(mask), scale=scale, softcap=softcap)
     return m.add_node(op, q, k, v, *([mask_value] if mask_value is not None else []), out_shape=out_shape)
 
 
@@ -161,7 +164,7 @@ def constant(m: Module, value: Any, dtype: Any = "f32") -> Value:
 
 def mm(m: Module, a: Value, b: Value, out_shape: Shape | None = None) -> Value:
     """`a @ b`: `[…, M, K] × […, K, N]`."""
-    return m.add_node(product(m.builder.type(a), m.builder.type(b)), a, b, out_shape=out_shape)
+    return m.add_node(product(m.shape(a), m.shape(b)), a, b, out_shape=out_shape)
 
 
 def binary(m: Module, kind: str, a: Value, b: Value, out_shape: Shape | None = None) -> Value:
@@ -287,8 +290,8 @@ def mean(m: Module, x: Value, axes: int | Sequence[int], keepdims: bool = False)
 
 def reshape_(m: Module, x: Value, shape: Shape) -> Value:
     """Reshape to ints, one -1, or symbols of x by name; one product of symbols is -1."""
-    dims = [symbol(d) if isinstance(d, str) else d for d in shape]
-    return m.add_node(reshape_to(m.builder.type(x), dims), x)
+    dims = [-1 if d == -1 else as_dim(d, "reshape") for d in shape]
+    return m.add_node(reshape_to(m.shape(x), dims), x)
 
 
 def transpose_(m: Module, x: Value, perm: Sequence[int]) -> Value:

@@ -11,6 +11,7 @@ from typing import Any
 from rlx_jax import builders
 from rlx_jax.built import BuiltModel, InputDecl, Weights
 from rlx_jax.compile import lir_of
+from rlx_jax.emit import input_type
 from rlx_jax.errors import (
     ArtifactFormatError,
     DanglingRefError,
@@ -19,6 +20,7 @@ from rlx_jax.errors import (
     NameCollisionError,
     ShapeError,
     VersionMismatchError,
+    did_you_mean,
     quote,
 )
 from rlx_jax.ir.graph import (
@@ -39,7 +41,7 @@ from rlx_jax.ir.graph import (
 from rlx_jax.ir.param import Key, WeightSource, keys_of, read_from
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, tensor_type
+from rlx_jax.ir.types import TensorType, as_dim, path_text, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.plan import Lir, Plan
@@ -102,6 +104,8 @@ class GraphModule:
     @staticmethod
     def from_lir(lir: Lir) -> GraphModule:
         """A module around a planned program."""
+        if not isinstance(lir, Lir):
+            raise GraphError(f"expected a planned program, as into_lir gives it; got {type(lir).__name__}")
         return GraphModule.of(lir.graph, GraphStage.LIR, plan=lir.plan)
 
     @staticmethod
@@ -129,7 +133,7 @@ class GraphModule:
         """Declare an input; strings in the shape are symbolic sizes."""
         if any(i.input == name for i in self.builder.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
-        return self.builder.input(name, tensor_type(tuple(shape), dtype, f"input {name}"))
+        return self.builder.input(name, input_type(name, shape, dtype))
 
     def input_batch_seq(
         self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
@@ -165,6 +169,8 @@ class GraphModule:
         Raises:
             LevelError: a HIR block below HIR. ShapeError, DTypeError, ArityError: it does not fit.
         """
+        if not isinstance(op, Op):
+            raise GraphError(f"{self.name}: expected an op, got {type(op).__name__}")
         if self.stage != GraphStage.HIR and isinstance(op, Hir):
             raise LevelError(f"{op.name()} is a HIR block; module {self.name!r} is at {self.stage}")
         operands = [self._own(v) for v in values]
@@ -291,6 +297,11 @@ class GraphModule:
         Raises:
             GraphError: a symbolic dimension has no size. LevelError: LIR already, and given a profile or sizes.
         """
+        known = {s for i in self.builder.inputs for s in i.type.symbols}
+        for name, size in sizes.items():
+            if name not in known:
+                raise GraphError(f"{self.name}: no input has a dimension {quote(name)}{did_you_mean(name, known)}")
+            as_dim(size, f"{self.name}: {name}")
         if self.plan is None:
             return lir_of(self.build(), profile, sizes)
         if profile is not None or sizes:
@@ -327,6 +338,11 @@ class GraphModule:
 
     def __len__(self) -> int:
         return len(self.builder.nodes)
+
+    def node_label(self, value: Value) -> str:
+        """What a value is called: the label of the block it comes from, else its block path, else its id."""
+        origin = self.builder.nodes[self._own(value).node].origin
+        return origin.label or path_text(origin.path) or f"%{value.node}"
 
     def inspect(self) -> str:
         """The dump of the graph as it is; at LIR with plan, buffers and fingerprint."""

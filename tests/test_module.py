@@ -369,6 +369,28 @@ def test_hir_mir_and_declared_shapes() -> None:
     assert "mir(relu)(h0)" in str(m)
 
 
+def test_arguments_that_mean_nothing() -> None:
+    """Each is a typed error before any op is made."""
+    m = Graph.hir("m")
+    x = m.input("x", ("batch", 3, 8))
+    scalar = m.constant(1.0)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: m.attention(x, scalar, x, 2, 4), "k is"), (lambda: m.attention(x, x, x, 2, 3), "k is"),
+        (lambda: m.attention(x, x, x, 2, 0), "k is"), (lambda: m.attention(x, x, x, 2, 4, "cause"), "mask kind"),
+        (lambda: m.attention(x, x, x, 2, 4, "custom"), "operands"), (lambda: m.reshape_(x, (2.5, -1)), "an identifier"),
+        (lambda: m.reshape_(x, ("seq", 3, 8)), "cannot"), (lambda: m.activation("sin h", x), "unknown function"),
+        (lambda: m.add_node("relu", x), "expected an op"), (lambda: m.mm(x, None), "value of this module"),
+        (lambda: m.input("not a name", (2,)), "identifier"), (lambda: m.param("w", (2**62,)), "2147483647"),
+        (lambda: m.concat_([], 0), "concat"), (lambda: m.cast(x, "f99"), "dtype"), (lambda: m.sum(x, 7), "no axis 7"),
+        (lambda: Graph.from_lir(m), "planned program"), (lambda: Graph.from_graph(m), "expected a graph"),
+        (lambda: m.finish_hir(x).into_lir(btach=2), "did you mean 'batch'"), (lambda: m.into_lir(batch=-1), "between"),
+    ]  # fmt: skip
+    for call, message in calls:
+        with pytest.raises(GraphError, match=message):
+            call()
+    assert len(m) == 2
+
+
 def test_names_and_values_of_others() -> None:
     """Twice the same input, one key with two shapes, a value from nowhere."""
     m = Graph.hir("m")
@@ -397,6 +419,8 @@ def test_named_blocks_are_in_the_path() -> None:
     y = m.named("first", lambda m: m.named("act", lambda m: m.relu(x)))
     m.finish_hir(GraphModule.block(m, "second", lambda m: m.tanh(y)))
     assert "// first.act" in str(m) and "// second" in str(m)
+    assert m.node_label(y) == "first.act" and m.node_label(m.outputs[0]) == "second"
+    assert m.lower().node_label(m.outputs[0]) == "second"
     with pytest.raises(ShapeError, match="^third: "):
         m.named("third", lambda m: m.linear(x, x))
 
