@@ -297,16 +297,16 @@ class GraphModule:
         Raises:
             GraphError: a symbolic dimension has no size. LevelError: LIR already, and given a profile or sizes.
         """
+        if self.plan is not None:
+            if profile is not None or sizes:
+                raise LevelError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
+            return Lir(self.finish(), self.plan)
         known = {s for i in self.builder.inputs for s in i.type.symbols}
         for name, size in sizes.items():
             if name not in known:
                 raise GraphError(f"{self.name}: no input has a dimension {quote(name)}{did_you_mean(name, known)}")
             as_dim(size, f"{self.name}: {name}")
-        if self.plan is None:
-            return lir_of(self.build(), profile, sizes)
-        if profile is not None or sizes:
-            raise LevelError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
-        return Lir(self.finish(), self.plan)
+        return lir_of(self.build(), profile, sizes)
 
     def as_hir(self) -> Graph | None:
         """The graph as it is, at HIR; else None."""

@@ -371,9 +371,9 @@ def test_hir_mir_and_declared_shapes() -> None:
 
 def test_arguments_that_mean_nothing() -> None:
     """Each is a typed error before any op is made."""
-    m = Graph.hir("m")
+    m: Any = Graph.hir("m")
     x = m.input("x", ("batch", 3, 8))
-    scalar = m.constant(1.0)
+    scalar, opened = m.constant(1.0), type(m)
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: m.attention(x, scalar, x, 2, 4), "k is"), (lambda: m.attention(x, x, x, 2, 3), "k is"),
         (lambda: m.attention(x, x, x, 2, 0), "k is"), (lambda: m.attention(x, x, x, 2, 4, "cause"), "mask kind"),
@@ -382,7 +382,7 @@ def test_arguments_that_mean_nothing() -> None:
         (lambda: m.add_node("relu", x), "expected an op"), (lambda: m.mm(x, None), "value of this module"),
         (lambda: m.input("not a name", (2,)), "identifier"), (lambda: m.param("w", (2**62,)), "2147483647"),
         (lambda: m.concat_([], 0), "concat"), (lambda: m.cast(x, "f99"), "dtype"), (lambda: m.sum(x, 7), "no axis 7"),
-        (lambda: Graph.from_lir(m), "planned program"), (lambda: Graph.from_graph(m), "expected a graph"),
+        (lambda: opened.from_lir(m), "planned program"), (lambda: opened.from_graph(m), "expected a graph"),
         (lambda: m.finish_hir(x).into_lir(btach=2), "did you mean 'batch'"), (lambda: m.into_lir(batch=-1), "between"),
     ]  # fmt: skip
     for call, message in calls:
