@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import MissingFileError, NoSpaceError, RlxError, SaveFailedError, TargetExistsError
+from rlx_jax.errors import IntegrityError, MissingFileError, NoSpaceError, RlxError, SaveFailedError, TargetExistsError
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights import atomic, manifest
 from rlx_jax.weights.save import Entry, write_checkpoint
@@ -111,21 +111,29 @@ def test_killed_before_any_operation(
 
 CHILD = """
 import sys
-from pathlib import Path
-from tests.test_save_faults import write
-path, format, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-write(path.parent / "warm", 0, format)
+import numpy as np
+from rlx_jax.ir.types import TensorType
+from rlx_jax.weights.save import Entry, write_checkpoint
+
+path, format, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+t = TensorType((16, 4), np.dtype(np.float32))
+
+def write(path, number):
+    entries = [Entry(key, t, lambda: np.full(t.shape, number, t.dtype)) for key in sys.argv[4:]]
+    write_checkpoint(path, entries, format, True)
+
+write(path + "-warm", 0)  # what is imported on first use
 print("ready", flush=True)
 sys.stdin.readline()
 while True:
     number += 1
     print(number, flush=True)
-    write(path, number, format)
+    write(path, number)
 """
 
 
 def saver(path: Path, format: str, number: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(path), format, str(number)]
+    command = [sys.executable, "-c", CHILD, str(path), format, str(number), *KEYS]
     root = Path(__file__).parent.parent
     return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -156,7 +164,7 @@ def test_killed_at_random_instants(tmp_path: Path, format: str) -> None:
     print(f"{mid_save} of {kills} kills left a work directory")
     assert mid_save > kills // 4
     write(path, 7, format)
-    assert number_in(path) == 7 and sorted(os.listdir(tmp_path)) == ["it", "warm"]
+    assert number_in(path) == 7 and sorted(os.listdir(tmp_path)) == ["it", "it-warm"]
 
 
 def test_a_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
@@ -340,22 +348,41 @@ def count_faults(path: Path, format: str, faults: int) -> tuple[int, int]:
         shutil.rmtree(path / "bad", ignore_errors=True)
         shutil.copytree(path / "good", path / "bad")
         fault = damage(path / "bad", rng)
-        # Half of the time small files are not digested before they are decoded, as if they were large.
-        with mock.patch.object(manifest, "SMALL_FILE", -1 if number % 2 else manifest.SMALL_FILE):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    source = rlx.open_weights(path / "bad")
-                    found = {key: source.read(key) for key in source.keys()}
-            except RlxError:
-                detected += 1
-                continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                source = rlx.open_weights(path / "bad")
+                found = {key: source.read(key) for key in source.keys()}
+        except RlxError:
+            detected += 1
+            continue
         assert sorted(found) == sorted(weights), f"seed {seed}, number {number}: {fault}"
         for key, value in weights.items():
             assert found[key].tobytes() == value.tobytes(), f"seed {seed}, number {number}: {fault}: wrong {key}"
         harmless += 1
     print(f"{format}: {detected} detected, {harmless} harmless")
     return detected, harmless
+
+
+def flipped(path: Path, name: str, at: int) -> None:
+    data = bytearray((path / name).read_bytes())
+    data[at] ^= 1
+    (path / name).write_bytes(data)
+
+
+def test_errors_name_weights_and_files(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1, "safetensors")
+    flipped(tmp_path / "a", "model.safetensors", -1)
+    with pytest.raises(IntegrityError, match="weight 'c.bias' differs from its digest"):
+        number_in(tmp_path / "a")
+    write(tmp_path / "b", 1, "orbax")
+    (data,) = (tmp_path / "b" / "d").iterdir()
+    flipped(tmp_path / "b", f"d/{data.name}", -5)
+    with pytest.raises(IntegrityError, match=f"files that differ from rlx_manifest.json: 'd/{data.name}'"):
+        number_in(tmp_path / "b")
+    os.truncate(data, 100)
+    with pytest.raises(IntegrityError, match=f"1 files differ .*'d/{data.name}: 100 bytes, expected"):
+        number_in(tmp_path / "b")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -10,14 +10,24 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import DTypeError, IntegrityError, UnsupportedError, listing, quote
+from rlx_jax.errors import (
+    DTypeError,
+    FormatError,
+    IntegrityError,
+    NonFiniteWeightError,
+    StorageError,
+    UnsupportedError,
+    listing,
+    quote,
+)
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights import limits
@@ -30,8 +40,6 @@ Verify = Literal["auto", "full", "metadata"]
 
 NAME = "rlx_manifest.json"
 VERSION = 1
-SMALL_FILE = 2**20
-"""Files up to this many bytes are digested when a checkpoint is opened, so that no decoder sees a damaged one."""
 
 _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads it unchecked)'
 
@@ -124,8 +132,8 @@ def file_digest(path: str) -> FileEntry:
         return FileEntry(file.tell(), found)
 
 
-def check_files(directory: str, files: Mapping[str, FileEntry]) -> None:
-    """Every file of the manifest is there, with its length; small ones also with their digest.
+def check_lengths(directory: str, files: Mapping[str, FileEntry]) -> None:
+    """Every file of the manifest is there, with its length.
 
     Raises:
         IntegrityError: lists those that differ.
@@ -138,10 +146,24 @@ def check_files(directory: str, files: Mapping[str, FileEntry]) -> None:
             wrong.append(f"{name}: missing")
         elif (size := os.path.getsize(path)) != entry.nbytes:
             wrong.append(f"{name}: {size} bytes, expected {entry.nbytes}")
-        elif size <= SMALL_FILE and file_digest(path) != entry:
-            wrong.append(f"{name}: other content")
     if wrong:
         raise IntegrityError(f"{quote(directory)}: {len(wrong)} files differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+
+
+@contextmanager
+def explained(directory: str, manifest: Manifest | None) -> Iterator[None]:
+    """A decoder's error becomes an `IntegrityError` if files differ from their digests."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except (FormatError, StorageError, NonFiniteWeightError) as cause:
+        files = {} if manifest is None else manifest.files
+        paths = {name: os.path.join(directory, name) for name in files}
+        wrong = [name for name, path in paths.items() if not os.path.isfile(path) or file_digest(path) != files[name]]
+        if not wrong:
+            raise
+        raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(wrong)}; {_ADVICE}") from cause
 
 
 def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
@@ -174,10 +196,10 @@ class SupportsClose(Protocol):
 class VerifiedSource:
     """A source whose every read is compared with the manifest's digest."""
 
-    def __init__(self, source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
-        check_weights(source, weights, where)
+    def __init__(self, source: WeightSource, manifest: Manifest, directory: str) -> None:
+        check_weights(source, manifest.weights, quote(directory))
         self.source = source
-        self._weights, self._where = weights, where
+        self._manifest, self._directory = manifest, directory
 
     def keys(self) -> tuple[str, ...]:
         return self.source.keys()
@@ -198,9 +220,11 @@ class VerifiedSource:
             IntegrityError: its bytes are not those that were saved.
             Others: as the source's.
         """
-        values = self.source.read(key)
-        if digest(values) != self._weights[key].sha256:
-            raise IntegrityError(f"{self._where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
+        with explained(self._directory, self._manifest):
+            values = self.source.read(key)
+        if digest(values) != self._manifest.weights[key].sha256:
+            where = quote(self._directory)
+            raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
         return values[check_index(index, values.shape, key)] if index else values
 
     def close(self) -> None:

@@ -238,9 +238,9 @@ def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
     ):
         raise _Error(f"{where}: chunks {list(chunks)} do not fit shape {list(shape)}")
     dtype = _dtype(content.get("data_type" if zarr3 else "dtype"), where)
-    digits = r"\d+" if zarr3 or shape else "0"
-    rank = len(shape) if zarr3 else max(len(shape), 1)
-    names = "c" + rf"[/.]{digits}" * rank if zarr3 else r"[/.]".join([digits] * rank)
+    separator = content.get("dimension_separator", ".") if not zarr3 else "/"
+    digits = [r"\d+"] * len(shape)
+    names = re.escape(str(separator)).join(["c", *digits] if zarr3 else digits or ["0"])
     return _Grid(TensorType(shape, dtype), chunks, re.compile(names))
 
 

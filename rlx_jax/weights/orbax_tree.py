@@ -136,15 +136,17 @@ def below(name: str, subtree: str) -> str | None:
 
 
 def _leaf(leaf: Any, where: str) -> tuple[str, str]:
-    """Dotted path and kind of one entry of `tree_metadata`."""
+    """Dotted path and kind of one entry of `tree_metadata`; the kind is "None" where nothing is stored."""
     path = leaf.get("key_metadata") if isinstance(leaf, dict) else None
     value = leaf.get("value_metadata") if isinstance(leaf, dict) else None
     parts = [part.get("key") if isinstance(part, dict) else None for part in path] if isinstance(path, list) else []
     segments = [part for part in parts if isinstance(part, str) and part]
-    kind = value.get("value_type") if isinstance(value, dict) else None
+    value = value if isinstance(value, dict) else {}
+    kind = value.get("value_type")
     if not segments or len(segments) < len(parts) or not isinstance(kind, str):
         raise _Error(f"{where}: expected key_metadata with names and value_metadata with a value_type")
     name = ".".join(segments)
+    kind = "None" if value.get("skip_deserialize") is True else kind
     limits.at_most(len(name.encode()), limits.MAX_NAME_BYTES, "limits.MAX_NAME_BYTES", f"{where}: bytes of the name")
     return name, kind
 

@@ -106,7 +106,7 @@ def _read_back(directory: str, format: str, expected: Manifest) -> None:
         else:
             files = open_directory(directory, strict=True, links="follow")
             source = SafetensorsSource(files, on_nonfinite="ignore")
-        with VerifiedSource(source, expected.weights, quote(directory)) as verified:
+        with VerifiedSource(source, expected, directory) as verified:
             for key in verified.keys():
                 verified.read(key)
     except RlxError as cause:

@@ -47,8 +47,9 @@ from rlx_jax.weights.manifest import (
     Manifest,
     VerifiedSource,
     Verify,
-    check_files,
+    check_lengths,
     close,
+    explained,
     read_manifest,
 )
 from rlx_jax.weights.orbax import OrbaxSource
@@ -305,30 +306,33 @@ class SafetensorsSource:
 
 
 def _open_directory(path: str, options: _Options) -> WeightSource:
-    """The weights of a directory: safetensors if there are such files, else orbax. Digests first, decoders then."""
+    """The weights of a directory: safetensors if there are such files, else orbax."""
     if holds_safetensors(path) or not is_orbax(path):
         manifest = _manifest(path, options)
-        source: WeightSource = _open_files(path, options)
+        with explained(path, manifest):
+            source: WeightSource = _open_files(path, options)
     else:
         path, subtree = find_item(path, options.subtree)
         manifest = _manifest(path, options)
         if manifest is None and options.verify == "auto":
             message = f"{quote(path)}: an orbax checkpoint without {NAME}: bits are not verified"
             warnings.warn(f'{message}; verify="metadata" says that this is meant', RlxWarning, stacklevel=3)
-        source = OrbaxSource(read_tree(path, subtree), on_nonfinite=options.on_nonfinite, links=options.links)
+        with explained(path, manifest):
+            tree = read_tree(path, subtree)
+            source = OrbaxSource(tree, on_nonfinite=options.on_nonfinite, links=options.links)
         if manifest is not None:
             named = {below(name, subtree): entry for name, entry in manifest.weights.items()}
             manifest = replace(manifest, weights={key: entry for key, entry in named.items() if key is not None})
-    return source if manifest is None else VerifiedSource(source, manifest.weights, quote(path))
+    return source if manifest is None else VerifiedSource(source, manifest, path)
 
 
 def _manifest(directory: str, options: _Options) -> Manifest | None:
-    """The manifest to check weights with, after the files agreed with it."""
+    """The manifest to check weights with, after the lengths of files agreed with it."""
     if options.verify == "metadata":
         return None
     manifest = read_manifest(directory, options.links)
     if manifest is not None:
-        check_files(directory, manifest.files)
+        check_lengths(directory, manifest.files)
     elif options.verify == "full":
         raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
     return manifest
