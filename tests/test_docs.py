@@ -50,7 +50,7 @@ def page_param(page: Path) -> Any:
     return pytest.param(page, marks=pytest.mark.slow if page.stem == "training" else (), id=page.stem)
 
 
-@pytest.mark.parametrize("page", map(page_param, PAGES))
+@pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, from top to bottom."""
     for name, fixture in TINY.items():
