@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,6 +56,7 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
+from rlx_jax.weights import limits as weight_limits
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
@@ -655,3 +660,40 @@ def test_a_block_path_is_named_once() -> None:
     inner = RlxError("layers.1.attn: no")
     inner.locate("layers.1")
     assert str(inner) == "layers.1.attn: no"
+
+
+# -- docs/errors.md ----------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
+LIMITED = [
+    "generate.tokenizer", "ir.ops.pointwise", "ir.types", "models.config", "profiles.check", "profiles.text",
+    "weights.limits",
+]  # fmt: skip
+
+
+def test_every_limit_is_documented() -> None:
+    """Under its name, with its default."""
+    found = re.findall(r"^\| `(rlx_jax\.[\w.]+)` \| (\d+) \|", PAGE, re.MULTILINE)
+    modules = [importlib.import_module(f"rlx_jax.{name}") for name in LIMITED]
+    limits = {
+        f"{m.__name__}.{name}": value for m in modules for name, value in vars(m).items() if name.startswith("MAX_")
+    }
+    assert {name: int(value) for name, value in found} == limits
+
+
+def test_every_error_is_documented() -> None:
+    """By name, in the table of the tree."""
+    missing = [c.__name__ for c in TREE if f"`{c.__name__}`" not in PAGE and c is not RlxError]
+    assert not missing
+
+
+def test_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text block is what the Python block before it prints."""
+    copy(LLAMA, tmp_path / "path" / "to" / "llama")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weight_limits, "MAX_TENSORS", weight_limits.MAX_TENSORS)
+    namespace: dict[str, Any] = {}
+    for code, text in re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        assert printed.getvalue() == text

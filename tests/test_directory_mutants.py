@@ -1,0 +1,226 @@
+"""Damaged index files, configs and profiles: refused in our words, or what they say, as another parser reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import rlx_jax as rlx
+from rlx_jax.errors import ProfileError, RlxError, UnsupportedError
+from rlx_jax.ir.types import MAX_DIM
+from tests.oracles.checkpoints import FIXTURES, copy
+from tests.oracles.fuzzing import bounded_memory, case, corpus, seed_of
+
+INDEX = "model.safetensors.index.json"
+SHARDS = {"a.safetensors": {"w": np.arange(6, dtype=np.float32)}, "b.safetensors": {"b": np.ones(3, np.float32)}}
+WHOLE: list[Any] = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    64,
+    1024,
+    2**31,
+    2**62,
+    2**64,
+    10**60,
+    2.5,
+    -0.0,
+    1e300,
+    True,
+    None,
+    "32",
+    "",
+    [],
+    {},
+    [1],
+]
+NAMES = ["a.safetensors", "b.safetensors", "../m.safetensors", "/etc/passwd", "A.safetensors", "", ".", "NUL", "m.bin",
+         "a.safetensors/", "a\0", "sub/../a.safetensors", "a.safetensors ", "é" * 200, 3, None, ["a"]]  # fmt: skip
+FIELDS = ["a_field", "auto_map", "sliding_window", "quantization_config", "head_dim", "rope_scaling", "\ud83d\ude00"]
+PIECES = [b"{", b"}", b"[", b"]", b'"', b"'", b"\\", b",", b":", b"=", b".", b"#", b"\n", b"\0", b"\xff", b"NaN",
+          b"nan", b"inf", b"-", b"1", b"9" * 5000, b"[" * 200, b"a." * 40, b"true", b"0x", b"\\ud800", b"1e999",
+          b"\xef\xbb\xbf", "é".encode(), b'"""', b"[fusion]", b"1979-05-27", b"{a=1}"]  # fmt: skip
+
+
+def scramble(raw: bytes, rng: random.Random) -> bytes:
+    """A few changes to the bytes."""
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        at, size = rng.randrange(len(raw) + 1), rng.randint(0, 30)
+        cut = raw[at : at + size]
+        new = rng.choice([b"", cut + cut, rng.choice(PIECES), rng.choice(PIECES), rng.randbytes(2)])
+        raw = raw[:at] + new + raw[at + size * rng.randint(0, 1) :]
+    return raw
+
+
+# -- one judge for each kind of file -----------------------------------------------------------
+
+
+def index_mutant(rng: random.Random) -> bytes:
+    weight_map: dict[str, Any] = {key: name for name, tensors in SHARDS.items() for key in tensors}
+    content: dict[str, Any] = {"metadata": {"total_size": 36}, "weight_map": weight_map}
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        match rng.randrange(6):
+            case 0:
+                weight_map[rng.choice(["w", "b", "more", ""])] = rng.choice(NAMES)
+            case 1:
+                weight_map.pop(rng.choice(list(weight_map)), None) if weight_map else None
+            case 2:
+                content["metadata"] = rng.choice([{}, None, 3, {"total_size": rng.choice(WHOLE)}])
+            case 3:
+                content["weight_map"] = rng.choice([weight_map, weight_map, *WHOLE])
+            case 4:
+                content[rng.choice(["metadata", "weight_map", "more"])] = rng.choice([weight_map, *WHOLE])
+            case _:
+                content["metadata"] = {"total_size": 36, "more": rng.choice(WHOLE)}
+    raw = json.dumps(content, ensure_ascii=rng.random() < 0.5).encode()
+    return scramble(raw, rng) if rng.random() < 0.4 else raw
+
+
+def judge_index(raw: bytes, here: Path) -> str:
+    """What opens holds what the index lists, as it was written, and nothing from outside."""
+    (here / INDEX).write_bytes(raw)
+    source = rlx.open_weights(here)
+    listed = json.loads(raw)["weight_map"]
+    assert set(source.keys()) == set(listed)
+    assert all(np.array_equal(source.read(key), SHARDS[shard][key]) for key, shard in listed.items())
+    return "opened"
+
+
+def config_mutant(rng: random.Random, base: dict[str, Any]) -> bytes:
+    config = dict(base)
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        field = rng.choice([*config, *config, *FIELDS])
+        match rng.randrange(4):
+            case 0:
+                config.pop(field, None)
+            case 1 if isinstance(config.get(field), dict):
+                config[field] = config[field] | {rng.choice([*config[field], "more"]): rng.choice(WHOLE)}
+            case 2 if isinstance(config.get(field), int):
+                config[field] = config[field] + rng.choice([-1, 1, 8])
+            case _:
+                config[field] = rng.choice([*WHOLE, "gelu", "llama", "bert", base.get(field)])
+    raw = json.dumps(config).encode()
+    return scramble(raw, rng) if rng.random() < 0.4 else raw
+
+
+def judge_config(raw: bytes, here: Path) -> str:
+    """A config that is taken gives a flow whose weights are those of the file, by the sizes that it names."""
+    (here / "config.json").write_bytes(raw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flow = rlx.from_pretrained(here)
+    said = json.loads(raw)
+    table = next(k for k in flow.weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))  # type: ignore[union-attr]
+    rows, width = flow.weights.spec(table).shape  # type: ignore[union-attr]
+    assert (said["vocab_size"], said["hidden_size"]) == (rows, width)
+    assert 1 <= said["num_hidden_layers"] <= 1024
+    assert 1 <= said.get("max_position_embeddings", 512) <= MAX_DIM
+    return said["model_type"]
+
+
+def judge_profile(raw: bytes, here: Path) -> str:
+    """A profile that is taken says what tomllib reads, and is itself again after writing."""
+    path = here / "p.rlx.toml"
+    path.write_bytes(raw)
+    profile = rlx.CompileProfile.from_toml(path)
+    assert rlx.CompileProfile.from_toml_str(profile.to_toml()) == profile
+    agree(tomllib.loads(raw.decode()), profile)
+    return "read"
+
+
+def agree(said: dict[str, Any], table: Any) -> None:
+    """Each value of the text is that of the profile."""
+    for key, value in said.items():
+        held = table[key] if not hasattr(table, key) else getattr(table, key)
+        if isinstance(value, dict):
+            agree(value, held)
+        else:
+            assert held == value or list(held) == value, (key, value, held)
+
+
+def run(
+    kind: str, count: int, seed: int, make: Callable[[random.Random], bytes], judge: Callable[[bytes], str]
+) -> None:
+    """`count` mutants through `judge`; both outcomes must be frequent."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    print(f"{kind} mutants: {count}, RLX_FUZZ_SEED={seed}")
+    with bounded_memory():
+        for _ in range(count):
+            raw = make(rng)
+            with case(kind, raw):
+                outcomes[outcome(raw, judge)] += 1
+    print(dict(outcomes.most_common(12)))
+    refused = sum(n for name, n in outcomes.items() if name.endswith("Error"))
+    assert refused > count // 5 and count - refused > count // 20, outcomes
+
+
+def outcome(raw: bytes, judge: Callable[[bytes], str]) -> str:
+    try:
+        return judge(raw)
+    except RlxError as error:
+        message = str(error)
+        assert message.isprintable() and 10 < len(message) <= 2048, message
+        return type(error).__name__
+
+
+KINDS = ["index", "config_llama", "config_bert", "profile"]
+BASES = {"config_llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "config_bert": FIXTURES / "bert" / "bare_v5"}
+FULL = rlx.CompileProfile().replace(
+    name="all",
+    precision={"compute": "bf16"},
+    backend={"cpu": {"compiler_options": {"xla_a": True, "xla_b": -3, "xla_c": 1e-5, "xla_d": 'x"\\y'}}},
+)
+
+
+def bench(kind: str, here: Path) -> tuple[Callable[[random.Random], bytes], Callable[[bytes], str]]:
+    """How to make a mutant of a kind, and who judges it, in the directory `here`."""
+    if kind == "profile":
+        return lambda rng: scramble(FULL.to_toml().encode(), rng), lambda raw: judge_profile(raw, here)
+    if kind == "index":
+        (here / "in").mkdir()
+        for name, tensors in SHARDS.items():
+            save_file(dict(tensors), here / "in" / name)
+        save_file(dict(SHARDS["a.safetensors"]), here / "m.safetensors")  # what a name might reach
+        return index_mutant, lambda raw: judge_index(raw, here / "in")
+    directory = copy(BASES[kind], here / "in")
+    base = json.loads((directory / "config.json").read_text("utf-8"))
+    return lambda rng: config_mutant(rng, base), lambda raw: judge_config(raw, directory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutants(kind: str, tmp_path: Path) -> None:
+    run(kind, 300, seed_of("fixed"), *bench(kind, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_mutants(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        run(kind, 10_000 if kind.startswith("config") else 20_000, seed_of("new"), *bench(kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_corpus(kind: str, tmp_path: Path) -> None:
+    """Mutants that failed once, and the smallest of each outcome: both outcomes are among them."""
+    _, judge = bench(kind, tmp_path)
+    outcomes = {outcome(saved.read_bytes(), judge) for saved in corpus(kind)}
+    assert len(outcomes) > 1 and any(name.endswith("Error") for name in outcomes)
+
+
+def test_a_profile_is_refused_as_a_profile(tmp_path: Path) -> None:
+    """Never as something else."""
+    make, judge = bench("profile", tmp_path)
+    rng = random.Random(1)
+    assert {outcome(make(rng), judge) for _ in range(200)} <= {"read", ProfileError.__name__, UnsupportedError.__name__}
