@@ -37,7 +37,7 @@ oracle: $(VENV)/.installed-oracle
 
 # Run the notebooks and store their outputs.
 notebooks: $(VENV)/.installed-dev
-	$(VENV)/bin/jupyter execute --NotebookClient.record_timing=False --inplace notebooks/*.ipynb
+	$(PY) notebooks/execute.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
