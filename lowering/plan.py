@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from rlx_jax.ir.graph import Graph, StateRead
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.attention import Call, Choice, attentions
+from rlx_jax.lowering.passes.dce import live
 
 StateKey = tuple[str, str]
 
@@ -75,9 +76,10 @@ def state_types(graph: Graph, stacked: bool) -> dict[StateKey, TensorType]:
 
 
 def flops(graph: Graph) -> int:
-    """Multiply-adds × 2 of all contractions, layers counted as often as they run (XLA counts a scan body once)."""
+    """Multiply-adds × 2 of all contractions that something needs, layers as often as they run (XLA counts a scan
+    body once)."""
     total = 0
-    for node in graph.nodes:
+    for node in (graph.nodes[number] for number in live(graph)):
         operands = [graph.type(v) for v in node.inputs]
         if hasattr(node.op, "flops"):
             total += node.op.flops(operands, node.types)
