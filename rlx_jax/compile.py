@@ -25,18 +25,14 @@ from rlx_jax.built import Buildable, BuiltModel, Weights
 from rlx_jax.errors import (
     FusionError,
     GraphError,
-    LevelError,
     ProfileError,
     RlxWarning,
     UnexpectedWeightError,
-    did_you_mean,
     listing,
-    quote,
 )
 from rlx_jax.executable import Around, Arrays, Executable, Function, StateArrays, compile_program
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
-from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.verify import verify
@@ -56,22 +52,7 @@ from rlx_jax.lowering.plan import Lir, Plan, state_types
 from rlx_jax.lowering.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.specialise import specialise
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.settings import Settings, settings_for, settings_of
-
-
-def choose_settings(built: BuiltModel, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
-    """By the given profile, else the flow's own, else `auto`; by its plan for a module at LIR.
-
-    Raises:
-        LevelError: a profile for a module at LIR.
-    """
-    if built.plan is None:
-        profile = profile or built.profile or CompileProfile()
-        return settings_for(profile, built.source, built.keys_read, merge, program)
-    if profile is not None:
-        raise LevelError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
-    return settings_of(built.plan)
-
+from rlx_jax.settings import Settings, check_inputs, choose_settings, warn_without_effect
 
 # -- the pipeline ------------------------------------------------------------------------------
 
@@ -272,34 +253,6 @@ def open_compiler(
     compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
     compiler.templates[(first, frozenset(), False)] = template
     return compiler
-
-
-def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
-    """Inputs that the profile names are inputs of the flow.
-
-    Raises:
-        ProfileError: with a suggestion.
-    """
-    known = [i.name for i in flow.inputs]
-    for name in names:
-        if name not in known:
-            raise ProfileError(
-                f"donation.inputs: {flow.name} has no input {quote(name)}; it has {listing(known)}"
-                f"{did_you_mean(name, known)}"
-            )
-
-
-def warn_without_effect(settings: Settings, name: str, mir: Graph) -> None:
-    """A warning for each setting that has nothing to act on in this program."""
-    nodes = [node for _, node in mir.walk()]
-    if settings.remat != "none" and not any(node.op.regions() for node in nodes):
-        warnings.warn(
-            f"{name}: layers.remat = {settings.remat!r} has no effect: no layers repeat", RlxWarning, stacklevel=2
-        )
-    if settings.attention == "cudnn" and not any(isinstance(node.op, AttentionOp) for node in nodes):
-        warnings.warn(
-            f"{name}: attention.implementation = 'cudnn' has no effect: there is no attention", RlxWarning, stacklevel=2
-        )
 
 
 @contextlib.contextmanager

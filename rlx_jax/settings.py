@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import ProfileError
+from rlx_jax.built import Buildable, BuiltModel
+from rlx_jax.errors import LevelError, ProfileError, RlxWarning, did_you_mean, listing, quote
+from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.passes import CLEANING, PASSES, fusion_passes
@@ -38,6 +42,20 @@ class Settings:
     donate_state: bool
     donate_inputs: tuple[str, ...]
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
+
+
+def choose_settings(built: BuiltModel, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
+    """By the given profile, else the flow's own, else `auto`; by its plan for a module at LIR.
+
+    Raises:
+        LevelError: a profile for a module at LIR.
+    """
+    if built.plan is None:
+        profile = profile or built.profile or CompileProfile()
+        return settings_for(profile, built.source, built.keys_read, merge, program)
+    if profile is not None:
+        raise LevelError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
+    return settings_of(built.plan)
 
 
 def settings_for(
@@ -150,3 +168,34 @@ def compute_dtype(precision: Precision, target: str, source: WeightSource | None
             held[spec.dtype] = held.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
     most = max(held, key=lambda d: held[d], default=f32)
     return most if most.itemsize == 2 else f32
+
+
+# -- settings that do not fit the program ------------------------------------------------------
+
+
+def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
+    """Inputs that the profile names are inputs of the flow.
+
+    Raises:
+        ProfileError: with a suggestion.
+    """
+    known = [i.name for i in flow.inputs]
+    for name in names:
+        if name not in known:
+            raise ProfileError(
+                f"donation.inputs: {flow.name} has no input {quote(name)}; it has {listing(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def warn_without_effect(settings: Settings, name: str, mir: Graph) -> None:
+    """A warning for each setting that has nothing to act on in this program."""
+    nodes = [node for _, node in mir.walk()]
+    if settings.remat != "none" and not any(node.op.regions() for node in nodes):
+        warnings.warn(
+            f"{name}: layers.remat = {settings.remat!r} has no effect: no layers repeat", RlxWarning, stacklevel=4
+        )
+    if settings.attention == "cudnn" and not any(isinstance(node.op, AttentionOp) for node in nodes):
+        warnings.warn(
+            f"{name}: attention.implementation = 'cudnn' has no effect: there is no attention", RlxWarning, stacklevel=4
+        )

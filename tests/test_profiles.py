@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import time
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from rlx_jax.profiles import (
     schema,
     text,
 )
-from rlx_jax.profiles.check import Table
+from rlx_jax.profiles.check import Table, field_types
 
 read = CompileProfile.from_toml_str
 
@@ -172,6 +173,26 @@ def test_options_of_other_types_are_other_options() -> None:
 def test_constructors_check_too(build: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         build()
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "profiles.md"
+
+
+def test_the_page_lists_every_setting() -> None:
+    """Each key once, its default first, and every value that has a name."""
+    table = PAGE.read_text("utf-8").partition("## Settings")[2].partition("## Dtypes")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (`.*?`) \|", table, re.MULTILINE)
+    listed = {key: values.split(", ") for keys, values in rows for key in keys.split(", ")}
+    paths = [p for p in leaves(CompileProfile()) if p != "name" and not re.match(r"backend\.(cuda|rocm|tpu)\.", p)]
+    assert sorted(listed) == sorted(f"`{p.replace('.cpu.', '.<name>.')}`" for p in paths)
+    for path in paths:
+        values, default = listed[f"`{path.replace('.cpu.', '.<name>.')}`"], at(CompileProfile(), path)
+        spelled = str(default).lower() if isinstance(default, bool) else default
+        assert values[0] == f"`{'{}' if isinstance(default, Options) else '[]' if default == () else spelled}`", path
+        table_of, _, key = path.rpartition(".")
+        hint = field_types(type(at(CompileProfile(), table_of)))[key]
+        arms = () if get_origin(hint) is tuple else (hint, *get_args(hint))
+        assert {f"`{c}`" for arm in arms if get_origin(arm) is Literal for c in get_args(arm)} <= set(values), path
 
 
 # -- TOML out ----------------------------------------------------------------------------------
