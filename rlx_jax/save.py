@@ -43,6 +43,7 @@ def save(
 
     Keys and shapes are the checkpoint's, whatever the profile merged, stacked or transposed. The directory is
     written beside `path`, read back, and renamed: `path` is what it was or what it is to be, also after a crash.
+    On the host there is room for all weights at once, as orbax takes them together.
 
     Args:
         model: with `params`; after training, `model.replace(params=params)`.
@@ -61,7 +62,8 @@ def save(
     """
     compiled = model.model if isinstance(model, CausalLM | Encoder) else model
     if not isinstance(compiled, CompiledModel):
-        raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}")
+        hint = "; pass its to_model()" if hasattr(model, "to_model") else ""
+        raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}{hint}")
     compiler = compiled.compiler
     params = compiled.require_params("save")
     source = compiler.source if has_data(compiler) else None

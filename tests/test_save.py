@@ -179,6 +179,24 @@ def test_every_profile_saves_the_same_checkpoint(
     assert_holds(tmp_path / "it", {key: original.read(key) for key in original.keys()})
 
 
+def test_an_encoder(tmp_path: Path) -> None:
+    original = rlx.open_weights(FIXTURES / "bert" / "bare_v5")
+    encoder = rlx.load(FIXTURES / "bert" / "bare_v5")
+    rlx.save(encoder, tmp_path / "it")
+    saved = rlx.open_weights(tmp_path / "it", verify="full").keys()
+    left = set(original.keys()) - set(saved)
+    assert set(saved) < set(original.keys()) and all("pooler" in key for key in left), left
+    assert_holds(tmp_path / "it", {key: original.read(key) for key in saved})
+
+
+def test_random_parameters_of_a_flow_without_a_checkpoint(tmp_path: Path) -> None:
+    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).linear("w", shape=(8, 4))
+    model = rlx.compile(flow)
+    params = model.init(0)
+    rlx.save(model.replace(params=params), tmp_path / "it")
+    assert_holds(tmp_path / "it", {"w": np.asarray(params["w"])})
+
+
 # -- exactness ---------------------------------------------------------------------------------
 
 
@@ -212,6 +230,21 @@ def test_untouched_weights_that_were_narrowed_are_copied_from_the_source(tmp_pat
     rlx.save(changed, tmp_path / "f32", dtype="f32")
     twice = np.asarray(params["a.bias"]).astype(np.float32)
     assert_holds(tmp_path / "f32", {"a.weight": weights["a.weight"], "a.bias": twice})
+
+
+def test_wide_weights(tmp_path: Path) -> None:
+    """JAX narrows 64-bit weights at load: what nobody changed keeps its bits, integers always do."""
+    flow, weights = mlp(np.float64)
+    flow = flow.custom(lambda emit, x: x + emit.param("steps", shape=(8,)).astype("f32"))
+    weights["steps"] = np.arange(8)
+    model = rlx.compile(flow, weights=weights)
+    rlx.save(model, tmp_path / "same")
+    assert_holds(tmp_path / "same", weights)
+    params = {name: leaf + 1 for name, leaf in (model.params or {}).items()}
+    with pytest.raises(WeightDTypeError, match="2 weights are f32 in the model and f64 .*'a.weight', 'a.bias';"):
+        rlx.save(model.replace(params=params), tmp_path / "no")
+    rlx.save(model.replace(params=params), tmp_path / "f32", dtype="f32")
+    assert_holds(tmp_path / "f32", {key: np.asarray(params[key]) for key in mlp()[1]} | {"steps": np.arange(8) + 1})
 
 
 def test_narrowing_to_infinity_warns(tmp_path: Path) -> None:

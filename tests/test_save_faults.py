@@ -109,6 +109,28 @@ def test_killed_before_any_operation(
         assert number_in(path / "it") == 3 and os.listdir(path) == ["it"]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_is_on_disk_before_the_rename(tmp_path: Path, format: str) -> None:
+    """What a power failure may undo: nothing that the rename makes visible, and after the save not the rename."""
+    write(tmp_path / "it", 1, format)
+    synced: list[str] = []
+    real_sync, real_rename = os.fsync, atomic._rename2
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        real_sync(descriptor)
+
+    def rename(source: str, target: str, flags: int) -> bool:
+        below = [path for path in Path(source).rglob("*") if path.is_file() or path.is_dir()]
+        assert {source, *map(str, below)} <= set(synced) and len(below) > 1
+        synced.clear()
+        return real_rename(source, target, flags)
+
+    with mock.patch.object(os, "fsync", fsync), mock.patch.object(atomic, "_rename2", rename):
+        write(tmp_path / "it", 2, format)
+    assert synced[-1] == str(tmp_path)
+
+
 CHILD = """
 import sys
 import numpy as np
