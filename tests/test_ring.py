@@ -22,7 +22,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     window=st.integers(1, 4),
     spare=st.integers(0, 1),
