@@ -21,6 +21,7 @@ from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.plan import Lir, state_types
 
 SLACK = 2**16  # bytes: alignment and small constants
+CUBLAS_WORKSPACE = 2**25  # bytes: what cuBLAS may keep beside a product, which XLA counts as temporary
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, and widens a cache whole to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
+    slack = SLACK + (CUBLAS_WORKSPACE if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
     return Donation(
         state_bytes=sum(t.nbytes for t in types.values()),
@@ -59,7 +61,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activation_bytes(lir.graph, in_place=False) + 2 * largest + 2 * sum(narrow) + 8 * outputs + SLACK,
+        temp_limit=activation_bytes(lir.graph, in_place=False) + 2 * largest + 2 * sum(narrow) + 8 * outputs + slack,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
 
