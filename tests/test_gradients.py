@@ -181,7 +181,14 @@ CASES = {
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
     ),
 }
-SLOW_CASES = ("attention, ones mask", "llama, window mask", "llama, keep mask", "llama, no mask", "llama, composed")
+SLOW_CASES = (
+    "llama",  # the default suite has it in QUICK_PLANS
+    "attention, ones mask",
+    "llama, window mask",
+    "llama, keep mask",
+    "llama, no mask",
+    "llama, composed",
+)
 PLANS = [f"{roll} {remat}" for roll in ("scan", "unroll") for remat in ("none", "layer", "dots")]
 QUICK_PLANS = ("scan layer", "unroll dots")
 

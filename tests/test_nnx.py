@@ -159,6 +159,18 @@ def test_orbax_resumes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, module.arrays()[name])
 
 
+def test_orbax_takes_the_state_as_it_is(weights: Any, tmp_path: Path) -> None:
+    """The recipe of Flax's own pages: `nnx.split`, save the state, restore it into that of an abstract module."""
+    module = rlx.nnx.FlowModule(FLOW, weights)
+    graphdef, state = nnx.split(module)
+    abstract = nnx.state(nnx.eval_shape(lambda: rlx.nnx.FlowModule(FLOW, weights)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", abstract)
+    np.testing.assert_array_equal(nnx.merge(graphdef, restored)(IDS), module(IDS))
+
+
 def integer_flow() -> rlx.ModelFlow:
     """`E[permutation[ids]] · scale`, with a table of integers among the weights."""
 
