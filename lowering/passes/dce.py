@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rlx_jax.ir.graph import Builder, Graph, Node, Rewrite, TypeCache, Value, rewrite
+from rlx_jax.ir.graph import Builder, Graph, Node, Rewrite, StateRead, TypeCache, Value, rewrite
 
 
 def dce(graph: Graph, types: TypeCache) -> Graph:
@@ -24,6 +24,9 @@ def dce(graph: Graph, types: TypeCache) -> Graph:
 def live(graph: Graph) -> set[int]:
     """Numbers of the nodes that an output, a state write or a region with writes needs."""
     needed = {v.node for v in graph.roots()}
+    # A state leaf that is written is also read, though nothing needs what it held: its type says what is kept.
+    written = {leaf for leaf, _ in graph.writes}
+    needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written}
     for number in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[number]
         if number in needed or any(region.writes for region in node.op.regions()):

@@ -429,7 +429,7 @@ def _rewrite(
         op = node.op
         if isinstance(op, BodyInput) and given:
             op = BodyInput(op.index, type=given[op.index])
-        if op.regions():
+        if op.regions() and len(inputs) == len(node.inputs):  # else an operand was dropped, and this node will be
             operand_types = tuple(b.type(v) for v in inputs)
             op = op.with_regions(tuple(_rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)

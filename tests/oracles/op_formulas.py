@@ -73,6 +73,7 @@ def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, kv_heads: int, causal: bool = False,
     window: int | None = None, scale: float | None = None, softcap: float | None = None,
     keep: np.ndarray | None = None, bias: np.ndarray | None = None, positions: np.ndarray | None = None,
+    key_positions: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Attention one score at a time."""
     batch, queries, width = q.shape
@@ -87,9 +88,12 @@ def attention(
                 at = s + keys - queries if positions is None else int(positions[b % len(positions), s])
                 scores: dict[int, float] = {}
                 for t in range(keys):
-                    if (causal or window is not None) and t > at:
+                    where = t if key_positions is None else int(key_positions[b, t])
+                    if (causal or window is not None) and where < 0:
                         continue
-                    if window is not None and t <= at - window:
+                    if (causal or window is not None) and where > at:
+                        continue
+                    if window is not None and where <= at - window:
                         continue
                     if keep is not None and keep[b % len(keep), t] < 0.5:
                         continue

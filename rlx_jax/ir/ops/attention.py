@@ -31,7 +31,8 @@ class AttentionOp(Mir):
     Without `positions` the queries are the last S of the T keys (bottom-right aligned).
 
     `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
-    key head h // (N/K), without repeating keys. A row without any key gives zeros.
+    key head h // (N/K), without repeating keys. A row without any key gives zeros; where positions are given, whoever
+    gives them leaves each query a key.
     """
 
     heads: int

@@ -1,0 +1,8 @@
+"""Random programs that the compiler must not change, and faults that it must be caught with.
+
+- `meaning`: a graph's value in NumPy float64, op by op, without the library's `eval` and `expand`.
+- `sketch`: a graph while it grows, with its numbers and what rounding may do to them.
+- `tensor_ops`, `patterns`: what a random MIR graph is grown from. `blocks`: the same for HIR.
+- `check`: a graph before and after a pass, and compiled.
+- `planted`: the faults.
+"""

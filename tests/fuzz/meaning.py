@@ -1,0 +1,376 @@
+"""The value of a graph in NumPy float64: one formula an op, and a loop over the nodes.
+
+Floating values are float64 whatever their dtype, so a graph before and after a pass agrees to the last digits;
+integers and bools are themselves. Nothing here calls `eval`, `expand` or the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.fused import (
+    ElementwiseRegion,
+    FusedMatMulBiasAct,
+    FusedResidualLayerNorm,
+    FusedResidualRmsNorm,
+    FusedSwiGLU,
+)
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
+from rlx_jax.ir.ops.shaping import (
+    AxisOf,
+    Concat,
+    Gather,
+    Iota,
+    Narrow,
+    Reduce,
+    RepeatHeads,
+    Reshape,
+    Slice,
+    Softmax,
+    TakeRow,
+    Transpose,
+)
+from rlx_jax.ir.param import Cast, Key, Program, Stack, Transposed
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import TensorType, is_float
+from tests.oracles import op_formulas as formula
+
+Array = np.ndarray[Any, Any]
+Meaning = Callable[..., Any]
+attention: Meaning = formula.attention
+rms_norm: Meaning = formula.rms_norm
+layer_norm: Meaning = formula.layer_norm
+
+
+@dataclass
+class Feeds:
+    """Arrays for the leaves of a graph: inputs by name, weights by key, state by (block path, slot)."""
+
+    inputs: dict[str, Array] = field(default_factory=dict)
+    weights: dict[str, Array] = field(default_factory=dict)
+    state: dict[tuple[str, str], Array] = field(default_factory=dict)
+
+
+def wide(array: Array) -> Array:
+    """Floats as float64."""
+    return array.astype(np.float64) if is_float(array.dtype) else array
+
+
+# -- MIR ---------------------------------------------------------------------------------------
+
+
+def product(x: Array, w: Array, contract: int) -> Array:
+    """x · w over axis `contract` of w."""
+    return np.tensordot(x, w, axes=(x.ndim - 1, contract))
+
+
+def activation(kind: str) -> Callable[[Array], Array]:
+    """The function of that name; "" is the identity."""
+    return formula.UNARY_REFERENCE[kind] if kind else lambda x: x
+
+
+def reshape(op: Reshape, x: Array) -> Array:
+    """`AxisOf` entries are sizes of x."""
+    return x.reshape([x.shape[t.axis] if isinstance(t, AxisOf) else t for t in op.target])
+
+
+def cast(op: CastTo, x: Array) -> Array:
+    """By value: truncated towards zero to an integer, not zero is True."""
+    if op.dtype == np.bool_:
+        return x != 0
+    return x.astype(np.float64) if is_float(op.dtype) else np.trunc(x).astype(op.dtype)
+
+
+def sliced(op: Slice, x: Array) -> Array:
+    """`x[key]`"""
+    return x[tuple(slice(*k) if isinstance(k, tuple) else k for k in op.key)]
+
+
+def narrow(op: Narrow, x: Array) -> Array:
+    """`length` entries from `start`."""
+    start = op.start % x.shape[op.axis]
+    return np.take(x, range(start, start + op.length), axis=op.axis)
+
+
+def take_row(op: TakeRow, x: Array, index: Array) -> Array:
+    """One row of each batch entry."""
+    return np.stack([x[b % len(x), index[b]] for b in range(len(index))])[:, None]
+
+
+def repeat_heads(op: RepeatHeads, x: Array) -> Array:
+    """Each head `times` times in a row."""
+    heads = np.split(x, op.heads, axis=-1)
+    return np.concatenate([head for head in heads for _ in range(op.times)], axis=-1)
+
+
+def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest: Array) -> Array:
+    """One score at a time."""
+    return attention(
+        q, k, v, heads=op.heads, kv_heads=op.kv_heads, causal=op.causal, window=op.window, scale=op.scale,
+        softcap=op.softcap, **dict(zip(op.extra, rest, strict=True)),
+    )  # fmt: skip
+
+
+def swiglu(op: FusedSwiGLU, x: Array) -> Array:
+    """act(gate) · up, gate the first half or the second."""
+    gate, up = np.split(x, 2, axis=-1)[:: 1 if op.gate_first else -1]
+    return activation(op.activation)(gate) * up
+
+
+def residual(op: FusedResidualLayerNorm | FusedResidualRmsNorm, x: Array, r: Array, *rest: Array) -> Array:
+    """The norm of x + r [+ bias]."""
+    bias, weights = (rest[0], rest[1:]) if op.has_bias else (0.0, rest)
+    norm = layer_norm if isinstance(op, FusedResidualLayerNorm) else rms_norm
+    return norm(x + r + bias, *weights, eps=op.eps)
+
+
+def region(op: ElementwiseRegion, *operands: Array) -> Array:
+    """Step after step."""
+    values = list(operands)
+    for step in op.steps:
+        values.append(MIR[type(step.op)](step.op, *(values[i] for i in step.operands)))
+    return values[-1]
+
+
+def rope_table(op: RopeTable | hir.RopeAngles, positions: Array) -> tuple[Array, Array]:
+    """cos and sin of position · frequency."""
+    angles = positions[..., None] * np.array(op.inv_freq)
+    return np.cos(angles) * op.factor, np.sin(angles) * op.factor
+
+
+def rotate(op: RopeOp | hir.Rope, x: Array, cos: Array, sin: Array) -> Array:
+    """Pairs (i, i + R/2) of each head."""
+    return formula.rope(x, cos, sin, op.head_dim, op.n_rot)
+
+
+def twice_plus_one(x: Any) -> Any:
+    """A user's closure."""
+    return x * 2 + 1
+
+
+def sine_and_first(x: Any) -> Any:
+    """A user's closure with two results."""
+    return jnp.sin(x), x[..., :1]
+
+
+TWINS: dict[Callable[..., Any], Meaning] = {
+    twice_plus_one: lambda x: x * 2 + 1,
+    sine_and_first: lambda x: (np.sin(x), x[..., :1]),
+}
+"""JAX functions that `JaxFn` nodes hold, and the same in NumPy."""
+
+
+MIR: dict[type[Op], Meaning] = {
+    Unary: lambda op, x: formula.UNARY_REFERENCE[op.kind](x),
+    Binary: lambda op, a, b: formula.BINARY_REFERENCE[op.kind](a, b),
+    Compare: lambda op, a, b: formula.COMPARE_REFERENCE[op.kind](a, b),
+    Where: lambda op, c, a, b: np.where(c != 0, a, b),
+    CastTo: cast,
+    FullLike: lambda op, x: np.full(x.shape, op.value),
+    JaxFn: lambda op, *arrays: TWINS[op.fn](*arrays),
+    MatMul: lambda op, x, w: product(x, w, op.contract),
+    BatchMatMul: lambda op, a, b: np.matmul(a, b),
+    FusedMatMulBiasAct: lambda op, x, w, b: activation(op.activation)(product(x, w, op.contract) + b),
+    FusedSwiGLU: swiglu,
+    FusedResidualLayerNorm: residual,
+    FusedResidualRmsNorm: residual,
+    ElementwiseRegion: region,
+    RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps),
+    LayerNormOp: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
+    Reshape: reshape,
+    Transpose: lambda op, x: np.transpose(x, op.perm),
+    Narrow: narrow,
+    Slice: sliced,
+    Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
+    Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
+    TakeRow: take_row,
+    Iota: lambda op, x: np.arange(x.shape[op.axis]),
+    Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
+    Softmax: lambda op, x: formula.softmax(x, op.axis),
+    RepeatHeads: repeat_heads,
+    AttentionOp: attend,
+    RopeTable: rope_table,
+    RopeOp: rotate,
+    CacheUpdate: lambda op, *arrays: formula.cache_update(*arrays),
+    RingStep: lambda op, *arrays: formula.ring_step(*arrays),
+}
+"""What each tensor op means."""
+
+
+# -- HIR ---------------------------------------------------------------------------------------
+
+
+def linear(op: hir.Linear, x: Array, w: Array, b: Array | float = 0.0) -> Array:
+    """act(x · w + b)"""
+    return activation(op.activation)(product(x, w, op.contract) + b)
+
+
+def split(op: hir.Split, x: Array) -> tuple[Array, ...]:
+    """Consecutive pieces of the last axis."""
+    return tuple(np.split(x, np.cumsum(op.sizes)[:-1], axis=-1))
+
+
+def rope_rows(op: hir.RopeRows, positions: Array) -> tuple[Array, ...]:
+    """Rows of two given tables."""
+    return tuple(np.frombuffer(data, np.float32).reshape(-1, op.width)[positions] for data in (op.cos, op.sin))
+
+
+def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, ...]:
+    """Write the new keys and values, then attend over the cache up to each query's own position."""
+    q, k, v, cache_k, cache_v, start, lengths = operands
+    heads = (*k.shape[:2], op.attend.kv_heads, -1)
+    new_k, new_v = k.reshape(heads), v.reshape(heads)
+    extra: dict[str, Array] = {}
+    if op.ring:
+        keys, extra["key_positions"], cache_k = formula.ring_step(cache_k, new_k, start, lengths)
+        values, _, cache_v = formula.ring_step(cache_v, new_v, start, lengths)
+    else:
+        keys = cache_k = formula.cache_update(cache_k, new_k, start, lengths)
+        values = cache_v = formula.cache_update(cache_v, new_v, start, lengths)
+    if op.block_only:
+        return attend(op.attend, q, k, v), cache_k, cache_v
+    flat = (*keys.shape[:2], -1)
+    out = attention(
+        q, keys.reshape(flat), values.reshape(flat), heads=op.attend.heads, kv_heads=op.attend.kv_heads,
+        causal=op.attend.causal, window=op.attend.window, scale=op.attend.scale, softcap=op.attend.softcap,
+        positions=start[:, None] + np.arange(q.shape[1]), **extra,
+    )  # fmt: skip
+    return out, cache_k, cache_v
+
+
+def decoder_block(op: hir.LlamaDecoderBlock, *operands: Array) -> Array:
+    """h = x + attn(rms(x))·Wo, y = h + swiglu(rms(h))"""
+    names = (*hir.DECODER_OPERANDS, *([op.mask.operand] if op.mask.operand else []), *op.biases)
+    t = dict(zip(names, operands, strict=True))
+
+    def dense(name: str, x: Array) -> Array:
+        return product(x, t[name], op.contract) + t.get(f"{name}_bias", 0.0)
+
+    a = rms_norm(t["x"], t["ln1_g"], t["ln1_b"], op.eps)
+    q, k = (formula.rope(dense(n, a), t["cos"], t["sin"], op.head_dim, op.head_dim) for n in "qk")
+    causal = op.mask.kind in ("causal", "sliding_window", "custom")
+    masks = {name: t[name] for name in ("keep", "bias") if name in t}
+    context = attention(
+        q, k, dense("v", a), heads=op.heads, kv_heads=op.kv_heads, causal=causal, window=op.mask.window, **masks
+    )
+    h = t["x"] + dense("o", context)
+    m = rms_norm(h, t["ln2_g"], t["ln2_b"], op.eps)
+    return h + dense("down", activation("silu")(dense("gate", m)) * dense("up", m))
+
+
+HIR: dict[type[Op], Meaning] = {
+    hir.Linear: linear,
+    hir.Split: split,
+    hir.GatedFfn: lambda op, gate, up: activation(op.activation)(gate) * up,
+    hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps),
+    hir.LayerNorm: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
+    hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
+    hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
+    hir.RopeAngles: rope_table,
+    hir.RopeRows: rope_rows,
+    hir.Rope: rotate,
+    hir.Attention: attend,
+    hir.CachedAttention: cached_attention,
+    hir.LastToken: lambda op, x, *index: take_row(TakeRow(), x, *index) if index else x[:, -1:],
+    hir.FirstToken: lambda op, x: x[:, 0],
+    hir.LlamaDecoderBlock: decoder_block,
+}
+"""What each block means."""
+
+MEANING: dict[type[Op], Meaning] = {**MIR, **HIR}
+
+
+# -- graphs ------------------------------------------------------------------------------------
+
+
+def apply(op: Op, types: Sequence[TensorType], *operands: Array) -> tuple[Array, ...]:
+    """The results of one op, in the dtypes it declares."""
+    out = MEANING[type(op)](op, *operands)
+    results = out if isinstance(out, tuple) else (out,)
+    pairs = zip(results, types, strict=True)
+    return tuple(np.asarray(r, np.float64 if is_float(t.dtype) else t.dtype) for r, t in pairs)
+
+
+def weight(program: Program, weights: dict[str, Array]) -> Array:
+    """The array that a parameter program makes of the weights."""
+    match program:
+        case Key(key=key):
+            return weights[key]
+        case Transposed(of=of):
+            return weight(of, weights).T
+        case Cast(of=of, dtype=dtype):
+            return weight(of, weights).astype(dtype)
+        case Stack(parts=parts):
+            return np.stack([weight(p, weights) for p in parts])
+    return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)
+
+
+@dataclass
+class Run:
+    """One evaluation: the leaves, and the state as it is written. `rounded` rounds every result to its dtype."""
+
+    feeds: Feeds
+    rounded: bool = False
+    written: dict[tuple[str, str], Array] = field(default_factory=dict)
+
+    def leaf(self, op: Leaf, iteration: int | None, operands: Sequence[Array]) -> Array:
+        match op:
+            case Input(input=name):
+                return wide(self.feeds.inputs[name])
+            case Param(programs=programs):
+                return wide(weight(programs[(iteration or 0) % len(programs)], self.feeds.weights))
+            case Constant(data=data):
+                return wide(np.frombuffer(data, op.type.dtype).reshape(op.type.shape))
+            case StateRead(leaf=leaf):
+                return wide(self.feeds.state[leaf.key(iteration)])
+            case BodyInput(index=index):
+                return operands[index]
+        raise TypeError(op)
+
+    def graph(self, graph: Graph, iteration: int | None, operands: Sequence[Array]) -> tuple[Array, ...]:
+        """The outputs of a graph or of one iteration of a region."""
+        values: list[tuple[Array, ...]] = []
+        for node in graph.nodes:
+            values.append(self.node(node, iteration, operands, [values[v.node][v.index] for v in node.inputs]))
+        self.written.update({leaf.key(iteration): values[v.node][v.index] for leaf, v in graph.writes})
+        return tuple(values[v.node][v.index] for v in graph.outputs)
+
+    def node(
+        self, node: Node, iteration: int | None, operands: Sequence[Array], inputs: list[Array]
+    ) -> tuple[Array, ...]:
+        if isinstance(node.op, Leaf):
+            return (self.leaf(node.op, iteration, operands),)
+        if isinstance(node.op, Repeat):
+            return self.repeat(node.op, inputs)
+        results = apply(node.op, node.types, *inputs)
+        return (
+            tuple(wide(r.astype(t.dtype)) for r, t in zip(results, node.types, strict=True))
+            if self.rounded
+            else results
+        )
+
+    def repeat(self, op: Repeat, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """The final carries, then side output by side output, each of all iterations."""
+        carried, shared = tuple(inputs[: op.carries]), tuple(inputs[op.carries :])
+        sides = []
+        for i in range(op.count):
+            out = self.graph(op.body, i, (*carried, *shared))
+            carried, side = out[: op.carries], out[op.carries :]
+            sides.append(side)
+        return (*carried, *(step[i] for i in range(len(sides[0])) for step in sides))
+
+
+def evaluate(graph: Graph, feeds: Feeds) -> tuple[tuple[Array, ...], dict[tuple[str, str], Array]]:
+    """Outputs and written state of a graph."""
+    run = Run(feeds)
+    with np.errstate(all="ignore"):
+        return run.graph(graph, None, ()), run.written

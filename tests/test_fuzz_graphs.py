@@ -1,0 +1,156 @@
+"""Random graphs: each pass, each lowering, rolling, scanning and compiling leave their numbers alone.
+
+The numbers are those of NumPy in float64 (`tests.fuzz.meaning`). How good this is at finding faults is measured by
+planting some: `test_planted_bugs.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlx_jax.ir import ops
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Hir, Mir, Node, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, Compare, Unary
+from rlx_jax.ir.ops.shaping import REDUCE, Reduce
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.passes import PASSES
+from rlx_jax.lowering.passes.dce import dce
+from tests.fuzz import meaning
+from tests.fuzz.blocks import hir_case
+from tests.fuzz.check import Program, check_compiled, check_lowering, check_tensor_graph
+from tests.fuzz.patterns import mir_case
+
+TYPES = TypeCache()
+TOGETHER = 8  # graphs compiled as one program, which takes half the time
+NOT_GROWN: dict[str, str] = {}
+"""Ops and blocks that no random graph has before the passes run, and why."""
+
+
+def op_classes(kind: type[Mir] | type[Hir]) -> set[str]:
+    """Every tensor op, or every block, of the package."""
+    for module in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
+        importlib.import_module(module.name)
+
+    def below(cls: type[Any]) -> Iterator[type[Any]]:
+        for sub in type.__subclasses__(cls):
+            yield sub
+            yield from below(sub)
+
+    return {cls.__name__ for cls in below(kind) if cls.__module__.startswith("rlx_jax.")}
+
+
+def test_every_op_and_block_has_a_meaning() -> None:
+    """A new one is fuzzed from its first day, or says why not."""
+    assert op_classes(Mir) == {cls.__name__ for cls in meaning.MIR}
+    assert op_classes(Hir) == {cls.__name__ for cls in meaning.HIR}
+    assert set(NOT_GROWN) <= op_classes(Mir) | op_classes(Hir)
+
+
+# -- random graphs -----------------------------------------------------------------------------
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@dataclass
+class Seen:
+    """How often each op was there, by class and by function, and how often each pass changed something."""
+
+    ops: Counter[str] = field(default_factory=Counter)
+    fired: Counter[str] = field(default_factory=Counter)
+
+    def count(self, graph: Graph) -> None:
+        for _, node in graph.walk():
+            self.ops[type(node.op).__name__] += 1
+            if isinstance(node.op, Unary | Binary | Compare | Reduce):
+                self.ops[f"{type(node.op).__name__} {node.op.kind}"] += 1
+
+    def rare(self, least: int, least_of_a_kind: int) -> dict[str, int]:
+        """Ops, functions and passes that were there less often than wanted."""
+        tables: dict[type[Any], Any] = {Unary: UNARY, Binary: BINARY, Compare: COMPARE, Reduce: REDUCE}
+        kinds = {f"{cls.__name__} {kind}" for cls, table in tables.items() for kind in table}
+        classes = (op_classes(Mir) | op_classes(Hir) | {"Repeat"}) - set(NOT_GROWN)
+        found = {name: self.ops[name] for name in classes if self.ops[name] < least}
+        found |= {name: self.ops[name] for name in kinds if self.ops[name] < least_of_a_kind}
+        return found | {name: n for name in (*PASSES, "merge_linears") if (n := self.fired[name]) < least}
+
+
+def fuzz(tensor_graphs: int, block_graphs: int, forms: int) -> Seen:
+    """Check random graphs of both levels. Of the forms that each of them takes, compile so many, in turn."""
+    seen = Seen()
+    programs: list[Program] = []
+
+    def keep(all_forms: Sequence[Program]) -> None:
+        programs.extend(all_forms[(len(programs) + i) % len(all_forms)] for i in range(forms))
+
+    @settings(max_examples=tensor_graphs, suppress_health_check=list(HealthCheck))
+    @given(SEEDS, st.integers(4, 20))
+    def tensors(seed: int, size: int) -> None:
+        case = mir_case(seed, size, TYPES)
+        seen.count(case.graph)
+        keep(check_tensor_graph(case, seen.fired))
+
+    @settings(max_examples=block_graphs, suppress_health_check=list(HealthCheck))
+    @given(SEEDS, st.integers(2, 10))
+    def blocks(seed: int, size: int) -> None:
+        case = hir_case(seed, size, TYPES)
+        seen.count(case.graph)
+        keep(check_lowering(case, seen.fired))
+
+    tensors()
+    blocks()
+    for start in range(0, len(programs), TOGETHER):
+        check_compiled(programs[start : start + TOGETHER])
+    return seen
+
+
+def test_random_graphs() -> None:
+    """200 graphs, and no op or pass is left out."""
+    assert not fuzz(140, 60, forms=1).rare(1, 0)
+
+
+@pytest.mark.slow
+def test_many_random_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    """2,000 graphs; each op, function and pass many times."""
+    seen = fuzz(1500, 500, forms=2)
+    with capsys.disabled():
+        print("\nops:", dict(seen.ops.most_common()), "\npasses:", dict(seen.fired))
+    assert not seen.rare(50, 15)
+
+
+# -- what they found ---------------------------------------------------------------------------
+
+T = tensor_type((2, 3), "f32", "test")
+
+
+def test_dce_keeps_the_read_of_a_state_leaf_that_is_only_written() -> None:
+    """What it held is not needed, but its type is: it says what the state is."""
+    b, leaf = Builder("test", TYPES), StateLeaf(("cache",), "s")
+    x = b.input("x", T)
+    b.leaf(StateRead(leaf, type=T))
+    b.writes.append((leaf, x))
+    graph = verify(dce(b.finish([x], ["o"]), TYPES), "mir", "dce", TYPES)
+    assert [type(node.op) for node in graph.nodes][1:] == [StateRead]
+
+
+def test_dce_drops_a_region_with_its_operands() -> None:
+    """Neither is needed."""
+    body = Builder("body", TYPES)
+    inner = body.leaf(BodyInput(0, type=T))
+    region = Repeat(2, 1, body.finish([body(Unary("tanh"), inner)]))
+    b = Builder("test", TYPES)
+    x = b.input("x", T)
+    b(region, b(Unary("sin"), x))
+    nodes: tuple[Node, ...] = dce(b.finish([x], ["o"]), TYPES).nodes
+    assert len(nodes) == 1
