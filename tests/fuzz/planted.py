@@ -1,0 +1,382 @@
+"""Faults as compilers have them, each one edit of one function's source. The fuzzer has to find them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from rlx_jax.ir import graph, hir, region
+from rlx_jax.ir.ops import attention, contract, fused, pointwise, shaping
+from rlx_jax.lowering import interpret, lower, merge
+from rlx_jax.lowering.passes import PASSES, fold, fuse_matmul, fuse_residual, regions
+from tests.fuzz import check
+
+# The package has functions of these names.
+cse, dce, fuse_swiglu = (import_module(f"rlx_jax.lowering.passes.{name}") for name in ("cse", "dce", "fuse_swiglu"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` in the source of `function` becomes `new`; `why` says what is wrong with that.
+
+    `owner` is the class of a method, or the module of a function. `where` is the kind of graph that can show it, and
+    `compiled` whether it shows only when the program runs.
+    """
+
+    why: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+    where: str = "tensor"
+    compiled: bool = False
+
+
+def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
+    """Put the faulty function in the place of the right one, wherever that is kept."""
+    right = getattr(fault.owner, fault.function)
+    wrong = edited(fault, right)
+    patch.setattr(fault.owner, fault.function, wrong)
+    tables: tuple[dict[Any, Any], ...] = (PASSES, lower.DIRECT)
+    for table in tables:
+        for key in [key for key, value in table.items() if value is right]:
+            patch.setitem(table, key, wrong)
+    if getattr(check, fault.function, None) is right:
+        patch.setattr(check, fault.function, wrong)
+
+
+def edited(fault: Fault, right: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with one edit, in the module it comes from."""
+    source = textwrap.dedent(inspect.getsource(right))
+    assert source.count(fault.old) == 1, (
+        f"{fault.why}: {fault.function} has {fault.old!r} {source.count(fault.old)} times"
+    )
+    code = "from __future__ import annotations\n" + source.replace(fault.old, fault.new)
+    made: dict[str, Any] = {}
+    exec(compile(code, f"<{fault.why}>", "exec"), vars(sys.modules[right.__module__]), made)
+    found: Callable[..., Any] = made[fault.function]
+    return found
+
+
+PASS_FAULTS = (
+    Fault("a − b and b − a are one expression", cse, "cse", "(node.op, inputs)", "(node.op, frozenset(inputs))"),
+    Fault(
+        "ops of one class are equal whatever their attributes",
+        cse,
+        "cse",
+        "(node.op, inputs)",
+        "(type(node.op), inputs)",
+    ),
+    Fault("only the first operand counts", cse, "cse", "(node.op, inputs)", "(node.op, inputs[:1])"),
+    Fault(
+        "every operand is the first constant",
+        fold,
+        "constant_folding",
+        "for op in operands if",
+        "for op in operands[:1] * len(operands) if",
+    ),
+    Fault(
+        "folded numbers pass through f16",
+        fold,
+        "constant_folding",
+        "constant(np.asarray(r), r.dtype)",
+        "constant(np.asarray(r).astype(np.float16), r.dtype)",
+    ),
+    Fault(
+        "a region is dead if nothing reads its results, though it writes state",
+        dce,
+        "live",
+        "any(region.writes for region in node.op.regions())",
+        "False",
+    ),
+    Fault("what a state write needs is dead", dce, "live", "for v in graph.roots()", "for v in graph.outputs"),
+    Fault(
+        "an output that is there twice is there once",
+        graph,
+        "_rewrite",
+        "[mapped[v] for v in graph.outputs]",
+        "list(dict.fromkeys(mapped[v] for v in graph.outputs))",
+    ),
+    Fault(
+        "the results of one node change places",
+        graph,
+        "_rewrite",
+        "for i, v in enumerate(new)",
+        "for i, v in enumerate(new[::-1])",
+    ),
+    Fault(
+        "what a rewrite does inside a region is lost",
+        graph,
+        "_rewrite",
+        "b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)",
+        "b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes[:1])",
+    ),
+    Fault(
+        "x · w − b takes b as a bias",
+        fuse_matmul,
+        "fuse_matmul_bias_act",
+        'node.op == Binary("add")',
+        'node.op in (Binary("add"), Binary("sub"))',
+    ),
+    Fault(
+        "the weight's orientation is lost",
+        fuse_matmul,
+        "_with_bias",
+        "FusedMatMulBiasAct(made.op.contract,",
+        "FusedMatMulBiasAct(0,",
+    ),
+    Fault("the activation is dropped", fuse_matmul, "_with_activation", "activation=kind", 'activation=""'),
+    Fault(
+        "both gelus are one",
+        fuse_matmul,
+        "_with_activation",
+        "activation=kind",
+        'activation=kind.removesuffix("_tanh")',
+    ),
+    Fault("ε is a constant", fuse_residual, "_fuse_residual", "fused(node.op.eps), ", "fused(1e-6), "),
+    Fault(
+        "the residual is added twice",
+        fuse_residual,
+        "_fuse_residual",
+        "*total.inputs, *inputs[1:])",
+        "total.inputs[1], total.inputs[1], *inputs[1:])",
+    ),
+    Fault(
+        "bias and γ change places",
+        fuse_residual,
+        "_fuse_residual",
+        "biased[1], *inputs[1:])",
+        "inputs[1], biased[1], *inputs[2:])",
+    ),
+    Fault(
+        "β is forgotten",
+        fuse_residual,
+        "_fuse_residual",
+        "*total.inputs, *inputs[1:])",
+        "*total.inputs, *inputs[1 : 2 + (norm is LayerNormOp)])",
+    ),
+    Fault(
+        "the bias is taken for the residual",
+        fuse_residual,
+        "_fuse_residual",
+        "biased[0], total.inputs[residual],",
+        "biased[0], biased[0],",
+    ),
+    Fault(
+        "the gate is always the first half",
+        fuse_swiglu,
+        "gated_halves",
+        "FusedSwiGLU(halves == (0, 1), ",
+        "FusedSwiGLU(True, ",
+    ),
+    Fault("the gate's function is always silu", fuse_swiglu, "gated_halves", ", act.op.kind), low", "), low"),
+    Fault(
+        "any piece of the right length is a half", fuse_swiglu, "half_of", "start in (0, size // 2)", "True", "block"
+    ),
+    Fault("both halves may be the same", fuse_swiglu, "gated_halves", "set(halves) == {0, 1}", "None not in halves"),
+    Fault("steps of the second operand count from the first's", regions, "_shifted", "ref + by", "ref"),
+    Fault(
+        "operands of a step are sorted",
+        regions,
+        "unfuse_elementwise_regions",
+        "for i in step.operands",
+        "for i in sorted(step.operands)",
+    ),
+    Fault(
+        "a repeated operand is two",
+        regions,
+        "_region",
+        "operands.index(ref)",
+        "len(operands) - 1 - operands.index(ref)",
+    ),
+    Fault(
+        "layer i reads the weights of layer i + 1",
+        region._Region,
+        "_leaf",
+        "for k in range(self.count)",
+        "for k in (*range(1, self.count), 0)",
+    ),
+    Fault(
+        "final carries change places",
+        region._Region,
+        "_find_results",
+        "found[Value(number, i)] = self.carries[source]",
+        "found[Value(number, i)] = len(self.carries) - 1 - self.carries[source]",
+    ),
+    Fault(
+        "side outputs come in reverse order of layers",
+        region._Region,
+        "_find_results",
+        "base + iteration",
+        "base + self.count - 1 - iteration",
+    ),
+)
+"""In passes, in the rewriting that they share, and in rolling."""
+
+LOWERING_FAULTS = (
+    Fault(
+        "pieces of a merged Linear come in reverse order",
+        merge,
+        "_merge",
+        "hir.Split(sizes)",
+        "hir.Split(sizes[::-1])",
+        "block",
+    ),
+    Fault(
+        "merged biases come in reverse order",
+        merge,
+        "_merge",
+        "_param(graph, n.inputs[2]) for n in nodes]",
+        "_param(graph, n.inputs[2]) for n in nodes[::-1]]",
+        "block",
+    ),
+    Fault(
+        "Linears with another activation merge",
+        merge,
+        "_groups",
+        "(node.inputs[0], node.op,",
+        "(node.inputs[0], node.op.contract,",
+        "block",
+    ),
+    Fault("Linears of different values merge", merge, "_groups", "(node.inputs[0], node.op,", "(node.op,", "block"),
+    Fault(
+        "k and v change places",
+        lower,
+        "attention",
+        "*inputs)",
+        "inputs[0], inputs[2], inputs[1], *inputs[3:])",
+        "block",
+    ),
+    Fault("any β is zero", lower, "rms_norm", "isinstance(beta, Constant) and not np.any(beta.array)", "True", "block"),
+    Fault("the activation of a Linear with bias is dropped", lower, "linear", "op.activation,", '"",', "block"),
+    Fault(
+        "all key heads are repeated as one",
+        hir.Attention,
+        "expand",
+        "RepeatHeads(self.kv_heads, times)",
+        "RepeatHeads(1, times)",
+        "block",
+    ),
+    Fault(
+        "a window keeps one key more", hir.Attention, "op", "self.window,", "self.window and self.window + 1,", "block"
+    ),
+    Fault("the scale is dropped", hir.Attention, "op", "self.scale,", "None,", "block"),
+    Fault(
+        "new tokens stand before the cache",
+        hir.CachedAttention,
+        "grouped",
+        'Binary("add"), b(Reshape((-1, 1)), start)',
+        'Binary("sub"), b(Reshape((-1, 1)), start)',
+        "block",
+    ),
+    Fault(
+        "pieces start one too early",
+        hir.Split,
+        "expand",
+        "sum(self.sizes[:i])",
+        "sum(self.sizes[:i]) - (i > 0)",
+        "block",
+    ),
+    Fault("gate and up change places", hir.GatedFfn, "expand", "gate, up = operands", "up, gate = operands", "block"),
+    Fault(
+        "the second residual is the first",
+        hir.LlamaDecoderBlock,
+        "expand",
+        'Binary("add"), h, linear("mlp.down',
+        'Binary("add"), v["x"], linear("mlp.down',
+        "block",
+    ),
+)
+"""From blocks to tensor ops."""
+
+RUN_FAULTS = (
+    Fault(
+        "layer i runs with the weights of layer i − 1",
+        interpret,
+        "_unroll",
+        "iteration=i,",
+        "iteration=max(i - 1, 0),",
+        compiled=True,
+    ),
+    Fault(
+        "carries change places in every layer",
+        interpret,
+        "_unroll",
+        "carries = out[: op.carries]",
+        "carries = out[: op.carries][::-1]",
+        compiled=True,
+    ),
+    Fault(
+        "side outputs come layer by layer",
+        interpret,
+        "_scan",
+        "for y in ys for i in range(op.count)",
+        "for i in range(op.count) for y in ys",
+        compiled=True,
+    ),
+    Fault(
+        "every layer writes the first layer's state",
+        interpret,
+        "_scan",
+        "inner.state[k], i, 0)",
+        "inner.state[k], 0, 0)",
+        compiled=True,
+    ),
+    Fault(
+        "rotation by −angle in one half",
+        attention.RopeOp,
+        "eval",
+        "second * c + first * s",
+        "second * c - first * s",
+        compiled=True,
+    ),
+    Fault(
+        "a query does not read its own key",
+        attention.AttentionOp,
+        "_allowed",
+        "allowed = distance >= 0 if",
+        "allowed = distance > 0 if",
+        compiled=True,
+    ),
+    Fault("ε is dropped", contract.RmsNormOp, "eval", " + self.eps)", ")", compiled=True),
+    Fault(
+        "weights of either orientation are [in, out]",
+        contract.MatMul,
+        "eval",
+        "(self.contract,)",
+        "(0 if w.shape[0] == w.shape[1] else self.contract,)",
+        compiled=True,
+    ),
+    Fault(
+        "a cast to an integer rounds",
+        pointwise.CastTo,
+        "eval",
+        "x.astype",
+        "(jnp.round(x) if is_float(x.dtype) and self.dtype.kind in 'iu' else x).astype",
+        compiled=True,
+    ),
+    Fault(
+        "softmax over the last axis whatever the attribute",
+        shaping.Softmax,
+        "eval",
+        "axis=self.axis",
+        "axis=-1",
+        compiled=True,
+    ),
+    Fault(
+        "the second half is always up",
+        fused.FusedSwiGLU,
+        "eval",
+        "if self.gate_first else (high, low)",
+        "if True else (high, low)",
+        compiled=True,
+    ),
+)
+"""Where a program runs: the interpreter and the ops."""
