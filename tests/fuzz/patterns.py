@@ -186,7 +186,9 @@ def variation(s: Sketch, op: Op, operands: list[Known]) -> Op:
         case Narrow(axis=axis, start=start) if is_static(x.shape[axis]) and x.shape[axis] > 1:
             return replace(op, start=max(start - 1, 0) if start else 0, length=1)
         case AttentionOp(causal=causal, window=window):
-            return replace(op, causal=not causal) if s.coin() else replace(op, window=None if window else 1)
+            if "key_positions" in op.extra or s.coin():  # a window could leave a query without a key
+                return replace(op, causal=not causal)
+            return replace(op, window=None if window else 1)
         case FusedMatMulBiasAct(activation=activation):
             return replace(op, activation="gelu" if activation != "gelu" else "")
         case RopeOp(n_rot=n_rot) if n_rot > 2:
