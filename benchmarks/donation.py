@@ -68,7 +68,7 @@ def main() -> None:
             stored = state_types(graph, stacked=step.lir.plan.scan)
             state = sum(t.nbytes for t in stored.values())
             layer = 2 * max(t.nbytes for t in caches.values())  # keys and values
-            activations = activation_bytes(graph, in_place=False)
+            activations = activation_bytes(graph, in_place=False, scan=step.lir.plan.scan)
             temp, deep = memory.temp_size_in_bytes, deeper.call.memory_analysis().temp_size_in_bytes
             shapes = {tuple(t.shape) for t in (*caches.values(), *stored.values()) if t.rank > 2}
             same, permuted = copies(step.call.as_text() or "", shapes)

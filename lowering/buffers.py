@@ -91,10 +91,15 @@ class BufferPlan:
         return tuple(i for i, p in enumerate(self.phases) if p == phase)
 
 
-def plan_buffers(graph: Graph, in_place: bool = True) -> BufferPlan:
-    """The plan of a MIR graph. `in_place`: caches are updated where they are, as a donated state is."""
+def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> BufferPlan:
+    """The plan of a MIR graph.
+
+    Args:
+        in_place: caches are updated where they are, as a donated state is.
+        scan: regions run under `lax.scan`, which slices one layer's parameters out of the stacked ones.
+    """
     found = views(graph, in_place)
-    slots = place(lifetimes(graph, found, in_place))
+    slots = place(lifetimes(graph, found, in_place, scan))
     named = enumerate(graph.nodes)
     leaves = [(n.op, Value(i)) for i, n in named if isinstance(n.op, Leaf)]
     symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
@@ -135,7 +140,7 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
     return []
 
 
-def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True) -> list[Lifetime]:
+def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, scan: bool = False) -> list[Lifetime]:
     """When each computed value of static size is born and dies. Views prolong the life of their root."""
     end = len(graph.nodes)
     last: dict[Value, int] = {}
@@ -144,7 +149,8 @@ def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True) 
     last.update({_root(found, v): end for v in graph.roots()})
     out = []
     for number, node in enumerate(graph.nodes):
-        inner = sum(activation_bytes(region, in_place) for region in node.op.regions())
+        inner = sum(activation_bytes(region, in_place, scan) for region in node.op.regions())
+        inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
         if inner:
             out.append(Lifetime(Value(number), inner, number, number, workspace=True))
         for index, t in enumerate(node.types):
@@ -152,6 +158,11 @@ def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True) 
             if not isinstance(node.op, Leaf) and value not in found and t.is_static:
                 out.append(Lifetime(value, t.nbytes, number, last.get(value, number)))
     return out
+
+
+def _sliced_bytes(region: Graph) -> int:
+    """One layer's part of the parameters that differ between layers."""
+    return sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
 
 
 def _root(found: Mapping[Value, View], value: Value) -> Value:
@@ -172,10 +183,10 @@ def place(lives: list[Lifetime]) -> list[Slot]:
     return slots
 
 
-def activation_bytes(graph: Graph, in_place: bool = True) -> int:
-    """Peak bytes of computed values alive at once, walking the nodes in order."""
+def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
+    """Peak bytes of computed values alive at once, walking the nodes in order. Arguments as in `plan_buffers`."""
     change = [0] * (len(graph.nodes) + 2)
-    for life in lifetimes(graph, views(graph, in_place), in_place):
+    for life in lifetimes(graph, views(graph, in_place), in_place, scan):
         change[life.born] += life.size
         change[life.dies + 1] -= life.size
     alive = peak = 0

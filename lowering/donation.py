@@ -55,13 +55,14 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
     slack = SLACK + (CUBLAS_WORKSPACE if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
+    activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan)
     return Donation(
         state_bytes=sum(t.nbytes for t in types.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activation_bytes(lir.graph, in_place=False) + 2 * largest + 2 * sum(narrow) + 8 * outputs + slack,
+        temp_limit=activations + 2 * largest + 2 * sum(narrow) + 8 * outputs + slack,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
 

@@ -30,7 +30,7 @@ def dump_lir(lir: Lir) -> str:
     graph @name …
     }
     """
-    buffers = plan_buffers(lir.graph, lir.plan.donate_state)
+    buffers = plan_buffers(lir.graph, lir.plan.donate_state, lir.plan.scan)
     saved, naive = bytes_text(buffers.bytes_saved), bytes_text(buffers.total_unshared_bytes)
     lines = [
         f"lir @{lir.graph.name} {{",

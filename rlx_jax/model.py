@@ -427,14 +427,15 @@ class CompiledModel:
         if executable is None:
             return Report(seconds, **common)
         memory: Any = executable.call.memory_analysis()
+        graph, plan = executable.lir.graph, executable.lir.plan
         return Report(
             {**seconds, **executable.seconds},
             **common,
             attention=executable.lir.attention(),
-            flops=flops(executable.lir.graph),
+            flops=flops(graph),
             donated_bytes=memory.alias_size_in_bytes,
             peak_bytes=executable.peak_bytes,
-            estimated_activation_bytes=activation_bytes(executable.lir.graph, executable.lir.plan.donate_state),
+            estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
         )
 
 

@@ -139,6 +139,8 @@ def test_a_donated_cache_is_updated_where_it_is() -> None:
     inner = plan_buffers(region)
     check(region, inner)
     assert {region.nodes[v.node].op.name() for v in inner.views} == {"cache_update", "reshape"}
+    layer = sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
+    assert activation_bytes(graph, scan=True) >= activation_bytes(graph) + layer > activation_bytes(graph) + 4000
     (workspace,) = (s for s in plan_buffers(graph).slots if s.life.workspace)
     assert workspace.life.size == activation_bytes(region) and workspace.life.born == workspace.life.dies
 

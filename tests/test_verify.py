@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[Callable[[IrGraph], IrGraph], type[Exception], str]] = {
         lambda g: more(g, Param((Key("w", F),), type=F)), NameCollisionError, r"'w' is f32\[8\] and f32\[2,8\]"
     ),
     "programs": (lambda g: node(g, 1, op=Param((Key("w", VECTOR), Key("v", VECTOR)), type=VECTOR)), GraphError, "2 p"),
-    "too large": (lambda g: more(g, RepeatHeads(1, 2**31), Value(2)), ShapeError, "limit"),
+    "too large": (lambda g: node(g, 2, op=RepeatHeads(1, 2**31)), ShapeError, r"%2 repeat_heads.*over the limit"),
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -20,7 +19,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, TensorType, is_static, path_text
+from rlx_jax.ir.types import TensorType, path_text
 
 LEGAL: dict[str, tuple[type, ...]] = {
     "hir": (Leaf, Hir, Mir, Repeat),
@@ -157,10 +156,6 @@ def _type_problems(graph: Graph, node: Node, types: TypeCache) -> Iterator[Probl
         return
     if inferred != node.types:
         yield ShapeError, f"declared {', '.join(map(str, node.types))}, inferred {', '.join(map(str, inferred))}"
-    for t in inferred:  # XLA ends the process on sizes that overflow
-        sizes = [d for d in t.shape if is_static(d)]
-        if math.prod(sizes) > MAX_ELEMENTS or any(d > MAX_DIM for d in sizes):
-            yield ShapeError, f"{t} is over the limit of {MAX_ELEMENTS} elements, {MAX_DIM} along an axis"
 
 
 def _region_problems(region: Graph, given: tuple[object, ...]) -> Iterator[Problem]:
