@@ -526,7 +526,7 @@ def test_the_forward_program_has_no_state() -> None:
 
 def test_unknown_programs_are_refused() -> None:
     """With the list."""
-    with pytest.raises(rlx.RlxError, match="forward, prefill, extend"):
+    with pytest.raises(rlx.RlxError, match="forward, train, prefill, extend"):
         compiled(tokens_flow(), EMBEDDING, program="decode").text("mir")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,15 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-REMOVED = object()
+
+
+class Removed(enum.Enum):
+    """One value, which prints alike in every process: test names hold it."""
+
+    KEY = "removed"
+
+
+REMOVED = Removed.KEY
 """As a value in `edit_json`: the key is taken out."""
 
 
