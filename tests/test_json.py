@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,11 +43,15 @@ def again(module: GraphModule) -> GraphModule:
     return back
 
 
-def values(module: GraphModule, *arrays: np.ndarray) -> list[np.ndarray]:
-    """The outputs of a module without weights and state, op by op."""
+def traced(module: GraphModule) -> tuple[str, list[bytes]]:
+    """What a module without weights and state computes: its jaxpr and the constants in it."""
     graph = module.into_graph()
-    env = Env({}, {i.input: jnp.asarray(a) for i, a in zip(graph.inputs, arrays, strict=True)}, {})
-    return [np.asarray(v) for v in interpret(graph, env)]
+
+    def run(inputs: dict[str, Any]) -> Any:
+        return interpret(graph, Env({}, inputs, {}))
+
+    closed = jax.make_jaxpr(run)({i.input: i.type.spec for i in graph.inputs})
+    return str(closed.jaxpr), [np.asarray(c).tobytes() for c in closed.consts]
 
 
 # -- every op ----------------------------------------------------------------------------------
@@ -105,15 +110,11 @@ def operand_module(op: Op, operands: tuple[str, ...]) -> GraphModule:
 
 @pytest.mark.parametrize(("op", "operands"), BLOCKS, ids=lambda x: type(x).__name__ if isinstance(x, Op) else "")
 def test_blocks_round_trip(op: Hir, operands: tuple[str, ...]) -> None:
-    """Text and numbers of every HIR block."""
+    """The text of every HIR block, and what it computes."""
     module = operand_module(op, operands)
     back = again(module)
     assert str(back) == str(module) and back.builder.nodes[-1].op == op
-    types = [i.type for i in module.builder.inputs]
-    floats = [RNG.standard_normal(t.shape).astype(np.float32) for t in types]
-    arrays = [f if t.dtype.kind == "f" else np.ones(t.shape, "i4") for f, t in zip(floats, types, strict=True)]
-    for a, b in zip(values(module, *arrays), values(back, *arrays), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert traced(back) == traced(module)
 
 
 def test_attributes_that_json_has_no_word_for() -> None:
