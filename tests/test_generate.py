@@ -134,8 +134,8 @@ def test_a_drawn_row_does_not_depend_on_the_others(plain: Case) -> None:
 
 def test_other_values_compile_nothing(plain: Case) -> None:
     """Temperature, limits, penalty, seed, end tokens and the number of new tokens are operands."""
-    lm = rlx.load(PLAIN)
-    lm.generate(plain.prompts, max_new_tokens=9, sampler=WARM)
+    lm = plain.lm
+    lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM)
     compiled = lm.report().compiles
     other = rlx.Sampler(temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.9)
     for count in (2, 10, 7):
@@ -153,7 +153,7 @@ def test_a_banned_token_does_not_come(plain: Case) -> None:
 
 def test_stream_is_generate_in_pieces(chat: Any, plain: Case) -> None:
     """Text and ids, with a stop string and without."""
-    for options in ({}, {"stop": CASES[0]["text"][3:5]}, {"sampler": WARM, "seed": 1}):
+    for options in ({}, {"stop": CASES[0]["text"][3:5]}):
         prompt = CASES[0]["prompt"]
         want = chat.generate(prompt, max_new_tokens=10, **options)
         pieces = list(chat.stream(prompt, max_new_tokens=10, **options))

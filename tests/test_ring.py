@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax.blocks import LlamaDecoderSpec, RopeTables, llama_prefill_layer_fused
 from rlx_jax.ir.ops.attention import AttentionOp, RingStep
-from rlx_jax.models.llama import Llama32Flow, LlamaConfig
+from rlx_jax.models.llama import LlamaConfig, weight_specs
 
 HEADS, KV, DIM, VOCAB, CONTEXT = 4, 2, 4, 19, 24
 CONFIG = {
@@ -24,7 +24,7 @@ CONFIG = {
 
 @settings(max_examples=10)
 @given(
-    window=st.integers(1, 4),
+    window=st.sampled_from([1, 3]),  # few shapes: each compiles
     spare=st.integers(0, 1),
     chunks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=4),
     seed=st.integers(0, 2**16),
@@ -71,7 +71,6 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def windowed(window: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
     """Llama layers with a window in all but the last, and random weights."""
-    config = LlamaConfig.from_hf(CONFIG)
     specs = [LlamaDecoderSpec(HEADS, DIM, KV, mask=m) for m in (f"sliding:{window}", f"sliding:{window}", "causal")]
     flow = (
         rlx.ModelFlow("windows").input("input_ids", ("batch", "seq"), dtype="int32")
@@ -79,12 +78,14 @@ def windowed(window: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
         .repeat_layers(3, lambda i: llama_prefill_layer_fused(i, specs[i]))
         .final_norm(1e-6).lm_head(VOCAB, 12, tied=False)
     )  # fmt: skip
-    model = rlx.compile(Llama32Flow(config))
-    params = {k: 3 * np.asarray(v) if v.ndim == 2 else np.asarray(v) for k, v in model.init(0).items()}
-    return flow, params
+    rng = np.random.default_rng(0)
+    shapes = weight_specs(LlamaConfig.from_hf(CONFIG))
+    return flow, {
+        k: rng.normal(0, 0.4 * len(s.shape) - 0.4, s.shape).astype("f4") + (len(s.shape) == 1) for k, s in shapes.items()
+    }
 
 
-@pytest.mark.parametrize(("window", "roll"), [(3, "unroll"), (5, "scan")])
+@pytest.mark.parametrize(("window", "roll"), [(3, "unroll"), pytest.param(5, "scan", marks=pytest.mark.slow)])
 def test_generation_is_the_forward_program(window: int, roll: str) -> None:
     """Ragged prompts longer and shorter than the window, then single tokens and chunks over its edge."""
     flow, weights = windowed(window)

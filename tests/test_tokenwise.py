@@ -469,7 +469,7 @@ STEPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=1, max_size=4),
     dim=st.sampled_from(sorted(SIZES)),
