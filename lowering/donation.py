@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlx_jax.errors import RlxWarning
-from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.graph import Graph, Param
+from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.plan import Lir, state_types
@@ -55,6 +57,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
     slack = SLACK + (CUBLAS_WORKSPACE if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
+    casts = cast_parameters(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan)
     return Donation(
         state_bytes=sum(t.nbytes for t in types.values()),
@@ -62,9 +65,24 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activations + 2 * largest + 2 * sum(narrow) + 8 * outputs + slack,
+        temp_limit=activations + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
+
+
+def cast_parameters(graph: Graph, target: str) -> int:
+    """Bytes of parameters in another dtype than the stored one: as the program casts them, all at once at worst, and
+    in f32 on the CPU, where XLA computes 16-bit values."""
+    found: dict[tuple[Param, np.dtype[Any]], int] = {}
+    for inner, node in graph.walk():
+        for value in node.inputs:
+            op = inner.nodes[value.node].op
+            if isinstance(op, Param):
+                dtype = node.op.dtype if isinstance(node.op, CastTo) else op.type.dtype
+                size = op.type.size * len(op.programs)
+                cast = size * dtype.itemsize if dtype != op.type.dtype else 0
+                found[op, dtype] = cast + (4 * size if target == "cpu" and dtype.itemsize == 2 else 0)
+    return sum(found.values())
 
 
 def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering import attention
 from rlx_jax.lowering.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -245,6 +246,16 @@ def test_mixed_decode_keeps_its_cache() -> None:
     got, state = extend(IDS, np.full(2, 6, np.int32), state=extend.init_state(2, 8))
     assert {str(a.dtype) for a in state.leaves.values()} == {"float32"}
     assert relative(got, loaded(**mixed)(IDS)) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}, {"weights": "bf16"}], ids=str)
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_decoding_casts_parameters_and_copies_no_cache(table: dict[str, str], roll: str) -> None:
+    """Casts of parameters take memory, which the proof of donation expects: no warning."""
+    chosen = profile(precision=table, layers={"roll": roll})
+    lm: Any = rlx.load(FIXTURES / "llama" / "gqa_tied_llama3_v5", profile=chosen)
+    assert len(lm.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
