@@ -252,6 +252,34 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     assert found == {1, 2}
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "no")])
+def test_stopped_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+    write(tmp_path / "it", 1)
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        if target == str(tmp_path / "it") and os.path.basename(source) == "new":
+            raise error
+        real(source, target)
+
+    with mock.patch.object(os, "rename", rename), pytest.raises((KeyboardInterrupt, SaveFailedError)):
+        write(tmp_path / "it", 2)
+    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
+
+
+def test_killed_between_two_renames_and_then_no_space(tmp_path: Path) -> None:
+    """A reader finds the old content where it is; the next save puts it back, even if it can do no more."""
+    write(tmp_path / "it", 1)
+    work = tmp_path / ".it.rlx-save-1-00000000"
+    work.mkdir()
+    os.rename(tmp_path / "it", work / "old")
+    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == [work.name]
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0)), pytest.raises(NoSpaceError):
+        write(tmp_path / "it", 2)
+    assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
+
+
 # -- the disk fails ----------------------------------------------------------------------------
 
 
