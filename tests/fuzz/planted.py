@@ -175,8 +175,9 @@ PASS_FAULTS = (
         "gated_halves",
         "FusedSwiGLU(halves == (0, 1), ",
         "FusedSwiGLU(True, ",
+        "block",
     ),
-    Fault("the gate's function is always silu", fuse_swiglu, "gated_halves", ", act.op.kind), low", "), low"),
+    Fault("the gate's function is always silu", fuse_swiglu, "gated_halves", ", act.op.kind), low", "), low", "block"),
     Fault(
         "any piece of the right length is a half", fuse_swiglu, "half_of", "start in (0, size // 2)", "True", "block"
     ),
@@ -238,7 +239,7 @@ LOWERING_FAULTS = (
         "block",
     ),
     Fault(
-        "Linears with another activation merge",
+        "Linears with and without a bias merge",
         merge,
         "_groups",
         "(node.inputs[0], node.op,",
