@@ -19,6 +19,7 @@ from rlx_jax.demo import minilm_directory
 from tests.oracles.checkpoints import FIXTURES, copy
 
 ROOT = Path(__file__).parents[1]
+SLOW = {"programs", "training"}  # pages that compile many programs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY = {"llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "bert": FIXTURES / "bert" / "bare_v5"}
@@ -46,8 +47,8 @@ def test_fences_are_known(page: Path) -> None:
 
 
 def page_param(page: Path) -> Any:
-    """The page; in the slow tier where its code compiles training steps."""
-    return pytest.param(page, marks=pytest.mark.slow if page.stem == "training" else (), id=page.stem)
+    """The page, in the slow tier if it is one of `SLOW`."""
+    return pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else (), id=page.stem)
 
 
 @pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
