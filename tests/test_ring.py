@@ -80,9 +80,8 @@ def windowed(window: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
     )  # fmt: skip
     rng = np.random.default_rng(0)
     shapes = weight_specs(LlamaConfig.from_hf(CONFIG))
-    return flow, {
-        k: rng.normal(0, 0.4 * len(s.shape) - 0.4, s.shape).astype("f4") + (len(s.shape) == 1) for k, s in shapes.items()
-    }
+    normal = {k: rng.normal(0, 0.4 * len(s.shape) - 0.4, s.shape) for k, s in shapes.items()}
+    return flow, {k: (v + (v.ndim == 1)).astype("f4") for k, v in normal.items()}
 
 
 @pytest.mark.parametrize(("window", "roll"), [(3, "unroll"), pytest.param(5, "scan", marks=pytest.mark.slow)])
