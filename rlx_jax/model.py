@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlx_jax.built import InputDecl, Weights
 from rlx_jax.compile import (
@@ -21,7 +20,6 @@ from rlx_jax.compile import (
     open_compiler,
 )
 from rlx_jax.errors import (
-    BatchMismatchError,
     DTypeError,
     GraphError,
     MissingWeightError,
@@ -33,70 +31,21 @@ from rlx_jax.errors import (
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim, check_elements, is_static
+from rlx_jax.ir.types import TensorType, as_dim, check_elements
 from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
-from rlx_jax.lowering.fusion_report import FusionReport
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import Lir, flops
 from rlx_jax.lowering.text import dump_lir
 from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.report import Report
+from rlx_jax.state import State, as_state, check_empty, check_state
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """What a sequence has left behind: `length` `[B]` int32 and arrays by (block path, slot)."""
-
-    length: Any
-    leaves: Mapping[tuple[str, str], Any]
-
-    def arrays(self) -> StateArrays:
-        """All arrays, the length among them, as programs take them."""
-        return {LENGTH: self.length, **self.leaves}
-
-
-LENGTH = ("", "length")
-
-
-def as_state(arrays: StateArrays) -> State:
-    """The inverse of `State.arrays`."""
-    return State(arrays[LENGTH], {k: v for k, v in arrays.items() if k != LENGTH})
-
-
-@dataclass(frozen=True)
-class Report:
-    """What compiling cost and what the program needs. Times in seconds, sizes in bytes."""
-
-    seconds: Mapping[str, float]
-    nodes: Mapping[str, int]
-    parameter_bytes: int
-    compiles: int
-    refusals: tuple[str, ...]
-    fusion: FusionReport
-    attention: tuple[str, ...] = ()
-    flops: int | None = None
-    donated_bytes: int | None = None
-    peak_bytes: int | None = None
-    estimated_activation_bytes: int | None = None
-
-    def __str__(self) -> str:
-        rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
-        rows += [f"{'parameters':<18} {self.parameter_bytes:,} bytes", f"{'compiles':<18} {self.compiles}"]
-        for name in ("flops", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
-            if (value := getattr(self, name)) is not None:
-                rows.append(f"{name:<18} {value:,}")
-        rows += [f"{'nodes':<18} {', '.join(f'{name} {count}' for name, count in self.nodes.items())}"]
-        rows += [f"{'fusion':<18} {self.fusion.summary}", *(f"not fused: {m}" for m in self.fusion.missed)]
-        rows += [f"{'attention':<18} {a}" for a in self.attention]
-        rows += [f"not rolled: {r}" for r in self.refusals]
-        return "\n".join(rows)
 
 
 def compile(
@@ -446,43 +395,6 @@ def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
             raise DTypeError(f"input {name}: expected {declared}, got {value.dtype}")
         return value
     return host_value(name, value, declared, bounds.ids.get(name))
-
-
-def check_state(arrays: StateArrays, types: Mapping[tuple[str, str], TensorType], sizes: dict[str, int]) -> None:
-    """A state has the leaves of its program; their sizes are added to `sizes`.
-
-    Raises:
-        SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
-        BatchMismatchError: another number of rows than the inputs.
-    """
-    if set(arrays) != set(types):
-        raise SessionStateError(
-            f"this state belongs to another model: it has leaves {listing(sorted(arrays), 4)}, the program "
-            f"{listing(sorted(types), 4)}"
-        )
-    for key, t in types.items():
-        shape, dtype = tuple(arrays[key].shape), arrays[key].dtype
-        if len(shape) != t.rank or dtype != t.dtype:
-            raise SessionStateError(f"state {'.'.join(key)}: expected {t}, got {dtype} {list(shape)}")
-        for dim, size in zip(t.shape, shape, strict=True):
-            known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
-            if known != size and str(dim) == "batch":
-                raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
-            if known != size:
-                raise SessionStateError(f"state {'.'.join(key)}: {dim} is {known} elsewhere, got {list(shape)}")
-
-
-def check_empty(length: Any) -> None:
-    """The state that prefill fills holds nothing yet; a traced one cannot be looked at.
-
-    Raises:
-        SessionStateError: it holds tokens, which prefill would not attend to.
-    """
-    if not isinstance(length, jax.core.Tracer) and np.asarray(length).any():
-        raise SessionStateError(
-            f"prefill starts from an empty state, see init_state; this one holds {np.asarray(length).tolist()[:8]} "
-            "tokens in its rows: go on with extend"
-        )
 
 
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:

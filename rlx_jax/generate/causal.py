@@ -35,8 +35,10 @@ from rlx_jax.generate.requests import (
 )
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.tokenizer import Tokenizer
-from rlx_jax.model import CompiledModel, Report, State
+from rlx_jax.model import CompiledModel
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.report import Report
+from rlx_jax.state import State
 
 GREEDY = Sampler()
 PROMPT_BUCKET = 16

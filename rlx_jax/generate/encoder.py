@@ -16,8 +16,8 @@ from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, sp
 from rlx_jax.generate.sentence import SentencePipeline, pool
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.inputs import as_host_array
-from rlx_jax.model import Report
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.report import Report
 
 BATCH = 32
 SEQ_BUCKET = 16

@@ -13,7 +13,8 @@ from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, ReadPrompt, Rows, start_rows
 from rlx_jax.generate.requests import pad_rows
 from rlx_jax.generate.sampler import Knobs, Sampler
-from rlx_jax.model import CompiledModel, State
+from rlx_jax.model import CompiledModel
+from rlx_jax.state import State
 
 MAX_ENDS = 8  # ids that end a row, padded to this many so that their number compiles nothing
 

@@ -190,6 +190,8 @@ def close(source: WeightSource) -> None:
 
 @runtime_checkable
 class SupportsClose(Protocol):
+    """A source that holds files open."""
+
     def close(self) -> None: ...
 
 

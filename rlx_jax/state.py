@@ -1,0 +1,72 @@
+"""What a sequence leaves behind between two calls of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import BatchMismatchError, SessionStateError, listing
+from rlx_jax.executable import StateArrays
+from rlx_jax.ir.types import TensorType, is_static
+
+LENGTH = ("", "length")
+"""The key of the tokens that each row holds."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What a sequence has left behind: `length` `[B]` int32 and arrays by (block path, slot)."""
+
+    length: Any
+    leaves: Mapping[tuple[str, str], Any]
+
+    def arrays(self) -> StateArrays:
+        """All arrays, the length among them, as programs take them."""
+        return {LENGTH: self.length, **self.leaves}
+
+
+def as_state(arrays: StateArrays) -> State:
+    """The inverse of `State.arrays`."""
+    return State(arrays[LENGTH], {k: v for k, v in arrays.items() if k != LENGTH})
+
+
+def check_state(arrays: StateArrays, types: Mapping[tuple[str, str], TensorType], sizes: dict[str, int]) -> None:
+    """A state has the leaves of its program; their sizes are added to `sizes`.
+
+    Raises:
+        SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
+        BatchMismatchError: another number of rows than the inputs.
+    """
+    if set(arrays) != set(types):
+        raise SessionStateError(
+            f"this state belongs to another model: it has leaves {listing(sorted(arrays), 4)}, the program "
+            f"{listing(sorted(types), 4)}"
+        )
+    for key, t in types.items():
+        shape, dtype = tuple(arrays[key].shape), arrays[key].dtype
+        if len(shape) != t.rank or dtype != t.dtype:
+            raise SessionStateError(f"state {'.'.join(key)}: expected {t}, got {dtype} {list(shape)}")
+        for dim, size in zip(t.shape, shape, strict=True):
+            known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
+            if known != size and str(dim) == "batch":
+                raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
+            if known != size:
+                raise SessionStateError(f"state {'.'.join(key)}: {dim} is {known} elsewhere, got {list(shape)}")
+
+
+def check_empty(length: Any) -> None:
+    """The state that prefill fills holds nothing yet; a traced one cannot be looked at.
+
+    Raises:
+        SessionStateError: it holds tokens, which prefill would not attend to.
+    """
+    if not isinstance(length, jax.core.Tracer) and np.asarray(length).any():
+        raise SessionStateError(
+            f"prefill starts from an empty state, see init_state; this one holds {np.asarray(length).tolist()[:8]} "
+            "tokens in its rows: go on with extend"
+        )
