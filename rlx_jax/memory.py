@@ -22,8 +22,11 @@ def device_bytes() -> int | None:
 def _device_bytes(chosen: Any) -> int | None:
     device = chosen if chosen is not None else jax.local_devices()[0]
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else host_bytes()
+
+
+def host_bytes() -> int | None:
+    """The memory of this machine, in bytes; None if it is not known."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not a POSIX system

@@ -21,6 +21,7 @@ import numpy as np
 
 from rlx_jax.errors import CheckpointFormatError, DTypeError, LimitError, MissingWeightError, RlxError, quote
 from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.memory import host_bytes
 from rlx_jax.weights import limits
 from rlx_jax.weights.files import Links, check_name, resolve
 from rlx_jax.weights.finite import OnNonfinite, check_finite
@@ -150,10 +151,12 @@ class _Store:
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
         rows = tuple(slice(first, first + count) for first, count, _ in spans)
         where = f"{self._where}: array {quote(name)}"
-        try:
-            np.empty(spec.shape, spec.dtype)  # Python can say that memory is short; native code aborts
-        except MemoryError as cause:
-            raise LimitError(f"{where}: {spec.dtype.name}{list(spec.shape)} does not fit in memory") from cause
+        limit, wanted = host_bytes(), math.prod(spec.shape) * spec.dtype.itemsize
+        if limit is not None and wanted > limit:  # native code would abort
+            raise LimitError(
+                f"{where}: {spec.dtype.name}{list(spec.shape)} does not fit in memory: {wanted} bytes, "
+                f"the machine has {limit}"
+            )
         with _typed(where):
             array = tensorstore.open(
                 {"driver": self._driver, "kvstore": self._below(f"{name}/")},
