@@ -117,7 +117,9 @@ def assert_generates(flow: rlx.ModelFlow, weights: Any, tolerance: float = 5e-6,
 # -- flows that derive -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "roll"), [("direct", "scan"), ("fusable", "unroll")])
+@pytest.mark.parametrize(
+    ("policy", "roll"), [("direct", "scan"), pytest.param("fusable", "unroll", marks=pytest.mark.slow)]
+)
 def test_llama(policy: str, roll: str) -> None:
     """Both policies, rolled both ways."""
     state = assert_generates(
@@ -264,7 +266,12 @@ SUFFIXES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SUFFIXES)
+SLOW_SUFFIXES = ("a weight", "heads", "flattened tokens", "a transpose")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_SUFFIXES else ()) for n in SUFFIXES]
+)
 def test_logits_of_the_last_token_only(name: str) -> None:
     """The head sees one row for each sequence; its logits are those of the last valid token among all."""
     flow = (

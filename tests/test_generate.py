@@ -56,7 +56,11 @@ def load_case(directory: Path) -> Case:
         return Case(directory, rlx.load(directory), dict(file))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+SLOW = ("gqa_linear_mlpbias_v5", "mha_linear_biases_v4", "mqa_llama3_v4")
+RECORDED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NAMES]
+
+
+@pytest.fixture(scope="module", params=RECORDED)
 def case(request: pytest.FixtureRequest) -> Case:
     """Each recorded checkpoint in turn."""
     return load_case(LLAMA / request.param)
@@ -183,7 +187,15 @@ def test_record_ends_rows_at_different_steps(plain: Case) -> None:
         assert len(lengths) > 1 and min(lengths) < 24
 
 
-@pytest.mark.parametrize("where", ["int", "list", "generation_config", "both"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "int",
+        pytest.param("list", marks=pytest.mark.slow),
+        "generation_config",
+        pytest.param("both", marks=pytest.mark.slow),
+    ],
+)
 def test_end_tokens(plain: Case, where: str, tmp_path: Path) -> None:
     """An end token ends its row and is its last id; `generation_config.json` goes before `config.json`."""
     first, second = plain.greedy[0][5], plain.greedy[1][9]

@@ -491,6 +491,7 @@ for level in ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo"):
 """
 
 
+@pytest.mark.slow  # the golden texts are compared between two processes in every run
 def test_text_is_the_same_in_every_process() -> None:
     """No addresses, no order of sets, no counters: dumps can be compared."""
     runs = [
@@ -656,7 +657,10 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "dtype"), ROUND_TRIPS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [pytest.param(*r, marks=pytest.mark.slow if r[0] in ("plain", "merged", "scanned") else ()) for r in ROUND_TRIPS],
+)
 def test_weights_round_trip(layout: str, dtype: Any) -> None:
     """Whatever the layout, `weights()` has the checkpoint's keys, shapes, dtypes and, where exact, bits."""
     rng = np.random.default_rng(0)

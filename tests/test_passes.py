@@ -172,7 +172,8 @@ def outputs(
     return {k: np.asarray(v) for k, v in (out if isinstance(out, dict) else {"output": out}).items()}
 
 
-@settings(max_examples=9)
+@pytest.mark.slow
+@settings(max_examples=30)
 @given(programs=PROGRAMS, tables=VARIANTS)
 def test_policies_passes_and_merging_change_no_numbers(programs: Any, tables: Any) -> None:
     """Six random programs at a time: any choice against everything off."""
