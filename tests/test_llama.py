@@ -330,6 +330,7 @@ def test_inert_fields(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0}},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e60}},
         {"rope_parameters": "default"},
         {"tie_word_embeddings": "yes"},
         {"model_type": 7},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +98,10 @@ def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
         if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
     group = group or old
-    plain = frequencies(head_dim, theta)
+    with np.errstate(over="ignore"):  # refused in the next line
+        plain = frequencies(head_dim, theta)
+    if not all(0 < f < math.inf for f in plain):
+        raise ConfigError(f"{c.where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
     if group is None:
         return plain
     kind = group.text("rope_type", group.text("type", "default"))
