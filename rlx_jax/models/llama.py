@@ -101,7 +101,8 @@ def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
     with np.errstate(over="ignore"):  # refused in the next line
         plain = frequencies(head_dim, theta)
     if not all(0 < f < math.inf for f in plain):
-        raise ConfigError(f"{c.where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
+        where = c.where if group is None else f"{c.where}: rope_parameters"
+        raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
     if group is None:
         return plain
     kind = group.text("rope_type", group.text("type", "default"))
