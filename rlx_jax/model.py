@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,10 +24,14 @@ from rlx_jax.errors import (
     DTypeError,
     GraphError,
     MissingWeightError,
+    RlxError,
+    RlxWarning,
     SessionStateError,
     UnsupportedError,
+    WeightError,
     WeightShapeError,
     listing,
+    quote,
 )
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
@@ -40,6 +45,7 @@ from rlx_jax.lowering.text import dump_lir
 from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
+from rlx_jax.settings import default_target
 from rlx_jax.state import State, as_state, check_empty, check_state
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
@@ -83,6 +89,10 @@ def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
         return model.replace(params={})
     if not has_data(compiler):
         return model
+    target, platform = compiler.settings.target, default_target()
+    if target != platform:
+        message = f"fusion.target is {target!r}, and JAX runs on {platform!r}: chosen for the one, run on the other"
+        warnings.warn(f"{compiler.flow.name}: {message}", RlxWarning, stacklevel=3)
     # A context of the caller's thread, which the loader does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     with ThreadPoolExecutor(1) as pool:
@@ -170,8 +180,10 @@ class CompiledModel:
         try:
             with out_of_memory(what):
                 results = executable.run(params, state, inputs)
-        except ValueError as error:
-            if "sharding" not in str(error):
+        except (RuntimeError, ValueError) as error:
+            if not isinstance(error, RlxError):
+                refuse_consumed(params, inputs, error)
+            if not isinstance(error, ValueError) or "sharding" not in str(error):
                 raise
             # Parameters or inputs on other devices than those of the first call: jax.jit compiles for each placement.
             results = self.compiler.function(key).jitted(params, state, inputs)
@@ -395,6 +407,23 @@ def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
             raise DTypeError(f"input {name}: expected {declared}, got {value.dtype}")
         return value
     return host_value(name, value, declared, bounds.ids.get(name))
+
+
+def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception) -> None:
+    """Say which argument of a failed call has no values any more.
+
+    Raises:
+        WeightError, SessionStateError: a parameter or an input was donated to an earlier call.
+    """
+    kinds: tuple[tuple[str, Arrays, type[RlxError]], ...]
+    kinds = (("params: leaf", params, WeightError), ("input", inputs, SessionStateError))
+    for what, arrays, kind in kinds:
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array) and array.is_deleted():
+                raise kind(
+                    f"{what} {quote(name)} has no values any more: an earlier call that donates it consumed it; "
+                    "pass an array that is still there"
+                ) from cause
 
 
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import (
@@ -70,7 +71,9 @@ def save(
     wanted = None if dtype is None else _floating(dtype)
     found = list(_weights(compiler.layout.leaves, params, source))
     _refuse_rounding([w for w in found if wanted is None and not w.survives()])
-    write_checkpoint(path, [w.entry(wanted) for w in _once(found)], format, overwrite)
+    weights = _once(found)
+    _warn_of_nan(weights)
+    write_checkpoint(path, [w.entry(wanted) for w in weights], format, overwrite)
 
 
 def _floating(name: str) -> np.dtype[Any]:
@@ -181,6 +184,17 @@ def _refuse_rounding(weights: list[_Weight]) -> None:
         f"would not come back as they are: {listing([w.key for w in weights], 8)}; "
         f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"
     )
+
+
+def _warn_of_nan(weights: list[_Weight]) -> None:
+    damaged = [w.key for w in weights if is_float(w.values.dtype) and bool(_is_nan(w.values).any())]
+    if damaged:
+        message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
+        warnings.warn(message, RlxNumericsWarning, stacklevel=3)
+
+
+def _is_nan(values: Any) -> Any:
+    return jnp.isnan(values) if isinstance(values, jax.Array) else np.isnan(values)
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -47,6 +47,7 @@ from rlx_jax.errors import (
     SessionStateError,
     ShapeError,
     StorageError,
+    TargetExistsError,
     TokenIdError,
     UnboundInputError,
     UnboundStreamError,
@@ -225,6 +226,12 @@ WEIGHTS: dict[str, Row] = {
 }  # fmt: skip
 
 FILES: dict[str, Row] = {
+    "a save onto a file": row(
+        lambda t: rlx.save(t.mlp, t.file("w", "x")), TargetExistsError, "w' is a file", "remove it, or save elsewhere",
+    ),
+    "a save onto what others wrote": row(
+        lambda t: rlx.save(t.mlp, t.file("w", "x").parent), TargetExistsError, "has no rlx_manifest.json", "elsewhere",
+    ),
     "no such directory": row(lambda t: rlx.load("org/model"), MissingFileError, "'org/model'", "snapshot_download"),
     "a file in place of a directory": row(
         lambda t: rlx.load(LLAMA / "model.safetensors"), MissingFileError, "model.safetensors", "open_weights",
@@ -468,6 +475,8 @@ CALLS: dict[str, Row] = {
     ),
     "a batch": row(lambda t: t.state(2**40, 8), ShapeError, "batch", "1099511627776"),
     "a level": row(lambda t: t.mlp.text("hl"), GraphError, "text", "hlo", "'hl'"),
+    "a parameter that was consumed": row(lambda t: consumed(leaf=True), WeightError, "leaf 'w'", "earlier call"),
+    "an input that was consumed": row(lambda t: consumed(leaf=False), SessionStateError, "input 'x'", "earlier call"),
     "a program": row(lambda t: rlx.compile(mlp(), W, program="decode"), DeriveError, "'decode'", "prefill"),
     "a flow without seq": row(lambda t: rlx.compile(mlp(), W, program="prefill"), DeriveError, "prefill", "seq"),
     "no flow": row(lambda t: rlx.compile(3), GraphError, "compile", "a ModelFlow", "int"),
@@ -559,6 +568,14 @@ def used(t: World) -> Any:
     return state
 
 
+def consumed(leaf: bool) -> Any:
+    """A call with a parameter, or an input, that a jitted call with donation has taken."""
+    model, x = rlx.compile(mlp(), W), jnp.asarray(X)
+    assert model.params is not None
+    (model.params["w"] if leaf else x).delete()
+    return model(x)
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World()
@@ -620,6 +637,10 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
         world.llama(auto_map={"AutoModel": "x.y"})
     with pytest.warns(RlxWarning, match=r"'v'"):
         rlx.compile(mlp(), W | {"v": X}, strict=False)
+    with pytest.warns(RlxWarning, match=r"mlp: fusion\.target is 'tpu', and JAX runs on"):
+        rlx.compile(mlp(), W, profile=rlx.CompileProfile().replace(fusion={"target": "tpu"}))
+    with pytest.warns(RlxNumericsWarning, match=r"1 of 1 weights hold NaN.*'w'"):
+        rlx.save(world.mlp.replace(params={"w": jnp.full((4, 8), jnp.nan)}), tmp_path / "nan", "safetensors")
 
 
 def test_flows_can_be_keys() -> None:

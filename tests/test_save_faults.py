@@ -26,7 +26,15 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import IntegrityError, MissingFileError, NoSpaceError, RlxError, SaveFailedError, TargetExistsError
+from rlx_jax.errors import (
+    IntegrityError,
+    MissingFileError,
+    NoSpaceError,
+    RlxError,
+    SaveFailedError,
+    StorageError,
+    TargetExistsError,
+)
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights import atomic, manifest
 from rlx_jax.weights.save import Entry, write_checkpoint
@@ -322,8 +330,9 @@ def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         try:
             write(tmp_path / "it", 2, format)
-        except (SaveFailedError, NoSpaceError):
+        except (SaveFailedError, NoSpaceError) as error:
             failed += 1
+            assert "File too large" in str(error)
             assert number_in(tmp_path / "it") == 1
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -418,6 +427,20 @@ def flipped(path: Path, name: str, at: int) -> None:
     data = bytearray((path / name).read_bytes())
     data[at] ^= 1
     (path / name).write_bytes(data)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for its digest."""
+    write(tmp_path / "c", 1)
+    path = tmp_path / "c" / "model.safetensors"
+    flipped(tmp_path / "c", path.name, 20)
+
+    def refuse(name: str) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    monkeypatch.setattr(manifest, "file_digest", refuse)
+    with pytest.raises(StorageError, match=r"model\.safetensors': Permission denied"):
+        rlx.open_weights(tmp_path / "c")
 
 
 def test_errors_name_weights_and_files(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -106,10 +107,15 @@ def _storage_errors(target: str, kept: str) -> Iterator[None]:
         raise
     except Exception as cause:
         number = cause.errno if isinstance(cause, OSError) else None
-        text = str(cause)
+        text, shown = str(cause), (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
         full = number in _NO_SPACE or "No space left" in text or "quota exceeded" in text
         error = NoSpaceError if full else SaveFailedError
-        raise error(f"saving to {quote(target)} failed; {kept}: {quote(text)}") from cause
+        raise error(f"saving to {quote(target)} failed; {kept}: {_end(shown)}") from cause
+
+
+def _end(text: str) -> str:
+    """The end of a message: there, behind its paths, the system says what was wrong."""
+    return quote(text if len(text) <= 100 else f"…{text[-100:]}")
 
 
 def _exists(target: str) -> TargetExistsError:
@@ -184,7 +190,12 @@ def _discard(work: str, target: str) -> None:
     if os.path.isdir(old) and not os.path.lexists(target):
         os.rename(old, target)
         _sync(os.path.dirname(target))
-    shutil.rmtree(work, ignore_errors=True)  # what cannot be removed now is tried again by the next save
+    for _ in range(20):  # threads of a save that failed may still be writing
+        shutil.rmtree(work, ignore_errors=True)
+        if not os.path.lexists(work):
+            return
+        time.sleep(0.01)
+    # What cannot be removed now is tried again by the next save.
 
 
 # -- renames -----------------------------------------------------------------------------------

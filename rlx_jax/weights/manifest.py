@@ -31,7 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights import limits
-from rlx_jax.weights.files import Links, check_name, read_whole, resolve
+from rlx_jax.weights.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.weights.safetensors import check_index
 from rlx_jax.weights.strict_json import parse_object
 
@@ -160,7 +160,12 @@ def explained(directory: str, manifest: Manifest | None) -> Iterator[None]:
     except (FormatError, StorageError, NonFiniteWeightError) as cause:
         files = {} if manifest is None else manifest.files
         paths = {name: os.path.join(directory, name) for name in files}
-        wrong = [name for name, path in paths.items() if not os.path.isfile(path) or file_digest(path) != files[name]]
+        try:
+            wrong = [
+                name for name, path in paths.items() if not os.path.isfile(path) or file_digest(path) != files[name]
+            ]
+        except OSError as refused:
+            raise storage_error(refused, quote(refused.filename)) from cause
         if not wrong:
             raise
         raise IntegrityError(f"{cause}; files that differ from {NAME}: {listing(wrong)}; {_ADVICE}") from cause

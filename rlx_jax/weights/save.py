@@ -55,7 +55,7 @@ def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], for
             f"format {quote(format)}: expected {' or '.join(choices)}{did_you_mean(format, choices)}"
         )
     target = os.path.realpath(os.fsdecode(path))
-    kept = _files_to_keep(target) if overwrite else []
+    kept = _files_to_keep(target)
     write = _write_orbax if format == "orbax" else _write_safetensors
     with replacing(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
         weights = write(new, entries)
@@ -77,8 +77,9 @@ def _files_to_keep(target: str) -> list[str]:
         return []
     old = read_manifest(target) if os.path.isdir(target) else None
     if old is None:
+        found = f"has no {manifest.NAME}" if os.path.isdir(target) else "is a file"
         raise TargetExistsError(
-            f"{quote(target)} has no {manifest.NAME}, so rlx_jax.save did not write it; remove it, or save elsewhere"
+            f"{quote(target)} {found}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
     ours = {*old.files, manifest.NAME}
     return [name for name in _files_below(target) if name not in ours]
