@@ -22,6 +22,7 @@ from tests.oracles.comparing import assert_close
 
 LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
 TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
+SINGLE = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = checkpoints.FIXTURES / "bert" / "masked_lm_v4"
 LAYERS = 3
 CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
@@ -68,6 +69,34 @@ def test_a_hooked_checkpoint_generates() -> None:
     lm = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).layer(composed_at_1))
     prompts = [r[:n].tolist() for r, n in zip(want["ragged_tokens"], want["ragged_lengths"], strict=True)]
     assert lm.generate(prompts, max_new_tokens=6) == want["greedy"][:, :6].tolist()
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_recipe_takes_the_weights_of_the_checkpoint(tmp_path: Path, bound: bool) -> None:
+    """Hooks made on a base model, or on a config alone, serve a fine-tune: `load` reads the weights of its path."""
+    tuned = checkpoints.copy(SINGLE, tmp_path / "tuned")
+    checkpoints.edit_tensors(tuned, lambda tensors: {key: 1.5 * value for key, value in tensors.items()})
+    recipe = rlx.recipe_for(SINGLE) if bound else rlx.Llama32Flow(rlx.recipe_for(SINGLE).config)
+    logits, tokens = rlx.load(tuned, recipe=recipe.layer(composed_at_1)).logits, np.array([[1, 2, 3]])
+    assert_close(logits(tokens), rlx.load(tuned).logits(tokens), tolerance=2e-6)
+
+
+def test_a_recipe_follows_how_the_checkpoint_stores_its_weights() -> None:
+    """A bare encoder's hooks serve a task checkpoint, whose keys have a prefix."""
+    bare = dataclasses.replace(rlx.recipe_for(BERT), prefix="", weights=None)
+    tokens = record(BERT)["tokens"]
+    assert_close(rlx.load(BERT, recipe=bare).hidden_states(tokens), rlx.load(BERT).hidden_states(tokens), tolerance=0)
+
+
+def test_a_recipe_of_another_config_is_refused() -> None:
+    recipe = rlx.recipe_for(LLAMA)
+    eps = dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, rms_norm_eps=0.5))
+    with pytest.raises(
+        errors.ConfigError, match=r"'llama' .* rms_norm_eps 0\.5 \(config\.json: 0\.001\); make it with"
+    ):
+        rlx.load(LLAMA, recipe=eps)
+    with pytest.raises(errors.ConfigError, match="a LlamaConfig, the checkpoint a BertConfig"):
+        rlx.load(BERT, recipe=recipe)
 
 
 def test_equal_layers_of_a_hook_still_roll() -> None:

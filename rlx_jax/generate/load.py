@@ -13,7 +13,7 @@ from rlx_jax.generate.encoder import Encoder
 from rlx_jax.generate.sentence import load_pipeline
 from rlx_jax.generate.tokenizer import load_tokenizer, read_optional
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.models.families import Pretrained, check_options, model_directory, open_pretrained
+from rlx_jax.models.families import Pretrained, check_options, model_directory, open_pretrained, rebound
 from rlx_jax.profiles import CompileProfile
 
 
@@ -33,7 +33,8 @@ def load(
         profile: else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         strict: weights that nothing reads are an error, not a warning.
-        recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, bound to its weights.
+        recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
+            another checkpoint of the same config, or from the config alone. The weights are those of `path`.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
 
     Raises:
@@ -44,7 +45,8 @@ def load(
     pipeline = load_pipeline(directory)
     root = directory / pipeline.transformer if pipeline else directory
     pretrained = open_pretrained(root, strict=strict, **options)
-    flow = ModelFlow.from_recipe(recipe or pretrained.recipe)
+    own = pretrained.recipe
+    flow = ModelFlow.from_recipe(own if recipe is None else rebound(recipe, own))
     if dtype is not None:
         dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
         profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from rlx_jax.errors import (
+    ConfigError,
     MissingFileError,
     MissingWeightError,
     RequestError,
@@ -149,6 +150,33 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
     return opener(config, open_weights(directory, **options))
 
 
+def rebound(recipe: Any, own: Any) -> Any:
+    """A recipe with the weights of another checkpoint of the same config; `own` is that checkpoint's recipe.
+
+    How the weights are stored is the checkpoint's matter too: a prefix of their keys, a head beside a tied embedding.
+    What has no config of its own, such as a function that returns a flow, stays as it is.
+
+    Raises:
+        ConfigError: the configs differ; the message names the fields.
+    """
+    if not hasattr(recipe, "config"):
+        return recipe
+    got, want, remedy = recipe.config, own.config, "make it with rlx_jax.recipe_for of that checkpoint"
+    if type(got) is not type(want):
+        raise ConfigError(
+            f"the recipe {quote(recipe.name)} has a {type(got).__name__}, the checkpoint a {type(want).__name__}; "
+            f"{remedy}"
+        )
+    names = [f.name for f in fields(want) if f.name != "tie_word_embeddings"]
+    differ = [n for n in names if getattr(got, n) != getattr(want, n)]
+    if differ:
+        values = ", ".join(f"{n} {shown(getattr(got, n))} (config.json: {shown(getattr(want, n))})" for n in differ)
+        raise ConfigError(
+            f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
+        )
+    return replace(recipe, **{n: getattr(own, n) for n in ("config", "prefix", "weights") if hasattr(recipe, n)})
+
+
 def model_directory(path: str | os.PathLike[str]) -> Path:
     """`path`, if it is a directory.
 
@@ -195,7 +223,8 @@ def recipe_for(path: str | os.PathLike[str], **options: Any) -> Any:
     """The recipe of a Hugging Face directory (`Llama32Flow`, `BertFlow` …), bound to its weights.
 
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
-    for the checkpoint's tokenizer as well.
+    for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
+    config.
     """
     check_options("recipe_for", options)
     return open_pretrained(path, **options).recipe
