@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import DeriveError
+from rlx_jax.errors import DeriveError, did_you_mean
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import (
     Builder,
@@ -78,7 +78,9 @@ def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False
         DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
     """
     if program not in PROGRAMS:
-        raise DeriveError(f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}")
+        raise DeriveError(
+            f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}{did_you_mean(str(program), PROGRAMS)}"
+        )
     if last_only:
         graph = last_token_only(graph, types)
     if program not in CACHED_PROGRAMS:

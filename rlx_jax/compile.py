@@ -272,6 +272,8 @@ def as_flow(flow: Any) -> Buildable:
     """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a BuiltModel."""
     if isinstance(flow, Buildable):
         return flow
+    if isinstance(getattr(flow, "compiler", None), Compiler):
+        raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
     if callable(getattr(flow, "assemble", None)):
         return as_flow(flow.assemble())
     if callable(flow):

@@ -327,11 +327,14 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suggestion to append to a message, or the empty string.
+def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """A suggestion to append to a message, or the empty string. Case does not count; `alike` is the least ratio.
 
     >>> did_you_mean("polcy", ["policy", "target"])
     "; did you mean 'policy'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    folded: dict[str, str] = {}
+    for k in known:
+        folded.setdefault(k.casefold(), k)
+    close = [folded[k] for k in difflib.get_close_matches(name.casefold(), list(folded), n=3, cutoff=alike)]
     return f"; did you mean {' or '.join(quote(c) for c in close)}?" if close else ""

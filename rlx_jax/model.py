@@ -30,6 +30,7 @@ from rlx_jax.errors import (
     UnsupportedError,
     WeightError,
     WeightShapeError,
+    did_you_mean,
     listing,
     quote,
 )
@@ -344,7 +345,7 @@ class CompiledModel:
         Sizes are those of the given inputs, else of the last call.
         """
         if level not in LEVELS:
-            raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}")
+            raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}{did_you_mean(str(level), LEVELS)}")
         template = self._template()
         if level == "hir":
             return dump(template.built.hir, "hir", f", fusion={self.compiler.settings.policy}")
@@ -437,7 +438,9 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
     missing, extra = [n for n in specs if n not in params], [n for n in params if n not in specs]
     if missing or extra:
         parts = {"missing": missing, "unknown": extra}.items()
-        raise WeightShapeError("params: " + "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n))
+        close = did_you_mean(str(extra[0]), missing) if extra else ""
+        found = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
+        raise WeightShapeError(f"params: {found}{close}")
     for name, spec in specs.items():
         got = params[name]
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)

@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     VersionMismatchError,
     did_you_mean,
     quote,
+    shown,
 )
 from rlx_jax.ir.graph import (
     Builder,
@@ -376,8 +377,10 @@ class GraphModule:
         data = parse_object(raw, "graph JSON", ArtifactFormatError)
         one_of("graph JSON: format", data.get("format"), (FORMAT,))
         if data.get("version") != VERSION or isinstance(data["version"], bool):
-            found = quote(data.get("version"))
-            raise VersionMismatchError(f"graph JSON: version is {found}; this release reads version {VERSION}")
+            found = shown(data.get("version"))
+            raise VersionMismatchError(
+                f"graph JSON: version is {found}; this release reads version {VERSION}, a number"
+            )
         head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
         stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
         policy = one_of("graph JSON: policy", head["policy"], POLICIES)

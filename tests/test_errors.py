@@ -219,6 +219,19 @@ WEIGHTS: dict[str, Row] = {
     "a key that is no string": row(lambda t: rlx.open_weights({THREE: X}), WeightError, "'3'", "strings as keys"),
     "weights that are no weights": row(lambda t: rlx.open_weights(THREE), WeightError, "weights", "a path, a mapping"),
     "an unknown choice": row(lambda t: rlx.load(LLAMA, links="folow"), WeightError, "links", "did you mean 'follow'"),
+    "a misspelt leaf": row(
+        lambda t: t.mlp.replace(params={"W": X}), WeightShapeError, "unknown leaves 'W'", "did you mean 'w'",
+    ),
+    "a weight in another case": row(
+        lambda t: rlx.compile(mlp(), {"W": X}), MissingWeightError, "'w'", "did you mean 'W'",
+    ),
+    "leaves of rolled layers": row(
+        lambda t: rlx.compile(mlp(), {"layers.{0..1}.w": X}), MissingWeightError, "'w'", "model.weights(params)",
+    ),
+    "a misspelt field of a config": row(
+        lambda t: rlx.Llama32Flow.for_prefill({"hidden_sze": 8}), ConfigError, "'hidden_size'",
+        "did you mean 'hidden_sze'",
+    ),
     "leaves that are not there": row(lambda t: t.mlp.apply({}, X), WeightShapeError, "params", "missing leaves 'w'"),
     "a leaf of another dtype": row(
         lambda t: t.mlp.replace(params={"w": np.ones((4, 8))}), WeightShapeError, "'w'", "float32[4, 8]", "float64",
@@ -478,6 +491,11 @@ CALLS: dict[str, Row] = {
     "a parameter that was consumed": row(lambda t: consumed(leaf=True), WeightError, "leaf 'w'", "earlier call"),
     "an input that was consumed": row(lambda t: consumed(leaf=False), SessionStateError, "input 'x'", "earlier call"),
     "a program": row(lambda t: rlx.compile(mlp(), W, program="decode"), DeriveError, "'decode'", "prefill"),
+    "a misspelt program": row(
+        lambda t: rlx.compile(mlp(), W, program="trian"), DeriveError, "'trian'", "did you mean 'train'",
+    ),
+    "a misspelt level": row(lambda t: t.mlp.text("lirr"), GraphError, "text", "did you mean 'lir'"),
+    "a model that is compiled": row(lambda t: rlx.compile(t.mlp, W), GraphError, "compiled already", "replace"),
     "a flow without seq": row(lambda t: rlx.compile(mlp(), W, program="prefill"), DeriveError, "prefill", "seq"),
     "no flow": row(lambda t: rlx.compile(3), GraphError, "compile", "a ModelFlow", "int"),
     "logits of another width": row(

@@ -28,6 +28,7 @@ from rlx_jax.errors import (
     DuplicateWeightError,
     IntegrityError,
     LimitError,
+    MissingFileError,
     MissingWeightError,
     NonFiniteWeightError,
     PathEscapeError,
@@ -106,6 +107,8 @@ def test_checkpoint_manager(tmp_path: Path) -> None:
     assert_equal(read(root), {key: value * np.array(2, value.dtype) for key, value in FLAT.items()})
     assert_equal(read(root / "1"), FLAT)
     assert_equal(read(root / "1" / "default"), FLAT)
+    with pytest.raises(MissingFileError, match="/3': no such .*; finished steps beside it: '0', '1', '2'"):
+        read(root / "3")
 
 
 def test_version_1_of_the_library(tmp_path: Path) -> None:
@@ -114,6 +117,8 @@ def test_version_1_of_the_library(tmp_path: Path) -> None:
     items = save_items(tmp_path / "b")
     with pytest.raises(CheckpointFormatError, match="2 items hold arrays: 'opt', 'params'; name one with subtree="):
         read(items)
+    with pytest.raises(CheckpointFormatError, match="name one with subtree=; did you mean 'params'"):
+        read(items, subtree="parms.layers")
     assert_equal(read(items, subtree="params"), FLAT)
     assert_equal(read(items, subtree="params.layers.0"), {"w": FLAT["layers.0.w"], "b": FLAT["layers.0.b"]})
 
@@ -171,7 +176,7 @@ def test_asking_wrongly(tmp_path: Path) -> None:
     assert source.has("layers.0.w") and not source.has("w")
     assert source.where("layers.0.w") == str(tmp_path / "a")
     for call in (source.spec, source.read, source.where):
-        with pytest.raises(MissingWeightError, match="no weight 'layers.0.v' in the checkpoint of 2; did you mean"):
+        with pytest.raises(MissingWeightError, match="no weight 'layers.0.v' in '.*', a checkpoint of 2; did you mean"):
             call("layers.0.v")
     with pytest.raises(WeightShapeError, match="expected at most 2 slices"):
         source.read("layers.0.w", (slice(1),) * 3)

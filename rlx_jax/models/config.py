@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, quote
+from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote
 from rlx_jax.weights.config import read_json
 
 MAX_LAYERS = 1024
@@ -75,11 +75,15 @@ class Fields:
             raise ConfigError(f"{self.where}: field {quote(name)} is null; expected a value")
         return self.raw(name, default)
 
+    def _near(self, name: str) -> str:
+        """A field that nobody asked for, if it may be a misspelt `name`."""
+        return did_you_mean(name, [str(k) for k in self.values if k not in self.seen], alike=0.85)
+
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
         """An integer in `[low, high]`."""
         value = self._given(name, default)
         if value is None:
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer")
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected an integer{self._near(name)}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an integer")
         if value < low:
@@ -92,7 +96,7 @@ class Fields:
         """A finite number over `low`, or from `low` on if not `above`."""
         value = self._given(name, default)
         if value is None:
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number")
+            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected a number{self._near(name)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected a finite number")
         if value < low or (above and value == low):

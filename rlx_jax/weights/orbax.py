@@ -98,9 +98,8 @@ class OrbaxSource:
 
     def _info(self, key: str) -> TensorType:
         if key not in self._arrays:
-            raise MissingWeightError(
-                f"no weight {quote(key)} in the checkpoint of {len(self._arrays)}{close_names(key, self._arrays)}"
-            )
+            found = f"{self._where()}, a checkpoint of {len(self._arrays)}{close_names(key, self._arrays)}"
+            raise MissingWeightError(f"no weight {quote(key)} in {found}")
         return self._arrays[key]
 
 

@@ -56,7 +56,7 @@ def is_orbax(directory: str) -> bool:
     """Whether a directory looks like something that orbax wrote or began to write."""
     names = list_directory(directory)
     if not names:
-        return bool(_usable_steps(os.path.dirname(os.path.realpath(directory))))
+        return bool(usable_steps(os.path.dirname(os.path.realpath(directory))))
     if any(TEMPORARY in name for name in (*names, os.path.basename(os.path.realpath(directory)))):
         return True
     if {TREE, CHECKPOINT, COMMITTED, "manifest.ocdbt"} & set(names) or _is_old(directory):
@@ -180,7 +180,7 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
         return _choose_item(directory, items, subtree)
     if _is_old(directory):
         raise UnsupportedError(f"{quote(directory)}: a checkpoint of before 2023; save it again with a newer orbax")
-    steps = _usable_steps(directory)
+    steps = usable_steps(directory)
     if not steps:
         raise _incomplete(directory, "no finished checkpoint in it")
     return find_item(os.path.join(directory, steps[max(steps)]), subtree)
@@ -194,8 +194,8 @@ def _choose_item(directory: str, items: list[str], subtree: str) -> tuple[str, s
     if first in items:
         return os.path.join(directory, first), rest
     if len(items) > 1:
-        where = quote(directory)
-        raise _Error(f"{where}: {len(items)} items hold arrays: {listing(items)}; name one with subtree=")
+        found = f"{quote(directory)}: {len(items)} items hold arrays: {listing(items)}"
+        raise _Error(f"{found}; name one with subtree={did_you_mean(first, items)}")
     return os.path.join(directory, items[0]), subtree
 
 
@@ -214,7 +214,7 @@ def _is_committed(directory: str) -> bool:
     return isinstance(parse_object(raw, quote(path), _Error).get("commit_timestamp_nsecs"), int)
 
 
-def _usable_steps(root: str) -> dict[int, str]:
+def usable_steps(root: str) -> dict[int, str]:
     """The finished steps of a manager's directory: number → name."""
     steps: dict[int, str] = {}
     try:
@@ -236,8 +236,8 @@ def _usable_steps(root: str) -> dict[int, str]:
 
 def _incomplete(directory: str, problem: str) -> CheckpointIncompleteError:
     """The error for an unfinished checkpoint, with the steps beside and below it that can be used."""
-    below, parent = _usable_steps(directory), os.path.dirname(os.path.realpath(directory))
-    beside = {} if below else _usable_steps(parent)
+    below, parent = usable_steps(directory), os.path.dirname(os.path.realpath(directory))
+    beside = {} if below else usable_steps(parent)
     usable = [name for _, name in sorted((below or beside).items())]
     where = quote(directory if below else parent)
     hint = f"; finished steps in {where}: {listing(usable)}" if usable else "; there are no finished steps beside it"

@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
     did_you_mean,
+    listing,
     quote,
 )
 from rlx_jax.ir.param import WeightSource as WeightSource
@@ -53,7 +54,7 @@ from rlx_jax.weights.manifest import (
     read_manifest,
 )
 from rlx_jax.weights.orbax import OrbaxSource
-from rlx_jax.weights.orbax_tree import below, find_item, is_orbax, read_tree
+from rlx_jax.weights.orbax_tree import below, find_item, is_orbax, read_tree, usable_steps
 from rlx_jax.weights.safetensors import SafetensorsFile, check_index, close_names
 from rlx_jax.weights.safetensors_header import check_shape
 
@@ -219,7 +220,10 @@ class MappingSource:
 
     def _value(self, key: str) -> Any:
         if key not in self._arrays:
-            raise _missing(key, self._arrays, "the mapping")
+            missing = _missing(key, self._arrays, "the mapping")
+            if any("{" in known for known in self._arrays):
+                raise MissingWeightError(f"{missing}; leaves of rolled layers: model.weights(params) gives them by key")
+            raise missing
         return self._arrays[key]
 
 
@@ -363,6 +367,8 @@ def _safetensors_files(path: str, strict: bool, links: Links) -> list[Safetensor
         return open_directory(path, strict=strict, links=links)
     if not os.path.lexists(path):
         hint = "; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a checkpoint"
+        steps = usable_steps(os.path.dirname(os.path.realpath(path)))
+        hint = f"; finished steps beside it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")
     directory, name = os.path.split(path)
     if name.endswith(INDEX_SUFFIX):
