@@ -32,6 +32,8 @@ class Module(Protocol):
 
     def shape(self, value: Value) -> TensorType: ...
 
+    def hand(self, value: Value) -> Value: ...
+
     def add_node(self, op: Op, *values: Value, out_shape: Shape | None = None) -> Value: ...
 
 
@@ -159,7 +161,7 @@ def hir_mir(m: Module, op: Mir, inputs: Sequence[Value], shape: Shape | None = N
 
 def constant(m: Module, value: Any, dtype: Any = "f32") -> Value:
     """A small array that belongs to the program: at most 1 MiB."""
-    return m.builder.leaf(small_constant(value, dtype))
+    return m.hand(m.builder.leaf(small_constant(value, dtype)))
 
 
 def mm(m: Module, a: Value, b: Value, out_shape: Shape | None = None) -> Value:

@@ -35,7 +35,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import as_dim, is_float
+from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.profiles import CompileProfile
@@ -64,6 +64,9 @@ class ModelFlow:
     weights: WeightSource | None = None
     left_keys: tuple[str, ...] = ()
     binding: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        as_name(self.name, "a flow")
 
     # -- declaring ---------------------------------------------------------------------------
 
@@ -155,11 +158,11 @@ class ModelFlow:
 
     def output(self, name: str) -> ModelFlow:
         """Name the primary output."""
-        return replace(self, output_name=name)
+        return replace(self, output_name=as_name(name, f"{self.name}: output"))
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
         """Name the primary output, and choose the side outputs: no others are computed. See `with_extra_outputs`."""
-        found = _names(names, "outputs")
+        found = _names(names, f"{self.name}: outputs")
         if not found:
             raise GraphError(f"{self.name}: outputs needs a name for the primary output")
         return self.output(found[0]).with_extra_outputs(found[1:])
@@ -169,7 +172,7 @@ class ModelFlow:
 
         Without this call the side outputs are all that stages give to `emit.output`.
         """
-        return replace(self, side_names=_names(names, "with_extra_outputs"))
+        return replace(self, side_names=_names(names, f"{self.name}: with_extra_outputs"))
 
     def hidden_states(self) -> ModelFlow:
         """Name the primary output `hidden`."""
@@ -449,12 +452,6 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
     return found
 
 
-def _names(names: Iterable[str], where: str) -> tuple[str, ...]:
-    """Names of outputs: strings, each once."""
-    found = (names,) if isinstance(names, str) else tuple(names)
-    for name in found:
-        if not isinstance(name, str) or not name:
-            raise GraphError(f"{where}: a name is a string, got {quote(name)}")
-    if len(set(found)) < len(found):
-        raise NameCollisionError(f"{where}: a name stands twice in {listing(found)}")
-    return found
+def _names(names: str | Iterable[str], where: str) -> tuple[str, ...]:
+    """Names of outputs; one may stand alone."""
+    return as_names((names,) if isinstance(names, str) else names, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
@@ -42,7 +42,7 @@ from rlx_jax.ir.graph import (
 from rlx_jax.ir.param import Key, WeightSource, keys_of, read_from
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim, path_text, tensor_type
+from rlx_jax.ir.types import TensorType, as_dim, as_name, as_names, path_text, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.plan import Lir, Plan
@@ -71,6 +71,9 @@ class GraphModule:
     output_names: tuple[str, ...] = ()
     policy: str = "direct"
     plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        as_name(self.name, "a module")
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class GraphModule:
         """Declare an input; strings in the shape are symbolic sizes."""
         if any(i.input == name for i in self.builder.inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
-        return self.builder.input(name, input_type(name, shape, dtype))
+        return self.hand(self.builder.input(name, input_type(name, shape, dtype)))
 
     def input_batch_seq(
         self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
@@ -148,7 +151,7 @@ class GraphModule:
         for node in self.builder.nodes:
             if isinstance(node.op, Param) and node.op.programs[0] == Key(name, node.op.type) and node.op.type != type:
                 raise NameCollisionError(f"{self.name}: parameter {quote(name)} is {node.op.type} and {type}")
-        return self.builder.leaf(Param((Key(name, type),), type=type))
+        return self.hand(self.builder.leaf(Param((Key(name, type),), type=type)))
 
     def named(self, name: str, build: Callable[[GraphModule], Value]) -> Value:
         """Run `build` inside a block path segment `name`."""
@@ -181,14 +184,23 @@ class GraphModule:
             declared = tensor_type(tuple(out_shape), self.shape(value).dtype, op.name())
             if declared != self.shape(value):
                 raise ShapeError(f"{self.name}: {op.name()}: declared {declared}, inferred {self.shape(value)}")
-        return value
+        return self.hand(value)
+
+    def hand(self, value: Value) -> Value:
+        """A value of the builder as users get it: it knows its module, so that no other one takes it."""
+        return replace(value, owner=self.builder)
 
     def _own(self, value: Value) -> Value:
         if not isinstance(value, Value):
             raise GraphError(f"{self.name}: expected a value of this module, got {type(value).__name__}")
+        if value.owner not in (None, self.builder):
+            raise GraphError(
+                f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
+                "use the values that this one returned, after lowering those in its `outputs`"
+            )
         if not (0 <= value.node < len(self.builder.nodes)) or value.index >= len(self.builder.nodes[value.node].types):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
-        return value
+        return Value(value.node, value.index)
 
     # blocks, at HIR
     linear = builders.linear
@@ -222,9 +234,14 @@ class GraphModule:
 
     def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
         """Set the outputs, and their names: without, `output`, or `output0`, `output1` …"""
-        self.outputs = [self._own(v) for v in values]
-        default = ("output",) if len(values) == 1 else tuple(f"output{i}" for i in range(len(values)))
-        self.output_names = tuple(names) or default
+        if not isinstance(values, Iterable):
+            raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
+        outputs = [self._own(v) for v in values]
+        default = ("output",) if len(outputs) == 1 else tuple(f"output{i}" for i in range(len(outputs)))
+        chosen = as_names(names, f"{self.name}: set_outputs") or default
+        if len(chosen) != len(outputs):
+            raise GraphError(f"{self.name}: set_outputs: {len(outputs)} values and {len(chosen)} names")
+        self.outputs, self.output_names = outputs, chosen
 
     set_hir_outputs = set_outputs
 
@@ -373,6 +390,8 @@ class GraphModule:
             ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
             VersionMismatchError: written by another version of the format.
         """
+        if not isinstance(text, str | bytes):
+            raise ArtifactFormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
         raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
         data = parse_object(raw, "graph JSON", ArtifactFormatError)
         one_of("graph JSON: format", data.get("format"), (FORMAT,))

@@ -22,6 +22,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.errors import (
+    ArtifactFormatError,
     BatchMismatchError,
     ConfigError,
     DeriveError,
@@ -68,6 +69,7 @@ X = np.ones((2, 8), np.float32)
 W = {"w": np.ones((4, 8), np.float32)}
 VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
 THREE: Any = 3
+NONE: Any = None
 NAME: Any = "auto"
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -569,14 +571,52 @@ STAGES: dict[str, Row] = {
     ),
 }  # fmt: skip
 
+MODULES: dict[str, Row] = {
+    "a value of another module": row(
+        lambda t: module("a").relu(module("b").input("y", (4,))), GraphError, "a: ", "Value(", "called 'b'",
+    ),
+    "a constant of a module of the same name": row(
+        lambda t: module("a").relu(module("a").constant(1.0)), GraphError, "a: ", "another module called 'a'",
+    ),
+    "an output of another module": row(
+        lambda t: module("a").set_outputs([module("b").input("y", (4,))]), GraphError, "a: ", "called 'b'",
+    ),
+    "an output that stands alone": row(lambda t: outputs(one=True), GraphError, "set_outputs", "list", "[value]"),
+    "too many names": row(lambda t: outputs(["a", "b"]), GraphError, "set_outputs", "1 values", "2 names"),
+    "too few names": row(lambda t: outputs(["a"], 2), GraphError, "set_outputs", "2 values", "1 names"),
+    "a name given twice": row(lambda t: outputs(["a", "a"], 2), NameCollisionError, "set_outputs", "'a'", "twice"),
+    "names that are one string": row(lambda t: outputs("y"), GraphError, "set_outputs", "list of names", "got 'y'"),
+    "a name that is empty": row(lambda t: outputs([""]), GraphError, "set_outputs", "printable", "got ''"),
+    "a name of a module": row(lambda t: module("a\0"), GraphError, "a module", "printable"),
+    "JSON that is no text": row(lambda t: rlx.GraphModule.from_json(NONE), ArtifactFormatError, "JSON", "NoneType"),
+    "the name of a flow": row(lambda t: rlx.ModelFlow(THREE), GraphError, "a flow", "printable", "got '3'"),
+    "an output without a name": row(lambda t: mlp().output(""), GraphError, "mlp: output", "printable", "got ''"),
+    "an output that colours": row(lambda t: mlp().output("a\x1b[31mb"), GraphError, "mlp: output", "x1b"),
+    "side outputs that are none": row(lambda t: mlp().outputs(THREE), GraphError, "mlp: outputs", "list", "got 3"),
+}  # fmt: skip
+
 ROWS = {
     f"{table}: {what}": r
     for table, rows in {
         "weights": WEIGHTS, "files": FILES, "config": CONFIG, "profiles": PROFILES, "tokens": TOKENS,
-        "requests": REQUESTS, "calls": CALLS, "stages": STAGES,
+        "requests": REQUESTS, "calls": CALLS, "stages": STAGES, "modules": MODULES,
     }.items()
     for what, r in rows.items()
 }  # fmt: skip
+
+
+def module(name: str) -> rlx.GraphModule:
+    """A module of one input, `x`."""
+    made = rlx.GraphModule.mir(name)
+    made.input("x", (4,))
+    return made
+
+
+def outputs(names: Any = (), count: int = 1, one: bool = False) -> None:
+    """Give a module `count` outputs, or one that is in no list."""
+    made = rlx.GraphModule.mir("m")
+    x: Any = made.input("x", (4,))
+    made.set_outputs(x if one else [x] * count, names)
 
 
 def used(t: World) -> Any:

@@ -330,6 +330,7 @@ def test_blocks_need_hir() -> None:
     x = mir.input("x", (2, 8))
     mir.set_outputs([x])
     for m in (mir, Graph.from_lir(mir.into_lir())):
+        (x,) = m.outputs
         calls: dict[str, tuple[Any, ...]] = {
             "linear": (x, x), "linear_fused": (x, x, x), "shared_linear_pair": (x, x, x), "swiglu_ffn": (x, x, x, x),
             "residual_rms_norm": (x, x, x), "rms_norm": (x, x, x, 1e-5), "attention": (x, x, x, 2, 4),

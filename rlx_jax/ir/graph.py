@@ -36,10 +36,11 @@ class GraphStage(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """Result `index` of node number `node`."""
+    """Result `index` of node number `node`. `owner`: the builder of the `GraphModule` that handed it out, if any."""
 
     node: int
     index: int = 0
+    owner: Builder | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

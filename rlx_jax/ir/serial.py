@@ -47,7 +47,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops import attention, contract, fused, pointwise, shaping
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import TensorType, as_dtype, path_text, short_name, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, tensor_type
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
@@ -185,11 +185,11 @@ def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple
         leaf, value = _array(pair, f"{where}.writes[{i}]", 2)
         writes.append((decode(StateLeaf, leaf, f"{where}.writes[{i}]"), _value(value, nodes, f"{where}.writes[{i}]")))
     return Graph(
-        decode(str, fields["name"], f"{where}.name"),
+        as_name(decode(str, fields["name"], f"{where}.name"), f"{where}.name"),
         tuple(nodes),
         tuple(_value(v, nodes, f"{where}.outputs") for v in _array(fields["outputs"], f"{where}.outputs")),
         decode(tuple[Input, ...], fields["inputs"], f"{where}.inputs"),
-        decode(tuple[str, ...], fields["output_names"], f"{where}.output_names"),
+        as_names(decode(tuple[str, ...], fields["output_names"], f"{where}.output_names"), f"{where}.output_names"),
         tuple(writes),
     )
 

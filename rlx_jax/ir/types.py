@@ -7,7 +7,7 @@ in one process-wide scope, because JAX refuses to compare dimensions of two `sym
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,17 @@ import ml_dtypes
 import numpy as np
 from jax import export
 
-from rlx_jax.errors import DTypeError, ShapeError, did_you_mean, number, quote
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    NameCollisionError,
+    ShapeError,
+    did_you_mean,
+    listing,
+    number,
+    quote,
+    shown,
+)
 
 _SCOPE = export.SymbolicScope()
 _SYMBOLS: dict[str, Any] = {}
@@ -89,6 +99,23 @@ def symbol(name: str) -> DimLike:
             raise ShapeError(f"a symbolic dimension is a plain identifier, got {quote(name)}")
         (_SYMBOLS[name],) = export.symbolic_shape(name, scope=_SCOPE)
     return _SYMBOLS[name]
+
+
+def as_name(name: Any, where: str) -> str:
+    """Check one user-given name: a string that is not empty and prints as it is."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise GraphError(f"{where}: a name is a printable string that is not empty, got {quote(name)}")
+    return name
+
+
+def as_names(names: Any, where: str) -> tuple[str, ...]:
+    """Check a list of names, each of which stands there once."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise GraphError(f"{where}: expected a list of names, got {shown(names)}")
+    found = tuple(as_name(name, where) for name in names)
+    if len(set(found)) < len(found):
+        raise NameCollisionError(f"{where}: a name stands twice in {listing(found)}")
+    return found
 
 
 def as_dim(dim: Any, where: str) -> DimLike:
