@@ -67,7 +67,7 @@ class Repeat:
             inner = stage.inner if isinstance(stage, Named) else stage
             if not callable(getattr(inner, "emit", None)):
                 raise GraphError(
-                    f"{emit.path or 'flow'}: layer {index} is {type(inner).__name__}, not a stage "
+                    f"{emit.path}: layer {index} is {type(inner).__name__}, not a stage "
                     "(a LayerStack becomes one by .build())"
                 )
             with emit.scope(self.name, index):
@@ -109,4 +109,6 @@ class Custom:
                 ) from error
             if out is not None and not isinstance(out, FlowValue):
                 raise GraphError(f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}")
+            if out is None:
+                emit.state.left_none = emit.path
             return out

@@ -19,8 +19,10 @@ from rlx_jax.errors import (
     GraphError,
     MissingWeightError,
     NameCollisionError,
+    ShapeError,
     UnboundInputError,
     UnboundStreamError,
+    WeightDTypeError,
     WeightShapeError,
     did_you_mean,
     listing,
@@ -30,7 +32,7 @@ from rlx_jax.flow_value import FlowValue as FlowValue
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Op, Param, Value, located
 from rlx_jax.ir.ops import pointwise, shaping
-from rlx_jax.ir.param import Key, Program, WeightSource, cast
+from rlx_jax.ir.param import Key, Program, WeightSource, cast, stored_keys
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, path_text, tensor_type
 
 F32 = np.dtype(np.float32)
@@ -60,6 +62,7 @@ class FlowState:
     streams: dict[str, FlowValue] = field(default_factory=dict)
     outputs: dict[str, FlowValue] = field(default_factory=dict)
     repeats: list[list[int]] = field(default_factory=list)
+    left_none: str = ""
 
 
 class Emit:
@@ -86,8 +89,8 @@ class Emit:
 
     @property
     def path(self) -> str:
-        """The current block path, `layers.3.self_attn`."""
-        return path_text(self.builder.origin.path)
+        """The current block path, `layers.3.self_attn`; the name of the flow outside of all blocks."""
+        return path_text(self.builder.here.path)
 
     # -- values ------------------------------------------------------------------------------
 
@@ -103,8 +106,24 @@ class Emit:
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results."""
         operands = [self._own(v) for v in values]
-        with located(self.builder.origin):
-            return tuple(self.wrap(v) for v in self.builder.add(op, *operands))
+        with located(self.builder.here):
+            try:
+                return tuple(self.wrap(v) for v in self.builder.add(op, *operands))
+            except ShapeError as error:
+                weights = " and ".join(dict.fromkeys(w for v in operands for w in self._weights_of(v)))
+                if not weights:
+                    raise
+                raise WeightShapeError(f"{error}; it reads {weights}") from error
+
+    def _weights_of(self, value: Value) -> Iterator[str]:
+        """The weights that a value is, as stored, looking through casts and transposes."""
+        node = self.builder.nodes[value.node]
+        if len(node.inputs) == 1:
+            yield from self._weights_of(node.inputs[0])
+        if isinstance(node.op, Param):
+            for stored in stored_keys(node.op.programs[0]):
+                file = f" ({self.source.where(stored.key)})" if self.source else ""
+                yield f"weight {quote(stored.key)}{file}, which is {stored.type}"
 
     def _own(self, value: FlowValue) -> Value:
         if not isinstance(value, FlowValue):
@@ -117,7 +136,7 @@ class Emit:
 
     def constant(self, array: Any, dtype: Any = "f32") -> FlowValue:
         """A small constant of the program (not a weight): at most 1 MiB."""
-        with located(self.builder.origin):
+        with located(self.builder.here):
             return self.wrap(self.builder.leaf(pointwise.small_constant(array, dtype)))
 
     def zeros(self, length: int) -> FlowValue:
@@ -135,9 +154,15 @@ class Emit:
 
         Raises:
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
-            WeightShapeError: the source has another shape.
+            WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
         """
         stored = self._stored(key, shape)
+        if stored.dtype.kind == "c":
+            file = f" ({self.source.where(key)})" if self.source else ""
+            raise WeightDTypeError(
+                f"{self.path}: weight {quote(key)}{file} is {stored}; expected floats, integers or bools: "
+                "store the real and the imaginary part as two weights"
+            )
         program: Program = Key(key, stored)
         if is_float(stored.dtype):
             program = cast(program, F32)
@@ -161,7 +186,7 @@ class Emit:
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
-            raise MissingWeightError(f"{self.path or 'flow'}: {error}") from error
+            raise MissingWeightError(f"{self.path}: {error}") from error
         known = (tuple(spec.shape), spec.dtype)
         stored = self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key))
         if shape is not None and tuple(shape) != stored.shape:
@@ -224,7 +249,7 @@ class Emit:
         if name not in self.state.streams:
             known = list(self.state.streams)
             raise UnboundStreamError(
-                f"{self.path or 'flow'}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
+                f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
                 f"{did_you_mean(name, known)}"
             )
         return self.state.streams[name]
@@ -238,7 +263,9 @@ class Emit:
     def require(self, value: FlowValue | None, stage: str) -> FlowValue:
         """The active value of a stage that needs one."""
         if value is None:
-            raise GraphError(f"{self.path or 'flow'}: {stage} requires input, but there is no active value")
+            left = self.state.left_none
+            why = f"the stage {left} before it returned None" if left else "there is no active value"
+            raise GraphError(f"{self.path}: {stage} requires input, but {why}")
         return value
 
     # -- functions ---------------------------------------------------------------------------

@@ -102,10 +102,6 @@ class DuplicateWeightError(WeightError):
     """A weight is given twice."""
 
 
-class WeightShapeError(WeightError):
-    """A weight has another shape than the flow expects."""
-
-
 class WeightDTypeError(WeightError):
     """A weight has a dtype that does not fit."""
 
@@ -141,6 +137,10 @@ class ArityError(GraphError):
 
 class ShapeError(GraphError):
     """Shapes that do not fit together."""
+
+
+class WeightShapeError(WeightError, ShapeError):
+    """A weight has another shape than the flow expects."""
 
 
 class DTypeError(GraphError):

@@ -178,7 +178,7 @@ class GraphModule:
         if self.stage != GraphStage.HIR and isinstance(op, Hir):
             raise LevelError(f"{op.name()} is a HIR block; module {self.name!r} is at {self.stage}")
         operands = [self._own(v) for v in values]
-        with located(self.builder.origin):
+        with located(self.builder.here):
             value = self.builder(op, *operands)
         if out_shape is not None:
             declared = tensor_type(tuple(out_shape), self.shape(value).dtype, op.name())

@@ -211,7 +211,16 @@ WEIGHTS: dict[str, Row] = {
         "weights=", "init",
     ),
     "a weight of another width": row(
-        lambda t: rlx.compile(mlp(), {"w": np.ones((4, 9), np.float32)}), ShapeError, "w: ", "8", "9",
+        lambda t: rlx.compile(mlp(), t.file("m.safetensors", header(entry("[4,9]", offsets="[0,144]"), bytes(144)))),
+        WeightShapeError, "w: ", "f32[batch,8]", "it reads weight 'w' (", "m.safetensors), which is f32[4,9]",
+    ),
+    "a weight of another width that is transposed": row(
+        lambda t: stage(lambda e, x: x @ e.param("w").transpose(), weights={"w": np.ones((4, 9), np.float32)}),
+        WeightShapeError, "mine: ", "f32[batch,seq,8]", "weight 'w' (mapping), which is f32[4,9]",
+    ),
+    "complex weights": row(
+        lambda t: rlx.compile(mlp(), {"w": np.ones((4, 8), np.complex64)}), WeightDTypeError, "w: ",
+        "weight 'w' (mapping) is c64[4,8]", "floats, integers or bools",
     ),
     "an integer out of range": row(
         lambda t: stage(lambda e, x: x + e.param("i").astype("f32"), weights={"i": np.full(8, 2**40)}),
@@ -554,6 +563,13 @@ STAGES: dict[str, Row] = {
     ),
     "a register that nobody wrote": row(
         lambda t: stage(lambda e, x: x + e.named("y")), UnboundStreamError, "mine: ", "'y'",
+    ),
+    "an addition without a residual": row(
+        lambda t: mlp().residual_add().build(W), GraphError, "mlp: ResidualAdd", "ResidualSave",
+    ),
+    "a stage after one that returns None": row(
+        lambda t: mlp().custom_named("mine", lambda e, x: None).linear("w").build(W), GraphError, "Linear",
+        "the stage mine before it returned None",
     ),
     "a stage that is none": row(lambda t: mlp().stage(THREE), GraphError, "mlp", "not a stage"),
     "an input declared twice": row(lambda t: mlp().input("x", (2,)), NameCollisionError, "'x'", "twice"),

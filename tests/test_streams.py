@@ -133,7 +133,7 @@ MISUSES: dict[str, tuple[Callable[[rlx.ModelFlow], Any], type[RlxError], str]] =
         lambda f: f.store_stream("output").with_extra_outputs(["output"]), NameCollisionError, "both 'output'"
     ),
     "no name": (lambda f: f.outputs([]), GraphError, "a name for the primary"),
-    "a number": (lambda f: f.outputs(NUMBERS), GraphError, "a name is a string"),
+    "a number": (lambda f: f.outputs(NUMBERS), GraphError, "a name is a printable string"),
 }  # fmt: skip
 
 

@@ -358,11 +358,15 @@ class Builder:
         b._leaves = {n.op: Value(i) for i, n in enumerate(graph.nodes) if isinstance(n.op, Leaf)}
         return b
 
+    @property
+    def here(self) -> Origin:
+        """The origin of what is appended now: outside of all blocks the path is the name of the program."""
+        return self.origin if self.origin.path else replace(self.origin, path=(self.name,))
+
     def add(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
         """Append a node; all of its results."""
         types = self.types.infer(op, tuple(self.type(v) for v in inputs))
-        origin = self.origin if self.origin.path else replace(self.origin, path=(self.name,))
-        self.nodes.append(Node(op, inputs, types, origin))
+        self.nodes.append(Node(op, inputs, types, self.here))
         return tuple(Value(len(self.nodes) - 1, i) for i in range(len(types)))
 
     def __call__(self, op: Op, *inputs: Value) -> Value:

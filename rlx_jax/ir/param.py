@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from rlx_jax.errors import WeightShapeError, quote
+from rlx_jax.errors import WeightDTypeError, WeightShapeError, quote
 from rlx_jax.ir.types import TensorType, is_float, short_name
 
 
@@ -143,6 +143,8 @@ def read_from(program: Program, source: WeightSource) -> Program:
             stored = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
             if stored.shape != declared.shape:
                 raise WeightShapeError(f"weight {quote(key)} ({source.where(key)}): expected {declared}, got {stored}")
+            if (stored.dtype.kind == "c") != (declared.dtype.kind == "c"):
+                raise WeightDTypeError(f"weight {quote(key)} ({source.where(key)}): expected {declared}, got {stored}")
             return cast(Key(key, stored), declared.dtype)
         case Cast(of=Key() as stored_key, dtype=dtype):
             read = read_from(stored_key, source)
