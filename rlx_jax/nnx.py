@@ -33,7 +33,7 @@ class FlowModule(nnx.Module):
         program: `forward`; or `train`, which follows the profile's `layers.remat` and rolls equal layers.
         strict: as in `rlx_jax.compile`.
         rngs: what random parameters are drawn from, where there are no weights: `nnx.Rngs` (its stream `params`),
-            a key of `jax.random`, or a seed. Not read where there are weights.
+            a key of `jax.random`, or a seed. Weights win: where both are given, nothing is drawn.
 
     Raises:
         MissingWeightError: neither weights nor `rngs`. Others: as `rlx_jax.compile`.
