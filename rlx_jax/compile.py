@@ -26,9 +26,11 @@ from rlx_jax.errors import (
     FusionError,
     GraphError,
     ProfileError,
+    RequestError,
     RlxWarning,
     UnexpectedWeightError,
     listing,
+    shown,
 )
 from rlx_jax.executable import Around, Arrays, Executable, Function, StateArrays, compile_program
 from rlx_jax.inputs import Bounds, bounds_of
@@ -239,6 +241,8 @@ def open_compiler(
     """
     if profile is not None and not isinstance(profile, CompileProfile):
         raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
+    if not isinstance(strict, bool):
+        raise RequestError(f"strict is {shown(strict)}; expected True or False")
     start = time.perf_counter()
     flow = as_flow(flow)
     with paused_gc():

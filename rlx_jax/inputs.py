@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.built import InputDecl
 from rlx_jax.errors import (
     DTypeError,
+    RequestError,
     SequenceLengthError,
     ShapeError,
     TokenIdError,
@@ -235,3 +237,19 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
     """A sequence fits the position tables."""
     if bounds.positions is not None and seq > bounds.positions:
         raise SequenceLengthError(f"{flow}: {seq} tokens, but the position table has {bounds.positions} rows")
+
+
+def random_key(what: str, seed: Any) -> jax.Array:
+    """A key of `jax.random` as it is, or the key of a seed, all 64 bits of which count.
+
+    Raises:
+        RequestError: neither a key nor an integer in `[0, 2**64)`.
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**64:
+        low, high = int(seed) % 2**32, int(seed) // 2**32
+        # JAX itself drops the upper half.
+        return jax.random.fold_in(jax.random.key(low), np.uint32(high)) if high else jax.random.key(low)
+    if isinstance(seed, jax.Array) and (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or seed.dtype == np.uint32):
+        return seed
+    got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
+    raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or a key of jax.random, got {got}")

@@ -35,7 +35,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
-from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value
+from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value, random_key
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, check_elements
 from rlx_jax.lowering.buffers import activation_bytes
@@ -47,7 +47,7 @@ from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
 from rlx_jax.settings import default_target
-from rlx_jax.state import State, as_state, check_empty, check_state
+from rlx_jax.state import State, as_state, check_empty, check_room, check_state
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
@@ -140,16 +140,23 @@ class CompiledModel:
 
         Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
         for the device. A program with state takes `state=` (donated: not to be used again) and returns
-        `(outputs, state)`.
+        `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens that do not fit its slots; under
+        `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are dropped.
         """
-        return self.run(inputs, named, state)
+        return self.run(inputs, named, state, room=True)
 
     def run(
-        self, inputs: tuple[Any, ...], named: Mapping[str, Any], state: State | None = None, last_only: bool = False
-    ) -> Any:
-        """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`."""
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], state: State | None = None, last_only: bool = False,
+        room: bool = False,
+    ) -> Any:  # fmt: skip
+        """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`.
+
+        `room`: see whether the new tokens fit the state, which a caller may know without waiting for the device.
+        """
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state, last_only)
+        if room and state is not None and self.program == "extend":
+            check_room(state.length, values["lengths"], dict(key.binding).get("context"))
         results = self._execute(key, params, arrays, values)
         return self._result(results, key)
 
@@ -308,8 +315,8 @@ class CompiledModel:
         return replace(self, params=dict(params))
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
-        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed."""
-        key = jax.random.key(key) if isinstance(key, int) else key
+        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed below 2**64."""
+        key = random_key("init", key)
         built = self._template().built
         return initial_params(expand_composites(built.hir, built.types), self.compiler.layout.leaves, key)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, SessionStateError, listing
+from rlx_jax.errors import BatchMismatchError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.executable import StateArrays
 from rlx_jax.ir.types import TensorType, is_static
 
@@ -69,4 +69,21 @@ def check_empty(length: Any) -> None:
         raise SessionStateError(
             f"prefill starts from an empty state, see init_state; this one holds {np.asarray(length).tolist()[:8]} "
             "tokens in its rows: go on with extend"
+        )
+
+
+def check_room(length: Any, new: Any, slots: int | None) -> None:
+    """What the rows hold and the tokens to come fit the slots; traced ones cannot be looked at.
+
+    Raises:
+        SequenceLengthError: a row would go past the last slot.
+    """
+    if slots is None or isinstance(length, jax.core.Tracer) or isinstance(new, jax.core.Tracer):
+        return
+    held, more = np.asarray(length, np.int64), np.asarray(new, np.int64)
+    row = int(np.argmax(held + more))
+    if held[row] + more[row] > slots:
+        raise SequenceLengthError(
+            f"extend: row {row} holds {held[row]} tokens and would get {more[row]} more, the state has {slots} slots; "
+            "init_state(batch, context) makes a larger one"
         )

@@ -418,11 +418,36 @@ REQUESTS: dict[str, Row] = {
     "a text too long": request(lambda t: t.enc.embed([[1] * 41]), SequenceLengthError, "texts[0]", "41", "40"),
     "max_new_tokens": request(lambda t: t.lm.generate([1], max_new_tokens=-1), RequestError, "max_new_tokens", "-1"),
     "max_len": request(lambda t: t.lm.prefill(IDS, max_len=2), SequenceLengthError, "max_len=2", "3 tokens"),
+    "max_new_tokens without a position limit": request(
+        lambda t: rlx.CausalLM(*tokens()).generate([[1, 2]], max_new_tokens=2**30), SequenceLengthError, "prompts[0]",
+        "2 tokens + 1073741824 new", "limit of 1073741824",
+    ),
+    "max_new_tokens over int32": request(
+        lambda t: rlx.CausalLM(*tokens()).generate([[1, 2]], max_new_tokens=10**12), SequenceLengthError, "prompts[0]",
+        "2 tokens + 1000000000000 new",
+    ),
+    "a stop of bytes": request(lambda t: t.lm.generate([1], stop=b"x"), RequestError, "stop", "b'x'", "a string"),
+    "a seed of 65 bits": request(lambda t: t.lm.generate([1], seed=2**64), RequestError, "seed", "2**64 - 1"),
+    "a negative seed": request(lambda t: t.lm.generate([1], seed=-1), RequestError, "seed", "from 0", "got -1"),
     "a stop that is none": request(lambda t: t.lm.generate([1], stop=None), RequestError, "stop", "None"),
     "an empty stop": request(lambda t: t.lm.generate([1], stop=""), RequestError, "stop", "empty"),
     "a stop id": request(lambda t: t.lm.generate([1], stop=[VOCAB]), TokenIdError, "stop[0]", f"[0, {VOCAB})"),
     "no sampler": request(lambda t: t.lm.generate([1], sampler="greedy"), RequestError, "sampler", "Sampler("),
     "a temperature": request(lambda t: rlx.Sampler(temperature=float("nan")), SamplingParamError, "temperature", "nan"),
+    "a temperature below float32": request(
+        lambda t: rlx.Sampler(temperature=1e-39), SamplingParamError, "temperature", "1e-39", "0, or from 1.18e-38",
+    ),
+    "a temperature above float32": request(
+        lambda t: rlx.Sampler(temperature=1e39), SamplingParamError, "temperature", "1e+39", "3.4e+38",
+    ),
+    "a huge temperature": request(lambda t: rlx.Sampler(temperature=10**400), SamplingParamError, "an integer of 1329"),
+    "a top_p below float32": request(lambda t: rlx.Sampler(top_p=1e-39), SamplingParamError, "top_p", "1.18e-38 to 1"),
+    "a penalty below float32": request(
+        lambda t: rlx.Sampler(repetition_penalty=1e-39), SamplingParamError, "repetition_penalty", "1.18e-38",
+    ),
+    "a penalty above float32": request(
+        lambda t: rlx.Sampler(repetition_penalty=1e39), SamplingParamError, "repetition_penalty", "3.4e+38",
+    ),
     "top_k": request(lambda t: rlx.Sampler(top_k=0), SamplingParamError, "top_k", "at least 1"),
     "top_p": request(lambda t: rlx.Sampler(top_p=1.5), SamplingParamError, "top_p", "1.5"),
     "logits of NaN": request(
@@ -497,6 +522,17 @@ CALLS: dict[str, Row] = {
     "more tokens than slots": row(
         lambda t: t.prefill(IDS, lengths=[3, 3], state=t.state(2, 2)), SequenceLengthError, "lengths", "2 slots",
     ),
+    "tokens past the last slot": row(
+        lambda t: rlx.compile(t.prefill.compiler.flow, program="extend")(
+            IDS, lengths=[1, 3], state=t.prefill(IDS, lengths=[3, 2], state=t.state(2, 4))[1]
+        ),
+        SequenceLengthError, "row 1 holds 2 tokens", "3 more", "4 slots", "init_state",
+    ),
+    "init of a seed of 65 bits": row(lambda t: t.mlp.init(2**64), RequestError, "init", "2**64 - 1"),
+    "init of a string": row(lambda t: t.mlp.init(NAME), RequestError, "init", "a key of jax.random", "got 'auto'"),
+    "init of an array": row(lambda t: t.mlp.init(jnp.asarray(X)), RequestError, "init", "got float32 [2, 8]"),
+    "a strict that is none": row(lambda t: rlx.compile(mlp(), W, strict=NAME), RequestError, "strict", "'auto'"),
+    "a strict of load": row(lambda t: rlx.load(LLAMA, strict=NAME), WeightError, "strict", "'auto'"),
     "a batch": row(lambda t: t.state(2**40, 8), ShapeError, "batch", "1099511627776"),
     "a level": row(lambda t: t.mlp.text("hl"), GraphError, "text", "hlo", "'hl'"),
     "a parameter that was consumed": row(lambda t: consumed(leaf=True), WeightError, "leaf 'w'", "earlier call"),
@@ -761,8 +797,8 @@ def test_a_block_path_is_named_once() -> None:
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
 LIMITED = [
-    "generate.tokenizer", "ir.ops.pointwise", "ir.types", "models.config", "profiles.check", "profiles.text",
-    "weights.limits",
+    "generate.causal", "generate.tokenizer", "ir.ops.pointwise", "ir.types", "models.config", "profiles.check",
+    "profiles.text", "weights.limits",
 ]  # fmt: skip
 
 

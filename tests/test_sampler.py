@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.sampler import Sampler, choose, finite_rows, keep_likely
+from rlx_jax.inputs import random_key
 
 VOCAB = 13
 ROWS = 3
@@ -168,3 +169,18 @@ def test_filters_are_those_of_transformers(top_k: int | None, top_p: float | Non
     penalised = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
     got = kept(Sampler(0.8, top_k, top_p, min_p), (penalised / np.float32(0.8)).astype(np.float32))
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [float(np.finfo(np.float32).tiny), 1e-30])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    """No quotient overflows, and none hides the largest logit."""
+    logits = np.random.default_rng(1).normal(0, 30, (8, VOCAB)).astype(np.float32)
+    for sampler in (Sampler(temperature), Sampler(temperature, top_p=0.9, min_p=0.1)):
+        np.testing.assert_array_equal(draw(sampler, logits, np.arange(8)), logits.argmax(-1))
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    """Seeds of 32 bits are those of JAX; a key stays as it is."""
+    keys = [random_key("seed", seed) for seed in (0, 7, 2**32, 2**32 + 7, 2**63, 2**64 - 1)]
+    assert len({jax.random.key_data(key).tobytes() for key in keys}) == len(keys)
+    assert (keys[1] == jax.random.key(7)) and random_key("init", keys[2]) is keys[2]

@@ -43,6 +43,7 @@ from rlx_jax.state import State
 GREEDY = Sampler()
 PROMPT_BUCKET = 16
 CONTEXT_BUCKET = 64
+MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 
@@ -187,11 +188,12 @@ class CausalLM:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
         Args:
-            prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length.
+            prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length. An empty
+                one starts from the begin token; without a begin token it is an error.
             max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
             sampler: how tokens are chosen; greedy by default. See `Sampler`.
             stop: strings that end a row before them, or token ids that end it as an end token does.
-            seed: of the random draws. A row draws from its place in the request, whoever shares the batch.
+            seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
 
         Raises:
             RequestError: see `rlx_jax.errors`; `NumericsError` for logits that are not finite.
@@ -258,12 +260,14 @@ class CausalLM:
         if not isinstance(sampler, Sampler):
             raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
         for i, row in enumerate(rows):
-            self._check_positions(len(row) + budget, f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
+            self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
+            if len(row) + budget > MAX_SLOTS:
+                raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
         width = bucket(longest, PROMPT_BUCKET, self.max_positions)
         slots = bucket(max(longest + budget, width), CONTEXT_BUCKET, self.max_positions)
         cpu = self.model.compiler.settings.target == "cpu"
         plan = Plan(
-            sampler, tuple(sorted(ends)), whole_number("seed", seed, 0), width, slots, budget,
+            sampler, tuple(sorted(ends)), seed, width, slots, budget,
             steps=4 if cpu else 16, early=cpu,
         )  # fmt: skip
         generation = generate(self.model, self.vocab_size, rows, plan)
@@ -290,7 +294,7 @@ class CausalLM:
         return self._tokenizer().decode(ids)
 
     def _stops(self, stop: str | int | Iterable[str | int]) -> tuple[tuple[str, ...], set[int]]:
-        if not isinstance(stop, str | int | Iterable):
+        if isinstance(stop, bytes | bytearray) or not isinstance(stop, str | int | Iterable):
             raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
         items = [stop] if isinstance(stop, str | int) else list(stop)
         words = tuple(s for s in items if isinstance(s, str))

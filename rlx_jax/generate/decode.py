@@ -18,6 +18,7 @@ from jax import lax
 
 from rlx_jax.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, choose, finite_rows
+from rlx_jax.inputs import random_key
 
 Array = jax.Array
 
@@ -135,7 +136,7 @@ def _mark(seen: Array, tokens: Array, lengths: Array) -> Array:
 
 def start_rows(batch: int, budget: int, method: Method, vocab_size: int, seed: int) -> Rows:
     """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(batch, dtype=jnp.int32))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(random_key("seed", seed), jnp.arange(batch, dtype=jnp.int32))
     return Rows(
         ids=np.zeros(batch, np.int32),
         running=np.ones(batch, bool),

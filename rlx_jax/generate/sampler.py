@@ -18,6 +18,8 @@ import numpy as np
 from rlx_jax.errors import SamplingParamError, TokenIdError, quote, shown
 
 Array = jax.Array
+TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+"""The range of positive float32 numbers; devices take what is below it for 0."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class Sampler:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        _number("temperature", self.temperature, zero=True)
+        _number("repetition_penalty", self.repetition_penalty)
         if self.top_p is not None:
-            _number("top_p", self.top_p, 0.0, 1.0, above=True)
+            _number("top_p", self.top_p, high=1.0)
         if self.min_p is not None:
-            _number("min_p", self.min_p, 0.0, 1.0)
+            _number("min_p", self.min_p, low=0.0, high=1.0)
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or self.top_k < 1
         ):
@@ -135,9 +137,12 @@ def choose(method: Method, knobs: Knobs, logits: Array, seen: Array, keys: Array
         logits = logits + knobs.bias[None, :]
     if method.penalised:
         logits = jnp.where(seen, jnp.where(logits > 0, logits / knobs.penalty, logits * knobs.penalty), logits)
+        logits = jnp.minimum(logits, LARGEST)
     if not method.draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = keep_likely(method, knobs, logits / knobs.temperature)
+    # From the largest on, which is 0 then: whatever the temperature, the quotient does not overflow upwards.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
+    logits = keep_likely(method, knobs, logits)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
@@ -167,8 +172,12 @@ def finite_rows(logits: Array) -> Array:
     return ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
-def _number(name: str, value: float, low: float, high: float, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
+def _number(name: str, value: float, low: float = TINY, high: float = LARGEST, zero: bool = False) -> None:
+    """A number in `[low, high]`, or 0 where that has a meaning of its own."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not -math.inf < value < math.inf:
         raise SamplingParamError(f"{name} is {shown(value)}; expected a finite number")
-    if value < low or value > high or (above and value == low):
-        raise SamplingParamError(f"{name} is {value}; expected {'over' if above else 'from'} {low:g} to {high:g}")
+    if not (low <= value <= high or (zero and value == 0)):
+        places = " (float32)" if low == TINY or high == LARGEST else ""
+        raise SamplingParamError(
+            f"{name} is {shown(value)}; expected {'0, or ' if zero else ''}from {low:.3g} to {high:.3g}{places}"
+        )

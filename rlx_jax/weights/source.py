@@ -103,6 +103,8 @@ def open_weights(
     >>> source.spec("w")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
+    if not isinstance(strict, bool):
+        raise WeightError(f"strict: expected True or False, got {quote(strict)}")
     _check_option("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
     _check_option("links", links, get_args(Links))
     _check_option("verify", verify, get_args(Verify))
