@@ -175,7 +175,7 @@ def request(call: Callable[[World], Any], error: type[RlxError], where: str, *sa
 
 WEIGHTS: dict[str, Row] = {
     "a missing weight": row(
-        lambda t: t.tensors(renamed), MissingWeightError, UP, "1 weights", "layers.1",
+        lambda t: t.tensors(renamed), MissingWeightError, UP, "/llama': ", "1 weights", "layers.1",
         "did you mean 'model.layers.1.mlp.up_prj.weight'",
     ),
     "all weights under a prefix": row(
@@ -183,8 +183,8 @@ WEIGHTS: dict[str, Row] = {
         "'model.norm.weight'", "20 weights", "did you mean 'base.model.embed_tokens.weight'",
     ),
     "a wrong shape": row(
-        lambda t: t.tensors(lambda w: {**w, UP: np.ones((5, 32), np.float32)}), WeightShapeError, UP, "layers.1: ",
-        "(model.safetensors)", "expected [56, 32] by config.json (intermediate_size 56)", "got [5, 32]",
+        lambda t: t.tensors(lambda w: {**w, UP: np.ones((5, 32), np.float32)}), WeightShapeError, UP, "/llama': ",
+        "layers.1: ", "(model.safetensors)", "expected [56, 32] by config.json (intermediate_size 56)", "got [5, 32]",
     ),
     "integers as weights": row(
         lambda t: t.tensors(lambda w: {**w, "model.norm.weight": np.ones(32, np.int32)}), WeightDTypeError,

@@ -280,7 +280,7 @@ def test_one_file(tmp_path: Path) -> None:
         assert source.spec("b") == jax.ShapeDtypeStruct((3,), jnp.bfloat16)
         assert source.files[0].metadata == {"format": "pt"}
         np.testing.assert_array_equal(source.read("w", (slice(1, 2), slice(0, 2))), W[1:2, :2])
-        with pytest.raises(MissingWeightError, match="no weight 'x' in the checkpoint of 2"):
+        with pytest.raises(MissingWeightError, match=r"no weight 'x' in '.*any name\.safetensors', a checkpoint of 2"):
             source.spec("x")
     with pytest.raises(StorageError, match="closed"):
         source.read("w")

@@ -18,6 +18,7 @@ from rlx_jax.errors import (
     RequestError,
     UnsupportedError,
     WeightDTypeError,
+    WeightError,
     WeightShapeError,
     did_you_mean,
     listing,
@@ -147,7 +148,12 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
         raise UnsupportedError(
             f"config.json: architecture {quote(name)} is not built; of {kind} there are {', '.join(names)}"
         )
-    return opener(config, open_weights(directory, **options))
+    source = open_weights(directory, **options)
+    try:
+        return opener(config, source)
+    except WeightError as error:
+        error.locate(quote(directory))
+        raise
 
 
 def rebound(recipe: Any, own: Any) -> Any:

@@ -29,7 +29,7 @@ def list_directory(directory: str) -> list[str]:
     """
     try:
         return sorted(os.listdir(directory))
-    except OSError as cause:
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
         raise storage_error(cause, quote(directory)) from cause
 
 

@@ -307,7 +307,7 @@ class SafetensorsSource:
 
     def _file(self, key: str) -> SafetensorsFile:
         if key not in self._file_of:
-            raise _missing(key, self._file_of, "the checkpoint")
+            raise _missing(key, self._file_of, f"{listing((f.name for f in self.files), 2)}, a checkpoint")
         return self._file_of[key]
 
 
@@ -369,7 +369,7 @@ def _safetensors_files(path: str, strict: bool, links: Links) -> list[Safetensor
         return open_directory(path, strict=strict, links=links)
     if not os.path.lexists(path):
         hint = "; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a checkpoint"
-        steps = usable_steps(os.path.dirname(os.path.realpath(path)))
+        steps = usable_steps(os.path.dirname(path.rstrip(os.sep)) or ".")
         hint = f"; finished steps beside it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")
     directory, name = os.path.split(path)
