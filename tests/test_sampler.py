@@ -122,6 +122,7 @@ def test_penalty_and_bias() -> None:
         ({-1: 1.0}, errors.TokenIdError), ({VOCAB: 1.0}, errors.TokenIdError), ({2**31: 1.0}, errors.TokenIdError),
         ({1.0: 1.0}, errors.TokenIdError), ({True: 1.0}, errors.TokenIdError),
         ({1: math.nan}, errors.SamplingParamError), ({1: math.inf}, errors.SamplingParamError),
+        ({1: 1e39}, errors.SamplingParamError), ({1: -(10**400)}, errors.SamplingParamError),
         ({1: "x"}, errors.SamplingParamError), ({i: -math.inf for i in range(VOCAB)}, errors.SamplingParamError),
     ],
 )  # fmt: skip

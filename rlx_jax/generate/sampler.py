@@ -78,15 +78,18 @@ class Sampler:
         """The values as operands.
 
         Raises:
-            TokenIdError: `logit_bias` names an id out of range. SamplingParamError: one of its values is NaN or +inf,
-            or it bans every token.
+            TokenIdError: `logit_bias` names an id out of range. SamplingParamError: one of its values is NaN, +inf
+            or over float32, or it bans every token.
         """
         bias = np.zeros(vocab_size if self.logit_bias else 0, np.float32)
         for i, value in (self.logit_bias or {}).items():
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
                 raise TokenIdError(f"logit_bias: id {quote(i)} is not an integer in [0, {vocab_size})")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value < math.inf:
-                raise SamplingParamError(f"logit_bias[{i}] is {quote(value)}; expected a number below inf")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not (value == -math.inf or abs(value) <= LARGEST):
+                raise SamplingParamError(
+                    f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
+                )
             bias[i] = value
         if bias.size and np.isneginf(bias).all():
             raise SamplingParamError("logit_bias bans every token")
