@@ -194,7 +194,9 @@ def test_killed_at_random_instants(tmp_path: Path, format: str) -> None:
     print(f"{mid_save} of {kills} kills left a work directory")
     assert mid_save > kills // 4
     write(path, 7, format)
-    assert number_in(path) == 7 and sorted(os.listdir(tmp_path)) == ["it", "it-warm"]
+    assert number_in(path) == 7
+    # The last child, which never got to its turn, may leave what it was warming up with.
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".it.rlx-save-")]
 
 
 def test_a_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
