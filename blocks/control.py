@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import GraphError, RlxError
+from rlx_jax.errors import GraphError, RlxError, shown
 from rlx_jax.ir.graph import first_line
 
 
@@ -15,6 +15,23 @@ class BlockStage(Protocol):
     """What a stage is: it writes HIR and says what the active value is next (None: unchanged kinds say so)."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
+
+
+def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, ...]:
+    """The stages, each of which has an `emit`.
+
+    Raises:
+        GraphError: one has not, or this is no list of stages.
+    """
+    if not isinstance(stages, Iterable):
+        raise GraphError(f"{where}: expected a list of stages, got {type(stages).__name__}")
+    found = tuple(stages)
+    for stage in found:
+        if isinstance(stage, type):
+            raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
+        if not callable(getattr(stage, "emit", None)):
+            raise GraphError(f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value)")
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class Sequence:
     stages: tuple[BlockStage, ...]
 
     def __init__(self, stages: Iterable[BlockStage]) -> None:
-        object.__setattr__(self, "stages", tuple(stages))
+        object.__setattr__(self, "stages", check_stages(stages, "Sequence"))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         for stage in self.stages:
@@ -59,6 +76,9 @@ class Repeat:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
             raise GraphError(f"{emit.path}: Repeat of {self.count!r} layers; expected a whole number")
+        if not callable(self.stage_for_index):
+            found = type(self.stage_for_index).__name__
+            raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {found}: lambda i: ...")
         nested = emit.repeating
         emit.repeating = True
         bounds = [len(emit.builder.nodes)]

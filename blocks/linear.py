@@ -81,7 +81,7 @@ class Linear:
 
 def _block_of(key: str) -> str:
     """`a.b.q_proj.weight` → `q_proj`: what dumps call the block that owns a weight."""
-    parts = key.split(".")
+    parts = str(key).split(".")
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 

@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.flow_value import FlowValue as FlowValue
 from rlx_jax.ir import hir
@@ -156,6 +157,8 @@ class Emit:
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
         """
+        if not isinstance(key, str):
+            raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
         stored = self._stored(key, shape)
         if stored.dtype.kind == "c":
             file = f" ({self.source.where(key)})" if self.source else ""

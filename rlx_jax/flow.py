@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlx_jax import blocks
-from rlx_jax.blocks.control import BlockStage
+from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.built import POSITIONS as POSITIONS
 from rlx_jax.built import REQUIRED, InputDecl, Weights
@@ -150,7 +150,7 @@ class ModelFlow:
 
     def raw_stages(self, stages: Iterable[BlockStage]) -> ModelFlow:
         """Append several stages."""
-        return self.stage(*stages)
+        return self.stage(*check_stages(stages, self.name))
 
     def sequence(self, stages: Iterable[BlockStage]) -> ModelFlow:
         """Append stages as one Sequence."""
@@ -222,7 +222,12 @@ class ModelFlow:
 
     def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> ModelFlow:
         """A named LayerStack."""
-        return self.stage(build(LayerStack.named(name)).build())
+        stack = build(LayerStack.named(name)) if callable(build) else build
+        if not callable(build) or not isinstance(stack, LayerStack):
+            raise GraphError(
+                f"{self.name}: layer {quote(name)} takes a function LayerStack → LayerStack, got {shown(stack)}"
+            )
+        return self.stage(stack.build())
 
     def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
         """Llama's layer `index`, as one block."""
@@ -343,16 +348,16 @@ class ModelFlow:
 
     def when(self, condition: bool, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
         """`edit(flow)` if the condition holds."""
-        return edit(self) if condition else self
+        return self.patch(edit) if condition else self
 
     def patch(self, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
         """`edit(flow)`."""
-        return edit(self)
+        return _flow(edit(self), f"{self.name}: patch")
 
     @staticmethod
     def from_recipe(recipe: ModelRecipe | Callable[[], ModelFlow]) -> ModelFlow:
         """`recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
-        return recipe() if callable(recipe) else recipe.assemble()
+        return _flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
 
     # -- building ----------------------------------------------------------------------------
 
@@ -437,19 +442,11 @@ class ModelFlow:
         return summary(self.build(weights).hir)
 
 
-def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, ...]:
-    """The stages, each of which has an `emit`.
-
-    Raises:
-        GraphError: one has not, or this is no list of stages.
-    """
-    if not isinstance(stages, Iterable):
-        raise GraphError(f"{where}: expected a list of stages, got {type(stages).__name__}")
-    found = tuple(stages)
-    for stage in found:
-        if not callable(getattr(stage, "emit", None)):
-            raise GraphError(f"{where}: {stage!r} is not a stage: it has no emit(emit, value)")
-    return found
+def _flow(made: object, where: str) -> ModelFlow:
+    """What a function of the user returned, if it is a flow."""
+    if not isinstance(made, ModelFlow):
+        raise GraphError(f"{where}: the function returns a ModelFlow, got {type(made).__name__}")
+    return made
 
 
 def _names(names: str | Iterable[str], where: str) -> tuple[str, ...]:

@@ -303,6 +303,7 @@ class CompiledModel:
     def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
         """Parameters by checkpoint key, in the checkpoint's shapes and dtypes."""
         arrays = self.require_params("weights()") if params is None else params
+        check_leaves(arrays, self.compiler.layout.leaves)
         return by_key({program: arrays[name] for name, program in self.compiler.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
@@ -434,20 +435,29 @@ def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception) -> None:
                 ) from cause
 
 
+def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
+    """Parameters are the Layout's leaves by name.
+
+    Raises:
+        WeightShapeError: names those that are missing or unknown.
+    """
+    if not isinstance(params, Mapping):
+        raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
+    missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
+    if missing or extra:
+        parts = {"missing": missing, "unknown": extra}.items()
+        close = did_you_mean(str(extra[0]), missing) if extra else ""
+        found = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
+        raise WeightShapeError(f"params: {found}{close}")
+
+
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Parameters are the Layout's leaves: every name, with its shape and dtype.
 
     Raises:
         WeightShapeError: names what differs.
     """
-    if not isinstance(params, Mapping):
-        raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
-    missing, extra = [n for n in specs if n not in params], [n for n in params if n not in specs]
-    if missing or extra:
-        parts = {"missing": missing, "unknown": extra}.items()
-        close = did_you_mean(str(extra[0]), missing) if extra else ""
-        found = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
-        raise WeightShapeError(f"params: {found}{close}")
+    check_leaves(params, specs)
     for name, spec in specs.items():
         got = params[name]
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)

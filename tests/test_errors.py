@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import errors
+from rlx_jax import blocks, errors
 from rlx_jax.errors import (
     ArtifactFormatError,
     BatchMismatchError,
@@ -58,6 +58,8 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
+from rlx_jax.layer_stack import LayerStack
+from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.weights import limits as weight_limits
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
 
@@ -67,6 +69,7 @@ SHARDED = FIXTURES / "bert" / "masked_lm_v4"
 IDS = np.ones((2, 3), np.int32)
 X = np.ones((2, 8), np.float32)
 W = {"w": np.ones((4, 8), np.float32)}
+LINEAR = blocks.Linear("w")
 VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
 THREE: Any = 3
 NONE: Any = None
@@ -243,6 +246,9 @@ WEIGHTS: dict[str, Row] = {
         lambda t: rlx.Llama32Flow.for_prefill({"hidden_sze": 8}), ConfigError, "'hidden_size'",
         "did you mean 'hidden_sze'",
     ),
+    "leaves of another model": row(
+        lambda t: t.mlp.weights({"a": X}), WeightShapeError, "params", "missing leaves 'w'", "unknown leaves 'a'",
+    ),
     "leaves that are not there": row(lambda t: t.mlp.apply({}, X), WeightShapeError, "params", "missing leaves 'w'"),
     "a leaf of another dtype": row(
         lambda t: t.mlp.replace(params={"w": np.ones((4, 8))}), WeightShapeError, "'w'", "float32[4, 8]", "float64",
@@ -260,6 +266,8 @@ FILES: dict[str, Row] = {
     "a file in place of a directory": row(
         lambda t: rlx.load(LLAMA / "model.safetensors"), MissingFileError, "model.safetensors", "open_weights",
     ),
+    "nowhere to save": row(lambda t: rlx.save(t.mlp, NONE), RequestError, "save: path", "None"),
+    "a path with a zero byte": row(lambda t: rlx.save(t.mlp, "a\0b"), RequestError, "save: path", "x00"),
     "no path": row(lambda t: rlx.load(THREE), RequestError, "path", "got 3"),
     "an empty directory": row(lambda t: rlx.load(t.here), MissingFileError, "config.json", "no such file"),
     "an empty safetensors file": safetensors(b"", SafetensorsError, "0 bytes", "expected 8"),
@@ -328,6 +336,9 @@ CONFIG["architectures ['LlamaForSequenceClassification']"] = row(
     lambda t: t.llama(architectures=["LlamaForSequenceClassification"]), UnsupportedError, "architecture",
     "LlamaForSequenceClassification", "LlamaForCausalLM",
 )  # fmt: skip
+CONFIG["a directory"] = row(
+    lambda t: Llama32Flow.for_prefill(cast(Any, "dir")), ConfigError, "config", "mapping", "got 'dir'"
+)
 CONFIG["twice"] = row(
     lambda t: rlx.load(t.file("config.json", '{"model_type": "llama", "model_type": "bert"}').parent), ConfigError,
     "config.json", "'model_type' is given twice",
@@ -606,6 +617,32 @@ STAGES: dict[str, Row] = {
     "a stage after one that returns None": row(
         lambda t: mlp().custom_named("mine", lambda e, x: None).linear("w").build(W), GraphError, "Linear",
         "the stage mine before it returned None",
+    ),
+    "a key that is a number": row(lambda t: mlp().linear(THREE).build(W), GraphError, "3: ", "weight key", "got 3"),
+    "a layer that is a stack": row(
+        lambda t: mlp().layer("a", cast(Any, LayerStack.named("a"))), GraphError, "mlp: layer 'a'", "a function",
+    ),
+    "a layer that is built": row(
+        lambda t: mlp().layer("a", cast(Any, LayerStack.build)), GraphError, "mlp: layer 'a'", "got Named",
+    ),
+    "layers that are one stage": row(
+        lambda t: mlp().repeat_layers(3, cast(Any, LINEAR)).build(W), GraphError, "mlp: ", "index → stage", "Linear",
+    ),
+    "a sequence that is one stage": row(
+        lambda t: mlp().sequence(cast(Any, LINEAR)), GraphError, "Sequence", "list of stages", "Linear",
+    ),
+    "a list that is one stage": row(
+        lambda t: mlp().raw_stages(cast(Any, LINEAR)), GraphError, "mlp: ", "list of stages", "Linear",
+    ),
+    "a class as a stage": row(lambda t: mlp().stage(cast(Any, type(LINEAR))), GraphError, "mlp: ", "Linear is a class"),
+    "a patch that returns nothing": row(
+        lambda t: mlp().patch(cast(Any, lambda f: None)), GraphError, "mlp: patch", "ModelFlow", "NoneType",
+    ),
+    "a condition whose edit returns nothing": row(
+        lambda t: mlp().when(True, cast(Any, lambda f: None)), GraphError, "mlp: patch", "ModelFlow", "NoneType",
+    ),
+    "a recipe that returns nothing": row(
+        lambda t: rlx.ModelFlow.from_recipe(cast(Any, lambda: None)), GraphError, "from_recipe", "NoneType",
     ),
     "a stage that is none": row(lambda t: mlp().stage(THREE), GraphError, "mlp", "not a stage"),
     "an input declared twice": row(lambda t: mlp().input("x", (2,)), NameCollisionError, "'x'", "twice"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote
+from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.weights.config import read_json
 
 MAX_LAYERS = 1024
@@ -62,6 +62,10 @@ class Fields:
     values: Mapping[str, Any]
     where: str
     seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ConfigError(f"{self.where}: expected the content of config.json, a mapping; got {shown(self.values)}")
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The value as it is; an absent field and null are the default."""

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rlx_jax.blocks import BlockStage, Repeat
+from rlx_jax.blocks.control import check_stages
 from rlx_jax.errors import GraphError, ProfileError
-from rlx_jax.flow import ModelFlow, check_stages
+from rlx_jax.flow import ModelFlow
 from rlx_jax.profiles import CompileProfile
 
 Spec = TypeVar("Spec")

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import (
+    RequestError,
     RlxError,
     SaveFailedError,
     TargetExistsError,
@@ -21,6 +22,7 @@ from rlx_jax.errors import (
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType
@@ -54,6 +56,8 @@ def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], for
         raise UnsupportedError(
             f"format {quote(format)}: expected {' or '.join(choices)}{did_you_mean(format, choices)}"
         )
+    if not isinstance(path, str | bytes | os.PathLike) or "\0" in os.fsdecode(path):
+        raise RequestError(f"save: path is {shown(path)}; expected the path of a directory")
     target = os.path.realpath(os.fsdecode(path))
     kept = _files_to_keep(target)
     write = _write_orbax if format == "orbax" else _write_safetensors
