@@ -334,7 +334,7 @@ def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
             write(tmp_path / "it", 2, format)
         except (SaveFailedError, NoSpaceError) as error:
             failed += 1
-            assert "File too large" in str(error)
+            assert "File too large" in str(error) or "os_error_code" in str(error)  # orbax tells either
             assert number_in(tmp_path / "it") == 1
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
