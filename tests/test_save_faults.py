@@ -152,7 +152,8 @@ def write(path, number):
     entries = [Entry(key, t, lambda: np.full(t.shape, number, t.dtype)) for key in sys.argv[4:]]
     write_checkpoint(path, entries, format, True)
 
-write(path + "-warm", 0)  # what is imported on first use
+# What is imported on first use; each child warms up in a place of its own.
+write(f"{path}-warm-{number}", 0)
 print("ready", flush=True)
 sys.stdin.readline()
 while True:

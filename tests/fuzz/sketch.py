@@ -316,7 +316,8 @@ class Sketch:
 
         def run(*arrays: Array, rounded: bool = False) -> tuple[Array, ...]:
             once = meaning.Run(self.feeds, rounded)
-            return (*once.repeat(op, arrays), *(once.written[key] for key in keys))
+            with np.errstate(all="ignore"):  # what is not finite is told from the numbers
+                return (*once.repeat(op, arrays), *(once.written[key] for key in keys))
 
         # What one iteration adds to the error enters with the operands.
         inside = [max(before.error, after.error) for before, after in zip(operands, outputs, strict=False)]
