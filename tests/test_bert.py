@@ -163,6 +163,7 @@ def test_padded_is_unpadded(bare: Case, length: int) -> None:
     assert_close(got[:, :length], want, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
 def test_policies_and_rolling(policy: str, roll: str) -> None:

@@ -289,6 +289,7 @@ def test_each_mask_kind(mask: str, kv_heads: int, policy: str) -> None:
     assert_close(got, layer.reference(weights, x, kind, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "custom"])
 @pytest.mark.parametrize(
     "layer",
@@ -310,6 +311,7 @@ def test_biases_and_widths(layer: Layer, mask: str, merge: bool) -> None:
     assert_close(got, layer.reference(weights, x, kind, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "policy"), [*((mask, "fusable") for mask in MASKS), ("causal", "direct"), ("bias", "direct")]
 )

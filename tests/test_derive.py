@@ -130,6 +130,7 @@ def test_llama(policy: str, roll: str) -> None:
     assert len(state.leaves) == (4 if roll == "unroll" else 2)
 
 
+@pytest.mark.slow
 def test_chunks_of_any_width() -> None:
     """One token, exactly as many as are new, and more."""
     flow, weights = head(llama_layers(tokens_flow(), 1)), llama_weights(1)
@@ -321,6 +322,7 @@ def test_optional_inputs_are_left_out() -> None:
         model.apply(model.params, TOKENS, np.ones_like(TOKENS), lengths=[4, 4], state=model.init_state(2, CONTEXT))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=2, max_size=2),
@@ -583,7 +585,7 @@ MIXERS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ["prefill", "extend"])
+@pytest.mark.parametrize("program", [pytest.param("prefill", marks=pytest.mark.slow), "extend"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_stage_that_mixes_is_refused_by_name(name: str, program: str) -> None:
     """The path, the op and the reason; the forward program of the same flow is fine."""

@@ -34,6 +34,7 @@ def compiler(checkpoint: Path, **settings: Any) -> Compiler:
     return open_compiler(rlx.from_pretrained(checkpoint), None, profile(**settings), True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [LLAMA, BERT], ids=["llama", "bert"])
 def test_a_model_with_each_pass_on_and_off(checkpoint: Path) -> None:
     """All off, all on, all but one: ops that are compositions change no bit. Direct and fusable: the same numbers."""

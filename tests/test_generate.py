@@ -130,6 +130,7 @@ def test_draws_repeat_and_differ_by_seed(plain: Case) -> None:
     assert all(row != want[:12] for row, want in zip(rows[0], plain.greedy, strict=True))
 
 
+@pytest.mark.slow
 def test_a_drawn_row_does_not_depend_on_the_others(plain: Case) -> None:
     """The first row alone, and with others of other lengths behind it."""
     first, *_ = plain.lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=5)
@@ -259,6 +260,7 @@ def test_strings_need_a_tokenizer(plain: Case) -> None:
 # -- the cached programs -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prefill_is_forward(case: Case) -> None:
     """Prefill gives the logits of every valid position of a ragged batch."""
     lengths = case.record["ragged_lengths"]
@@ -285,6 +287,7 @@ def test_prefill_and_extend_is_forward(case: Case) -> None:
 rows = st.lists(st.integers(0, VOCABULARY - 1), min_size=13, max_size=13)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.tuples(rows, rows, rows), st.tuples(*[st.integers(1, 8)] * 3), st.tuples(*[st.integers(0, 5)] * 3))
 def test_any_split_is_forward(
@@ -304,6 +307,7 @@ def test_any_split_is_forward(
         assert_close(np.asarray(more)[b, : new[b]], want[b, first[b] : first[b] + new[b]], tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4, 11])
 def test_chunked_prefill(plain: Case, chunk: int) -> None:
     """A prompt fed in chunks, the last one shorter."""

@@ -256,6 +256,7 @@ def test_gradients(name: str) -> None:
     check_gradients(CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [slow_unless(plan in QUICK_PLANS, plan) for plan in PLANS])
 def test_rolled_and_recomputed(plan: str) -> None:
     """Two layers in every way that the profile can run them."""

@@ -140,6 +140,7 @@ def test_later_tokens_are_not_seen(plain: Case) -> None:
     assert_close(plain.lm.logits(tokens, np.array([11, 11])), whole, tolerance=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "roll"),
     [
@@ -158,6 +159,7 @@ def test_policies_and_rolling(policy: str, roll: str) -> None:
     assert lm.generate(prompts, max_new_tokens=8) == record["greedy"][:, :8].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa_tied_llama3_v5", "gqa_linear_mlpbias_v5", "gqa_plain_attnbias_v5"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["v4", "sparse"])
 def test_spellings(name: str, sparse: bool, tmp_path: Path) -> None:

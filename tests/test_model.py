@@ -275,6 +275,7 @@ def bert_model() -> Any:
     return model.replace(params=model.init(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_every_table_is_checked() -> None:
     """Those of optional inputs too, whichever call came first; and the length of a position table."""
     model = bert_model()
@@ -657,6 +658,7 @@ ROUND_TRIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [pytest.param(*r, marks=pytest.mark.slow if r[0] in ("plain", "merged", "scanned") else ()) for r in ROUND_TRIPS],

@@ -195,6 +195,7 @@ def test_integers_have_no_gradient() -> None:
     np.testing.assert_allclose(module.params["e"][...], values - count, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inside_another_module(weights: Any) -> None:
     """A flow is a submodule like any other: the classifier's gradient reaches both."""
 

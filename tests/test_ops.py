@@ -749,6 +749,7 @@ def directional() -> list[tuple[float, float, float]]:
     return [(got, want, size) for (got, size), want in zip(sums, differences, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GRADIENTS)), ids=lambda i: str(GRADIENTS[i]))
 def test_gradient_is_the_finite_difference(number: int) -> None:
     """The derivative along a random direction, against central differences of the formula in float64."""

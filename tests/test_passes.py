@@ -199,6 +199,7 @@ def twice_each(form: str) -> dict[str, np.ndarray]:
     return dict(zip(STEPS, list(outputs(flow, FORMS[form]).values())[1:], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "plain"])
 @pytest.mark.parametrize("step", STEPS)
 def test_each_step_in_each_form(step: str, form: str) -> None:
@@ -212,6 +213,7 @@ def llama_logits() -> np.ndarray:
     return outputs(llama_flow(biased=True), PLAIN, IDS, llama_weights(biased=True))["output"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
 @pytest.mark.parametrize("merge", [False, True])
@@ -531,6 +533,7 @@ def relative(got: Any, want: Any) -> float:
 LOW = [("bf16", ml_dtypes.bfloat16, 0.04), ("f16", np.float16, 0.005)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "tolerance"), LOW, ids=["bf16", "f16"])
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
 def test_low_precision_llama(name: str, dtype: Any, tolerance: float, roll: str) -> None:
@@ -598,6 +601,7 @@ AFTER: dict[str, Callable[[Any, Any], Any]] = {
 CUSTOM = [*(("before", name) for name in BEFORE), *(("after", name) for name in AFTER)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "name"), CUSTOM, ids=lambda v: v.replace(" ", "_"))
 def test_a_custom_stage_that_works_in_f32_works_in_bf16(where: str, name: str) -> None:
     """Before the head and after it: logits, tables and masks are f32 in every precision, the rest is not."""

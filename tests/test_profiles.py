@@ -606,6 +606,7 @@ keys = st.sampled_from([*(k for p in [*SETTINGS, *LATER] for k in p.split(".")),
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         keys,

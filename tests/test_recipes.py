@@ -164,6 +164,7 @@ def test_two_ways_to_capture_are_one() -> None:
     assert ours.outputs == theirs.outputs and len(ours.nodes) == len(theirs.nodes)
 
 
+@pytest.mark.slow
 def test_side_outputs_of_the_cached_programs() -> None:
     """Prefill and extend give the hidden states of their own tokens."""
     recipe, tokens = capturing(rlx.recipe_for(LLAMA)), record(LLAMA)["tokens"]

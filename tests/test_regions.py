@@ -128,6 +128,7 @@ def test_depth_does_not_grow_the_program() -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.slow
 def test_a_llama_is_one_region() -> None:
     """Fused and composed layers, under their own names, whose path is the index."""
     weights = {}
@@ -507,6 +508,7 @@ def random_layer(body: list[list[str]]) -> Layer:
     return layer
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(body=bodies, count=st.integers(0, 7), scan=st.booleans())
 def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: int, scan: bool) -> None:

@@ -22,6 +22,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     window=st.sampled_from([1, 3]),  # few shapes: each compiles

@@ -96,6 +96,7 @@ def test_draws_follow_the_softmax() -> None:
     assert ((got - 4000 * want) ** 2 / (4000 * want)).sum() < 32.9
 
 
+@pytest.mark.slow
 def test_a_rows_draw_does_not_depend_on_the_others() -> None:
     """Alone = in batch, bit for bit."""
     logits = np.random.default_rng(1).normal(0, 1, (5, VOCAB)).astype(np.float32)

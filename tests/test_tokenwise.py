@@ -419,6 +419,7 @@ def test_token_wise_is_accepted(case: Case) -> None:
     assert case.prove() == Verdict(True, "", case.out_axes)
 
 
+@pytest.mark.slow
 @named(TOKEN_WISE)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 99), order=st.permutations(range(7)), count=st.sampled_from([1, 3, 7]))
@@ -435,6 +436,7 @@ def test_mixer_is_refused(case: Case) -> None:
     assert (verdict.token_wise, verdict.out_axes) == (False, ())
 
 
+@pytest.mark.slow
 @named(MIXERS)
 def test_refused_mixes_positions(case: Case) -> None:
     size = SIZES[case.dim]
@@ -469,6 +471,7 @@ STEPS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=1, max_size=4),
