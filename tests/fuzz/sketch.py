@@ -1,8 +1,8 @@
 """A graph while it grows: every value is known with its numbers and what rounding may have done to them.
 
 So a random graph is safe by construction. An op is kept only if its results are finite, of moderate size, and do not
-hang on a rounding error: each operand is moved by its error and by one unit in the last place, up and down, and what
-that changes is the error of the result. An integer or a bool must not change at all.
+hang on a rounding error: each operand is moved by its error and by one unit in the last place, in several ways, and
+what that changes is the error of the result. An integer or a bool must not change at all.
 """
 
 from __future__ import annotations
@@ -141,11 +141,20 @@ def exact_op(op: Op, results: Sequence[Array], types: Sequence[TensorType]) -> b
 
 
 def move(operands: Sequence[Known], rng: np.random.Generator) -> Iterator[list[Array]]:
-    """The operands' numbers, each moved by its margin: up and down in turn, down and up, at random."""
+    """The operands' numbers, each moved by its margin: up and down in turn, entry by entry up and down, at random.
+
+    A norm does not see a row that moves as a whole, so neighbours have to move apart too.
+    """
     for first in (1.0, -1.0):
         signs = itertools.cycle((first, -first))
         yield [k.array + next(signs) * k.margin if k.is_float else k.array for k in operands]
+        yield [k.array + first * checkered(k.array.shape) * k.margin if k.is_float else k.array for k in operands]
     yield [k.array + rng.choice((-1.0, 1.0), k.array.shape) * k.margin if k.is_float else k.array for k in operands]
+
+
+def checkered(shape: tuple[int, ...]) -> Array:
+    """1 and -1 in turn along every axis."""
+    return 1.0 - 2.0 * (np.indices(shape).sum(axis=0) % 2)
 
 
 @dataclass
