@@ -28,6 +28,7 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.models import bert, llama
 from rlx_jax.models.config import Fields, architecture, read_config
+from rlx_jax.models.decoder import HEAD
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
@@ -44,14 +45,22 @@ class Pretrained:
     max_positions: int
 
 
-def _llama(config: Fields, source: WeightSource) -> Pretrained:
-    c = llama.LlamaConfig.from_hf(config)
-    # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
-    if c.tie_word_embeddings and source.has(llama.HEAD):
-        c = replace(c, tie_word_embeddings=False)
-    recipe = llama.Llama32Flow(c)
-    bound = replace(recipe, weights=checked(source, llama.weight_specs(c), recipe))
-    return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+Opener = Callable[[Fields, WeightSource], Pretrained]
+
+
+def _decoder(read: Callable[[Fields], Any], make: Callable[[Any], Any], specs: Callable[[Any], Any]) -> Opener:
+    """How a decoder-only family opens: its config's `from_hf`, its recipe, its `weight_specs`."""
+
+    def opener(config: Fields, source: WeightSource) -> Pretrained:
+        c = read(config)
+        # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
+        if c.tie_word_embeddings and source.has(HEAD):
+            c = replace(c, tie_word_embeddings=False)
+        recipe = make(c)
+        bound = replace(recipe, weights=checked(source, specs(c), recipe))
+        return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+
+    return opener
 
 
 def _bert(config: Fields, source: WeightSource) -> Pretrained:
@@ -65,10 +74,11 @@ def _bert(config: Fields, source: WeightSource) -> Pretrained:
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
 
-Opener = Callable[[Fields, WeightSource], Pretrained]
-
 FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
-    "llama": (_llama, ("LlamaForCausalLM",)),
+    "llama": (
+        _decoder(llama.LlamaConfig.from_hf, llama.Llama32Flow, llama.weight_specs),
+        ("LlamaForCausalLM",),
+    ),
     "bert": (
         _bert,
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,19 +11,17 @@ import numpy as np
 
 from rlx_jax.blocks import (
     LlamaDecoderSpec,
-    LmHead,
+    RmsNorm,
     RopeTables,
     llama_prefill_layer_composed,
     llama_prefill_layer_fused,
 )
-from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models import decoder
+from rlx_jax.models.config import Fields
 from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
 from rlx_jax.weights.source import WeightSource
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -52,79 +49,17 @@ class LlamaConfig:
         Raises:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        hidden = c.whole("hidden_size")
-        heads = c.whole("num_attention_heads", high=2**16)
-        if "head_dim" not in c.values and hidden % heads:
-            raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = c.whole("head_dim", max(hidden // heads, 1), high=2**16)
-        if head_dim % 2:
-            raise ConfigError(f"{c.where}: head_dim is {head_dim}; rotary embeddings need an even one")
-        kv_heads = c.whole("num_key_value_heads", heads, high=2**16)
-        if heads % kv_heads:
-            raise ConfigError(
-                f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
-        c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+        c = decoder.fields(config)
+        sizes = decoder.sizes(c, max_positions=2048)
+        decoder.only_silu(c)
         result = LlamaConfig(
-            vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
-            hidden_size=hidden,
-            intermediate_size=c.whole("intermediate_size"),
-            num_hidden_layers=c.whole("num_hidden_layers", high=MAX_LAYERS),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            inv_freq=rope_frequencies(c, head_dim),
-            rms_norm_eps=c.real("rms_norm_eps", 1e-6),
-            max_position_embeddings=c.whole("max_position_embeddings", 2048, high=2**31 - 1),
+            **sizes,
+            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
             attention_bias=c.flag("attention_bias", False),
             mlp_bias=c.flag("mlp_bias", False),
-            tie_word_embeddings=c.flag("tie_word_embeddings", False),
         )
         c.finish()
         return result
-
-
-def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
-    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    group, old = c.group("rope_parameters"), c.group("rope_scaling")
-    theta = c.real("rope_theta", 10000.0)
-    if group is not None:
-        if "rope_theta" in group.values:
-            inner = group.real("rope_theta")
-            if "rope_theta" in c.values and theta != inner:
-                raise ConfigError(f"{c.where}: rope_theta is {theta}, and {inner} in rope_parameters")
-            theta = inner
-        if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
-            raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
-    group = group or old
-    with np.errstate(over="ignore"):  # refused in the next line
-        plain = frequencies(head_dim, theta)
-    if not all(0 < f < math.inf for f in plain):
-        where = c.where if group is None else f"{c.where}: rope_parameters"
-        raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
-    if group is None:
-        return plain
-    kind = group.text("rope_type", group.text("type", "default"))
-    group.seen.add("type")
-    if kind == "default":
-        out = plain
-    elif kind == "linear":
-        out = linear_scaling(plain, group.real("factor"))
-    elif kind == "llama3":
-        out = llama3_scaling(
-            plain,
-            group.real("factor"),
-            group.real("low_freq_factor"),
-            group.real("high_freq_factor"),
-            group.whole("original_max_position_embeddings", high=2**31 - 1),
-        )
-    else:
-        raise UnsupportedError(
-            f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are default, linear, llama3"
-        )
-    group.finish()
-    return out
 
 
 @dataclass(frozen=True)
@@ -181,60 +116,12 @@ class Llama32Flow:
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         c, layer = self.config, llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
-        weights = weight_specs(c) if self.weights is None else self.weights
-        unread = [EMBEDDING] * self.inputs_embeds + [HEAD] * self.hidden_only
-        return (
-            ModelFlow(self.name, profile=self.hooks.profile)
-            .with_weights(weights, leave=(*left_keys(c), *unread))
-            .patch(self._open)
-            .bind(batch=self.batch, seq=self.seq)
-            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, layer))
-            .when(self.last_token_logits, ModelFlow.gather_last_token_at)
-            .final_norm(c.rms_norm_eps)
-            .patch(self.hooks.edit)
-            .patch(self._close)
-        )
-
-    def _open(self, flow: ModelFlow) -> ModelFlow:
-        """The input and its embedding."""
-        rope = RopeTables(self.config.inv_freq)
-        if self.inputs_embeds:
-            return flow.input("inputs_embeds", ("batch", "seq", self.config.hidden_size)).rope_tables(rope)
-        return flow.input("input_ids", ("batch", "seq"), dtype="int32").rope_tables(rope).token_embed()
-
-    def _close(self, flow: ModelFlow) -> ModelFlow:
-        """The head."""
-        c = self.config
-        if self.hidden_only:
-            return flow.hidden_states()
-        if self.inputs_embeds and c.tie_word_embeddings:  # no Embed stage to be tied to
-            return flow.stage(LmHead.separate(EMBEDDING, c.vocab_size, c.hidden_size)).output("logits")
-        return flow.lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
+        layers = self.hooks.stack(c.num_hidden_layers, self.spec, layer)
+        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
+        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
 
 
 def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    c = config
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    attn = {"q": (q, c.hidden_size), "k": (kv, c.hidden_size), "v": (kv, c.hidden_size), "o": (c.hidden_size, q)}
-    mlp = {"gate": (c.intermediate_size, c.hidden_size), "up": (c.intermediate_size, c.hidden_size)}
-    mlp["down"] = (c.hidden_size, c.intermediate_size)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
-    for i in range(c.num_hidden_layers):
-        p = f"model.layers.{i}"
-        shapes[f"{p}.input_layernorm.weight"] = shapes[f"{p}.post_attention_layernorm.weight"] = (c.hidden_size,)
-        for part, weights, bias in (("self_attn", attn, c.attention_bias), ("mlp", mlp, c.mlp_bias)):
-            for name, shape in weights.items():
-                shapes[f"{p}.{part}.{name}_proj.weight"] = shape
-                if bias:
-                    shapes[f"{p}.{part}.{name}_proj.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        shapes[HEAD] = (c.vocab_size, c.hidden_size)
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
-
-
-def left_keys(config: LlamaConfig) -> tuple[str, ...]:
-    """Keys of Llama checkpoints that are left unread on purpose."""
-    layers = range(config.num_hidden_layers)
-    return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)
+    biased = decoder.ATTENTION * config.attention_bias + decoder.MLP * config.mlp_bias
+    return decoder.model_specs(config, decoder.layer_shapes(config, biased), dtype)

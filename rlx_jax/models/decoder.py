@@ -1,0 +1,291 @@
+"""What the recipes of decoder-only models share: the common fields of a config, the rope, the keys, the flow.
+
+A family's own file holds its config, its layers and what differs; `llama.py` is the plainest. Plain functions: a
+recipe calls those that fit it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, TypedDict
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import BlockStage, LmHead
+from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.hooks import Edit, Hooks
+from rlx_jax.weights.source import WeightSource
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Sizes(TypedDict):
+    """The fields that the config of every decoder has, under Hugging Face's names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
+class DecoderConfig(Protocol):
+    """A config with those fields that keys and flow depend on."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class DecoderRecipe(Protocol):
+    """The fields of a decoder's recipe; `Llama32Flow` says what they mean."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    @property
+    def batch(self) -> int | None: ...
+    @property
+    def seq(self) -> int | None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def hidden_only(self) -> bool: ...
+    @property
+    def last_token_logits(self) -> bool: ...
+    @property
+    def inputs_embeds(self) -> bool: ...
+    @property
+    def weights(self) -> WeightSource | None: ...
+    @property
+    def hooks(self) -> Hooks: ...
+
+
+# -- config ------------------------------------------------------------------------------------
+
+
+def fields(config: Fields | Mapping[str, Any]) -> Fields:
+    """The content of a `config.json`, or one that is being read already."""
+    return config if isinstance(config, Fields) else Fields(config, "config")
+
+
+def sizes(
+    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
+) -> Sizes:
+    """The common fields. The keywords are the family's defaults for what a config leaves out.
+
+    Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd.
+    """
+    hidden = c.whole("hidden_size")
+    heads = c.whole("num_attention_heads", high=2**16)
+    if head_dim is None and "head_dim" not in c.values and hidden % heads:
+        raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
+    if width % 2:
+        raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
+    given = "num_key_value_heads" in c.values  # null counts: there are as many as heads
+    groups = c.whole("num_key_value_heads", heads if given or kv_heads is None else kv_heads, high=2**16)
+    if heads % groups:
+        raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    return Sizes(
+        vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=c.whole("intermediate_size"),
+        num_hidden_layers=c.whole("num_hidden_layers", high=MAX_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+        rms_norm_eps=c.real("rms_norm_eps", 1e-6),
+        max_position_embeddings=c.whole("max_position_embeddings", max_positions, high=2**31 - 1),
+        tie_word_embeddings=c.flag("tie_word_embeddings", tied),
+    )
+
+
+def only_silu(c: Fields) -> None:
+    """Refuse another activation than SwiGLU's.
+
+    Raises:
+        UnsupportedError: names the field.
+    """
+    c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+
+
+def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
+    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    group, old = c.group("rope_parameters"), c.group("rope_scaling")
+    theta = c.real("rope_theta", 10000.0)
+    if group is not None:
+        if "rope_theta" in group.values:
+            inner = group.real("rope_theta")
+            if "rope_theta" in c.values and theta != inner:
+                raise ConfigError(f"{c.where}: rope_theta is {theta}, and {inner} in rope_parameters")
+            theta = inner
+        if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
+            raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
+    return scaled_frequencies(c, group or old, theta, head_dim)
+
+
+def scaled_frequencies(c: Fields, group: Fields | None, theta: float, head_dim: int) -> Frequencies:
+    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear or llama3.
+
+    Raises:
+        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies.
+    """
+    with np.errstate(over="ignore"):  # refused in the next line
+        plain = frequencies(head_dim, theta)
+    if not all(0 < f < math.inf for f in plain):
+        where = c.where if group is None else f"{c.where}: rope_parameters"
+        raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
+    if group is None:
+        return plain
+    kind = group.text("rope_type", group.text("type", "default"))
+    group.seen.add("type")
+    if kind == "default":
+        out = plain
+    elif kind == "linear":
+        out = linear_scaling(plain, group.real("factor"))
+    elif kind == "llama3":
+        out = llama3_scaling(
+            plain,
+            group.real("factor"),
+            group.real("low_freq_factor"),
+            group.real("high_freq_factor"),
+            group.whole("original_max_position_embeddings", high=2**31 - 1),
+        )
+    else:
+        raise UnsupportedError(
+            f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are default, linear, llama3"
+        )
+    group.finish()
+    return out
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+
+def layer_shapes(config: DecoderConfig, biased: Collection[str] = ()) -> Shapes:
+    """Shapes of the weights of a layer, by their keys inside it; projections in `biased` have a bias too."""
+    c = config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    hidden, ffn = c.hidden_size, c.intermediate_size
+    projections = dict(zip(ATTENTION, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
+    projections |= dict(zip(MLP, [(ffn, hidden), (ffn, hidden), (hidden, ffn)], strict=True))
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, shape in projections.items():
+        shapes[f"{name}.weight"] = shape
+        if name in biased:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def model_specs(
+    config: DecoderConfig, layer: Mapping[str, tuple[int, ...]], dtype: Any = np.float32
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: the embedding, `layer` for each layer, the final norm, the head."""
+    c = config
+    shapes: Shapes = {EMBEDDING: (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        shapes |= {f"model.layers.{i}.{key}": shape for key, shape in layer.items()}
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes[HEAD] = (c.vocab_size, c.hidden_size)
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+
+
+def left_keys(config: DecoderConfig) -> tuple[str, ...]:
+    """Keys of old checkpoints that are left unread on purpose."""
+    layers = range(config.num_hidden_layers)
+    return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)
+
+
+# -- flow --------------------------------------------------------------------------------------
+
+
+def decoder_flow(
+    recipe: DecoderRecipe,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    layers: Edit,
+    norm: BlockStage,
+    *,
+    rope: Iterable[BlockStage],
+    embedded: Iterable[BlockStage] = (),
+    logits: Iterable[BlockStage] = (),
+) -> ModelFlow:
+    """The flow of a recipe, bound to its weights; without any, to `specs`.
+
+    Args:
+        layers: what `Hooks.stack` gives for the family's layers.
+        norm: the final norm.
+        rope: the stages before the embedding, which make cos and sin.
+        embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
+        logits: stages behind the head, such as a softcap.
+    """
+    unread = [EMBEDDING] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
+    return (
+        ModelFlow(recipe.name, profile=recipe.hooks.profile)
+        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(recipe.config), *unread))
+        .patch(_opened(recipe, rope))
+        .raw_stages(embedded)
+        .bind(batch=recipe.batch, seq=recipe.seq)
+        .patch(layers)
+        .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
+        .stage(norm)
+        .patch(recipe.hooks.edit)
+        .patch(_closed(recipe, logits))
+    )
+
+
+def _opened(recipe: DecoderRecipe, rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+    """The input, the rope and the embedding."""
+
+    def edit(flow: ModelFlow) -> ModelFlow:
+        if recipe.inputs_embeds:
+            return flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size)).raw_stages(rope)
+        return flow.input("input_ids", ("batch", "seq"), dtype="int32").raw_stages(rope).token_embed()
+
+    return edit
+
+
+def _closed(recipe: DecoderRecipe, logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+    """The head, and what follows it."""
+
+    def edit(flow: ModelFlow) -> ModelFlow:
+        c = recipe.config
+        if recipe.hidden_only:
+            return flow.hidden_states()
+        if recipe.inputs_embeds and c.tie_word_embeddings:  # no Embed stage to be tied to
+            flow = flow.stage(LmHead.separate(EMBEDDING, c.vocab_size, c.hidden_size)).output("logits")
+        else:
+            flow = flow.lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
+        return flow.raw_stages(logits)
+
+    return edit
