@@ -44,6 +44,11 @@ from rlx_jax.blocks.linear import ResidualSave as ResidualSave
 from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
+from rlx_jax.blocks.qwen3 import Qwen3Decoder as Qwen3Decoder
+from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec as Qwen3DecoderSpec
+from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
+from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused as qwen3_prefill_layer_fused
+from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused_kv as qwen3_prefill_layer_fused_kv
 from rlx_jax.blocks.rope import RopeTables as RopeTables
 from rlx_jax.blocks.streams import DualStream as DualStream
 from rlx_jax.blocks.streams import LoadStream as LoadStream
@@ -55,6 +60,6 @@ FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
-    | StoreStream | LoadStream | DualStream
+    | StoreStream | LoadStream | DualStream | Qwen3Decoder
 )  # fmt: skip
 """Every stage."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
+from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
@@ -46,7 +47,8 @@ class AttnMask:
 class SelfAttnPrefillSpec:
     """Keys and sizes of a SelfAttnPrefill. Weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`; biases are optional.
 
-    `rope_theta` is the base used when no RopeTables stage ran.
+    With `q_norm_key` and `k_norm_key`, weights `[D]`, queries and keys go through an RMSNorm of each head before the
+    rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran.
     """
 
     q_key: str
@@ -61,17 +63,23 @@ class SelfAttnPrefillSpec:
     biases: tuple[str, str, str] | None = None
     mask_input: str | None = None
     rope_theta: float = 10000.0
+    q_norm_key: str | None = None
+    k_norm_key: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_offset: float = 0.0
 
     @staticmethod
     def hf_layer(
-        prefix: str, num_heads: int, head_dim: int, num_kv_heads: int, bias: bool = False
+        prefix: str, num_heads: int, head_dim: int, num_kv_heads: int, bias: bool = False, qk_norm: bool = False
     ) -> SelfAttnPrefillSpec:
-        """`{prefix}.self_attn.{q,k,v}_proj.weight`."""
+        """`{prefix}.self_attn.{q,k,v}_proj.weight`, and their biases; `{prefix}.self_attn.{q,k}_norm.weight`."""
         q, k, v = (f"{prefix}.self_attn.{n}_proj" for n in "qkv")
         biases = (f"{q}.bias", f"{k}.bias", f"{v}.bias") if bias else None
+        q_norm, k_norm = (f"{prefix}.self_attn.{n}_norm.weight" if qk_norm else None for n in "qk")
         return SelfAttnPrefillSpec(
-            f"{q}.weight", f"{k}.weight", f"{v}.weight", num_heads, head_dim, num_kv_heads, biases=biases
-        )
+            f"{q}.weight", f"{k}.weight", f"{v}.weight", num_heads, head_dim, num_kv_heads, biases=biases,
+            q_norm_key=q_norm, k_norm_key=k_norm,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,29 +89,40 @@ class SelfAttnPrefill:
     spec: SelfAttnPrefillSpec
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "SelfAttnPrefill")
-        s = self.spec
-        q_bias, k_bias, v_bias = s.biases or (None, None, None)
-        with emit.scope("self_attn"):
-            with emit.scope("q_proj"):
-                q = emit.linear(x, s.q_key, q_bias)
-            with emit.scope("k_proj"):
-                k = emit.linear(x, s.k_key, k_bias)
-            with emit.scope("v_proj"):
-                v = emit.linear(x, s.v_key, v_bias)
-            cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
-            rope = hir.Rope(s.head_dim, s.head_dim)
-            q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
-            mask = mask_kind(s.mask)
-            extra = mask_operand(emit, mask, s.mask_input, "SelfAttnPrefill")
-            block = hir.attention(
-                s.num_heads, s.num_kv_heads, mask, causal_keep=True, scale=s.score_scale, softcap=s.attn_logit_softcap
-            )
-            return emit.add(block, q, k, v, *extra)
+        context, _, _ = self_attention(emit, emit.require(value, "SelfAttnPrefill"), self.spec, "SelfAttnPrefill")
+        return context
 
     def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
         """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
         return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
+
+
+def self_attention(
+    emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, stage: str
+) -> tuple[FlowValue, FlowValue, FlowValue]:
+    """The context `[B,S,N·D]` of a normalised `x`, with the keys (rotated) and values `[B,S,K·D]` that it reads."""
+    s = spec
+    q_bias, k_bias, v_bias = s.biases or (None, None, None)
+    with emit.scope("self_attn"):
+        with emit.scope("q_proj"):
+            q = emit.linear(x, s.q_key, q_bias)
+        with emit.scope("k_proj"):
+            k = emit.linear(x, s.k_key, k_bias)
+        with emit.scope("v_proj"):
+            v = emit.linear(x, s.v_key, v_bias)
+        if s.q_norm_key is not None:
+            q = head_norm(emit, q, s.q_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
+        if s.k_norm_key is not None:
+            k = head_norm(emit, k, s.k_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
+        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
+        rope = hir.Rope(s.head_dim, s.head_dim)
+        q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
+        mask = mask_kind(s.mask)
+        extra = mask_operand(emit, mask, s.mask_input, stage)
+        block = hir.attention(
+            s.num_heads, s.num_kv_heads, mask, causal_keep=True, scale=s.score_scale, softcap=s.attn_logit_softcap
+        )
+        return emit.add(block, q, k, v, *extra), k, v
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:

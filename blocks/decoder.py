@@ -59,10 +59,7 @@ class LlamaDecoder:
         x = emit.require(value, "LlamaDecoder")
         s, p = self.spec, self.layer_prefix
         mask = mask_kind(s.mask)
-        if s.hidden_shape is not None:
-            want = tensor_type(s.hidden_shape, x.dtype, "hidden_shape")
-            if want.shape != x.type.shape:
-                raise ShapeError(f"{emit.path}: LlamaDecoder: the input is {x.type}, its spec says {want}")
+        check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         zero = emit.state.zero_beta
         if zero is None or zero.type.shape != x.type.shape[-1:]:
@@ -104,16 +101,38 @@ def llama_prefill_layer_composed(index: int, spec: LlamaDecoderSpec, mask_input:
         keys.q_key, keys.k_key, keys.v_key, spec.num_heads, spec.head_dim, spec.num_kv_heads,
         mask=spec.mask, biases=keys.biases, mask_input=mask_input, rope_theta=spec.rope_theta,
     )  # fmt: skip
-    o_proj = f"{p}.self_attn.o_proj"
+    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attn, spec.attention_bias, spec.mlp_bias))
+
+
+def pre_norm_layer(
+    prefix: str, eps: float, attention: SelfAttnPrefillSpec, o_bias: bool = False, mlp_bias: bool = False
+) -> Sequence:
+    """`h = x + attention(rms(x))·Wo`, `y = h + swiglu(rms(h))` from small stages, under Llama's keys."""
+    o_proj = f"{prefix}.self_attn.o_proj"
     stages = (
         ResidualSave(),
-        RmsNorm(f"{p}.input_layernorm.weight", spec.eps),
-        SelfAttnPrefill(attn),
-        Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if spec.attention_bias else None),
+        RmsNorm(f"{prefix}.input_layernorm.weight", eps),
+        SelfAttnPrefill(attention),
+        Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if o_bias else None),
         ResidualAdd(),
         ResidualSave(),
-        RmsNorm(f"{p}.post_attention_layernorm.weight", spec.eps),
-        SwiGlu.hf_mlp(p, spec.mlp_bias),
+        RmsNorm(f"{prefix}.post_attention_layernorm.weight", eps),
+        SwiGlu.hf_mlp(prefix, mlp_bias),
         ResidualAdd(),
     )
-    return Named(f"layer{index}", Sequence(stages))
+    return Sequence(stages)
+
+
+def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:
+    """Hold the input of a layer against the `hidden_shape` of its spec; None is any size.
+
+    Raises:
+        ShapeError: block path, stage, both types.
+    """
+    if shape is None:
+        return
+    known = x.type.shape if len(shape) == x.ndim else shape
+    sizes = [have if size is None else size for size, have in zip(shape, known, strict=True)]
+    want = tensor_type(sizes, x.dtype, "hidden_shape")
+    if want.shape != x.type.shape:
+        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {want}")

@@ -49,6 +49,13 @@ class LayerNorm:
             return emit.layer_norm(x, self.gamma_key, self.beta_key, self.eps)
 
 
+def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int, eps: float, offset: float = 0.0) -> FlowValue:
+    """RMSNorm of every head alone: packed `[B,S,N·D]` → same. Weight: `key` `[D]`, to which `offset` is added."""
+    with emit.scope(_norm_name(key)):
+        heads = x.reshape(*x.shape[:-1], -1, head_dim)
+        return emit.rms_norm(heads, key, eps, offset).reshape(x.shape)
+
+
 def _norm_name(key: str) -> str:
     parts = key.split(".")
     return parts[-2] if len(parts) > 1 else parts[-1]

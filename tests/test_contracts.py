@@ -58,6 +58,7 @@ def texts(shape: tuple[Any, ...]) -> list[str]:
         (blocks.LlamaDecoder.layer(0, SPEC), "context"),
         (blocks.SelfAttnPrefill(SelfAttnPrefillSpec.hf_layer(PREFIX, 4, 6, 2)), "context"),
         (blocks.LlamaDecoder.layer(0, replace(SPEC, mask="sliding:5")), "context_5"),
+        (blocks.Qwen3Decoder.layer(0, blocks.Qwen3DecoderSpec(4, 2, 6, qk_norm=False, mask="sliding:5")), "context_5"),
     ],
 )
 def test_the_cache_contract_is_the_cache(stage: AttentionStage, slots: str) -> None:

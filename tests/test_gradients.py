@@ -37,6 +37,7 @@ from rlx_jax.blocks import (
     LoadStream,
     MaskKind,
     Named,
+    Qwen3DecoderSpec,
     Repeat,
     ResidualAdd,
     ResidualSave,
@@ -49,6 +50,8 @@ from rlx_jax.blocks import (
     SwiGlu,
     ZeroBeta,
     llama_prefill_layer_composed,
+    qwen3_prefill_layer_composed,
+    qwen3_prefill_layer_fused,
 )
 
 B, S, H, F, V, D = 2, 4, 8, 12, 9, 4
@@ -119,6 +122,14 @@ def llama(kind: MaskKind | str, kv_heads: int = 2, layers: int = 1, biases: bool
     return Case({"x": X, **inputs}, (RopeTables.theta(D), repeat), llama_weights(layers, kv_heads, biased))
 
 
+def qwen3(layer: Any) -> Case:
+    """One layer with a norm of each head, biases and a window."""
+    spec = Qwen3DecoderSpec(4, 2, D, attention_bias=True, output_bias=True, mask=MaskKind.sliding_window(2))
+    weights = llama_weights(1, 2, "q_proj k_proj v_proj o_proj")
+    norms = {f"model.layers.0.self_attn.{n}_norm.weight": (D,) for n in "qk"}
+    return Case({"x": X}, (RopeTables.theta(D), layer(0, spec)), weights | norms)
+
+
 def attention(mask: MaskKind | str, mask_input: str | None = None) -> SelfAttnPrefill:
     """Grouped heads, softcap and a scale of its own, biases; weights as `ATTENTION`."""
     biases = ("q.bias", "k.bias", "v.bias")
@@ -177,6 +188,8 @@ CASES = {
     "llama, composed": Case(
         {"x": X}, (llama_prefill_layer_composed(0, LlamaDecoderSpec(4, D, 2)),), llama_weights(1, 2)
     ),
+    "qwen3": qwen3(qwen3_prefill_layer_fused),
+    "qwen3, composed": qwen3(qwen3_prefill_layer_composed),
     "bert": Case(
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
     ),
@@ -188,6 +201,7 @@ SLOW_CASES = (
     "llama, keep mask",
     "llama, no mask",
     "llama, composed",
+    "qwen3, composed",
 )
 PLANS = [f"{roll} {remat}" for roll in ("scan", "unroll") for remat in ("none", "layer", "dots")]
 QUICK_PLANS = ("scan layer", "unroll dots")
