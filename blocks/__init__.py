@@ -30,17 +30,26 @@ from rlx_jax.blocks.decoder import llama_prefill_layer_composed as llama_prefill
 from rlx_jax.blocks.decoder import llama_prefill_layer_fused as llama_prefill_layer_fused
 from rlx_jax.blocks.encoder import BertEncoderLayer as BertEncoderLayer
 from rlx_jax.blocks.encoder import BertEncoderLayerSpec as BertEncoderLayerSpec
+from rlx_jax.blocks.ffn import GeGlu as GeGlu
 from rlx_jax.blocks.ffn import GeluFfn as GeluFfn
 from rlx_jax.blocks.ffn import SwiGlu as SwiGlu
+from rlx_jax.blocks.gemma import GemmaStyle as GemmaStyle
+from rlx_jax.blocks.gemma import gemma2_layer_mask as gemma2_layer_mask
+from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
+from rlx_jax.blocks.gemma import gemma_prefill_layer_composed as gemma_prefill_layer_composed
+from rlx_jax.blocks.gemma import gemma_strided_layer_mask as gemma_strided_layer_mask
 from rlx_jax.blocks.linear import ClsTokenPool as ClsTokenPool
 from rlx_jax.blocks.linear import Embed as Embed
+from rlx_jax.blocks.linear import EmbedScale as EmbedScale
 from rlx_jax.blocks.linear import GatherAdd as GatherAdd
 from rlx_jax.blocks.linear import GatherFromInput as GatherFromInput
 from rlx_jax.blocks.linear import GatherLastToken as GatherLastToken
 from rlx_jax.blocks.linear import Linear as Linear
 from rlx_jax.blocks.linear import LmHead as LmHead
+from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.norm import GemmaRmsNorm as GemmaRmsNorm
 from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
@@ -60,6 +69,6 @@ FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
-    | StoreStream | LoadStream | DualStream | Qwen3Decoder
+    | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
 )  # fmt: skip
 """Every stage."""

@@ -48,7 +48,8 @@ class SelfAttnPrefillSpec:
     """Keys and sizes of a SelfAttnPrefill. Weights `[N·D, H]`, `[K·D, H]`, `[K·D, H]`; biases are optional.
 
     With `q_norm_key` and `k_norm_key`, weights `[D]`, queries and keys go through an RMSNorm of each head before the
-    rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran.
+    rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran;
+    `rope` names the RopeTables to read, where a flow has several.
     """
 
     q_key: str
@@ -67,6 +68,7 @@ class SelfAttnPrefillSpec:
     k_norm_key: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_offset: float = 0.0
+    rope: str = ""
 
     @staticmethod
     def hf_layer(
@@ -114,7 +116,7 @@ def self_attention(
             q = head_norm(emit, q, s.q_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
         if s.k_norm_key is not None:
             k = head_norm(emit, k, s.k_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
+        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
         rope = hir.Rope(s.head_dim, s.head_dim)
         q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
         mask = mask_kind(s.mask)

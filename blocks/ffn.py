@@ -1,4 +1,4 @@
-"""Feed-forward stages: SwiGlu and GeluFfn."""
+"""Feed-forward stages: SwiGlu, GeGlu and GeluFfn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,29 @@ def mlp_prefix(prefix: str) -> str:
     return prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
 
 
+Keys = tuple[str, str, str]
+"""Of gate, up and down."""
+
+
+def mlp_keys(prefix: str, kind: str = "weight") -> Keys:
+    """`{prefix}.mlp.{gate,up,down}_proj.{kind}`."""
+    p = mlp_prefix(prefix)
+    return f"{p}.gate_proj.{kind}", f"{p}.up_proj.{kind}", f"{p}.down_proj.{kind}"
+
+
+def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: Keys | None = None) -> FlowValue:
+    """`(act(x Wg) ⊙ (x Wu)) Wd`."""
+    (gate_w, up_w, down_w), (gate_b, up_b, down_b) = weights, biases or (None, None, None)
+    with emit.scope("mlp"):
+        with emit.scope("gate_proj"):
+            gate = emit.linear(x, gate_w, gate_b)
+        with emit.scope("up_proj"):
+            up = emit.linear(x, up_w, up_b)
+        inner = emit.add(hir.GatedFfn(activation), gate, up)
+        with emit.scope("down_proj"):
+            return emit.linear(inner, down_w, down_b)
+
+
 @dataclass(frozen=True)
 class SwiGlu:
     """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional."""
@@ -21,27 +44,38 @@ class SwiGlu:
     gate_key: str
     up_key: str
     down_key: str
-    biases: tuple[str, str, str] | None = None
+    biases: Keys | None = None
 
     @staticmethod
     def hf_mlp(prefix: str, bias: bool = False) -> SwiGlu:
         """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
-        p = mlp_prefix(prefix)
-        names = [f"{p}.{n}_proj" for n in ("gate", "up", "down")]
-        biases = (f"{names[0]}.bias", f"{names[1]}.bias", f"{names[2]}.bias") if bias else None
-        return SwiGlu(f"{names[0]}.weight", f"{names[1]}.weight", f"{names[2]}.weight", biases)
+        return SwiGlu(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SwiGlu")
-        gate_b, up_b, down_b = self.biases or (None, None, None)
-        with emit.scope("mlp"):
-            with emit.scope("gate_proj"):
-                gate = emit.linear(x, self.gate_key, gate_b)
-            with emit.scope("up_proj"):
-                up = emit.linear(x, self.up_key, up_b)
-            inner = emit.add(hir.GatedFfn("silu"), gate, up)
-            with emit.scope("down_proj"):
-                return emit.linear(inner, self.down_key, down_b)
+        return gated_ffn(emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases)
+
+    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
+        """`[B, S, F]` for an input `[B, S, H]`."""
+        return (*hidden[:-1], emit.param(self.gate_key).type.shape[0])
+
+
+@dataclass(frozen=True)
+class GeGlu:
+    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`."""
+
+    gate_key: str
+    up_key: str
+    down_key: str
+
+    @staticmethod
+    def hf_mlp(prefix: str) -> GeGlu:
+        """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
+        return GeGlu(*mlp_keys(prefix))
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GeGlu")
+        return gated_ffn(emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key))
 
     def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
         """`[B, S, F]` for an input `[B, S, H]`."""

@@ -1,7 +1,8 @@
-"""Projections, embeddings and heads: Embed, Linear, LmHead, residuals, gathers and pooling."""
+"""Projections, embeddings and heads: Embed, EmbedScale, Linear, LmHead, LogitSoftcap, residuals, gathers, pooling."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlx_jax.emit import Emit, FlowValue
@@ -28,6 +29,20 @@ class Embed:
             table = emit.param(self.weight_key, self.shape)
             emit.state.embed_weight = table
             return emit.add(hir.Embed(), table, ids)
+
+
+@dataclass(frozen=True)
+class EmbedScale:
+    """`x √H` for x `[…, H]`. √H takes the dtype of x first, as in Hugging Face's Gemma: √3072 is 55.5 in bf16."""
+
+    hidden_size: int
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "EmbedScale")
+        with emit.scope("embed_scale"):
+            if x.type.shape[-1:] != (self.hidden_size,):
+                raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, the input is {x.type}")
+            return x * math.sqrt(self.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,22 @@ class LmHead:
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         return emit.state.embed_weight
+
+
+@dataclass(frozen=True)
+class LogitSoftcap:
+    """`cap · tanh(x / cap)`: logits within ±cap (Gemma 2). Float32 where x is what LmHead gives."""
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cap < math.inf:
+            raise GraphError(f"LogitSoftcap: the cap is a finite number over 0, got {self.cap!r}")
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LogitSoftcap")
+        with emit.scope("logit_softcap"):
+            return emit.tanh(x / self.cap) * self.cap
 
 
 @dataclass(frozen=True)

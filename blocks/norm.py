@@ -1,4 +1,4 @@
-"""Norms: RmsNorm, LayerNorm, and the ZeroBeta register that older flows declare."""
+"""Norms: RmsNorm, GemmaRmsNorm, LayerNorm, and the ZeroBeta register that older flows declare."""
 
 from __future__ import annotations
 
@@ -33,6 +33,24 @@ class RmsNorm:
         x = emit.require(value, "RmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
             return emit.rms_norm(x, self.weight_key, self.eps)
+
+
+@dataclass(frozen=True)
+class GemmaRmsNorm:
+    """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0."""
+
+    weight_key: str
+    eps: float = 1e-6
+
+    @staticmethod
+    def hf_layer(prefix: str, eps: float = 1e-6) -> GemmaRmsNorm:
+        """`{prefix}.weight`."""
+        return GemmaRmsNorm(f"{prefix}.weight", eps)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GemmaRmsNorm")
+        with emit.scope(_norm_name(self.weight_key)):
+            return emit.rms_norm(x, self.weight_key, self.eps, offset=1.0)
 
 
 @dataclass(frozen=True)

@@ -55,17 +55,20 @@ class RopeTables:
 
     Either `inv_freq` (the program computes the tables) or data `[max_positions, half_dim]`, whose row t is
     position t. Positions are the input `position_ids` where the flow declares it and it is given, else 0, 1, 2 …
+    Tables with a `name` are read only by the stages that ask for it (`SelfAttnPrefillSpec.rope`): several kinds of
+    layers may so have frequencies of their own.
     """
 
     inv_freq: Frequencies = ()
     max_positions: int | None = None
     cos_data: Any = field(default=None, repr=False)
     sin_data: Any = field(default=None, repr=False)
+    name: str = ""
 
     @staticmethod
-    def theta(head_dim: int, theta: float = 10000.0) -> RopeTables:
+    def theta(head_dim: int, theta: float = 10000.0, name: str = "") -> RopeTables:
         """Unscaled frequencies of base `theta` over the full head width."""
-        return RopeTables(frequencies(head_dim, theta))
+        return RopeTables(frequencies(head_dim, theta), name=name)
 
     @staticmethod
     def param(max_positions: int, half_dim: int, cos: Any, sin: Any) -> RopeTables:
@@ -90,8 +93,17 @@ class RopeTables:
                 cos, sin = emit.add_all(
                     hir.RopeRows(width, self.cos_data.tobytes(), self.sin_data.tobytes()), positions
                 )
-            emit.state.rope_cos, emit.state.rope_sin = cos, sin
+            if self.name:
+                for register, table in zip(registers(self.name), (cos, sin), strict=True):
+                    emit.set_named(register, table)
+            else:
+                emit.state.rope_cos, emit.state.rope_sin = cos, sin
         return value
+
+
+def registers(name: str) -> tuple[str, str]:
+    """Where the tables called `name` stand among the named values."""
+    return f"rope.{name}.cos", f"rope.{name}.sin"
 
 
 def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
@@ -103,11 +115,17 @@ def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
     return emit.add(hir.Positions(), value)
 
 
-def rope_tables_for(emit: Emit, x: FlowValue, head_dim: int, theta: float) -> tuple[FlowValue, FlowValue]:
+def rope_tables_for(
+    emit: Emit, x: FlowValue, head_dim: int, theta: float, name: str = ""
+) -> tuple[FlowValue, FlowValue]:
     """cos and sin of the last RopeTables stage, else unscaled ones of base `theta` at the positions of `x`.
+    With a `name`, those of the RopeTables stage of that name.
 
     The latter are not registered: each layer writes the same ops, so that layers stay alike and fold into one.
     """
+    if name:
+        cos_at, sin_at = registers(name)
+        return emit.named(cos_at), emit.named(sin_at)
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
         return cos, sin

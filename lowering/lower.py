@@ -110,7 +110,7 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     if len(inputs) == 3:
         beta = b.nodes[inputs[2].node].op
         if isinstance(beta, Constant) and not np.any(beta.array):
-            return b.add(RmsNormOp(op.eps), *inputs[:2])
+            return b.add(RmsNormOp(op.eps, op.offset), *inputs[:2])
     return None
 
 

@@ -367,9 +367,8 @@ class Emit:
 
     def rms_norm(self, x: FlowValue, key: str, eps: float, offset: float = 0.0) -> FlowValue:
         """RMSNorm over the last axis; γ is the weight under `key` plus `offset`, which is 1 for Gemma."""
-        gamma = self.param(key) + offset if offset else self.param(key)
         beta = [self.state.zero_beta] if self.state.zero_beta is not None and self._fits_beta(x) else []
-        return self.add(hir.RmsNorm(eps), x, gamma, *beta)
+        return self.add(hir.RmsNorm(eps, offset), x, self.param(key), *beta)
 
     def layer_norm(self, x: FlowValue, gamma: str, beta: str, eps: float) -> FlowValue:
         """LayerNorm with weights under `gamma` and `beta`."""

@@ -84,8 +84,12 @@ def cache_types(flow: rlx.ModelFlow) -> dict[tuple[str, str], tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "stage, widest",
-    [(blocks.SwiGlu.hf_mlp(PREFIX), 12), (blocks.GeluFfn("up", "up_b", "down", "down_b"), 20)],
-    ids=["SwiGlu", "GeluFfn"],
+    [
+        (blocks.SwiGlu.hf_mlp(PREFIX), 12),
+        (blocks.GeGlu.hf_mlp(PREFIX), 12),
+        (blocks.GeluFfn("up", "up_b", "down", "down_b"), 20),
+    ],
+    ids=["SwiGlu", "GeGlu", "GeluFfn"],
 )
 def test_the_intermediate_shape_is_the_widest_value(stage: FfnStage, widest: int) -> None:
     """Held against every value the stage makes."""
@@ -110,8 +114,12 @@ def test_the_intermediate_shape_is_the_widest_value(stage: FfnStage, widest: int
 
 
 def test_norms_say_their_epsilon() -> None:
-    norms: list[NormStage] = [blocks.RmsNorm("g", 1e-3), blocks.LayerNorm("g", "b", 1e-4)]
-    assert [norm.eps for norm in norms] == [1e-3, 1e-4]
+    norms: list[NormStage] = [
+        blocks.RmsNorm("g", 1e-3),
+        blocks.LayerNorm("g", "b", 1e-4),
+        blocks.GemmaRmsNorm("g", 1e-2),
+    ]
+    assert [norm.eps for norm in norms] == [1e-3, 1e-4, 1e-2]
 
 
 def test_a_block_as_a_layer() -> None:

@@ -194,6 +194,8 @@ TOKEN_WISE: dict[str, Callable[[Any, Any], Any]] = {
     "jax where": lambda e, x: e.jax(lambda t: jnp.where(t > t.mean(-1, keepdims=True), t, 0.0), x),
     "gate of the embedding": lambda e, x: x * e.sigmoid(e.add(hir.Embed(), e.param("e"), e.flow_input("tokens"))),
     "swiglu": lambda e, x: x + blocks.SwiGlu("g", "g", "d").emit(e, x),
+    "geglu": lambda e, x: x + blocks.GeGlu("g", "g", "d").emit(e, blocks.GemmaRmsNorm("b").emit(e, x)),
+    "scaled and capped": lambda e, x: blocks.LogitSoftcap(2.0).emit(e, blocks.EmbedScale(H).emit(e, x)),
 }
 TOKEN_WISE_WEIGHTS = {"a": w(H, H), "b": w(H), "g": w(F, H), "d": w(H, F)}
 

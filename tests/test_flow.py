@@ -791,6 +791,7 @@ def test_values_of_another_flow_are_refused() -> None:
         blocks.Linear("w"), blocks.RmsNorm("w"), blocks.LayerNorm("w", "w"), blocks.SwiGlu("w", "w", "w"),
         blocks.GeluFfn("w", "w", "w", "w"), blocks.LmHead.separate("w", V, 5),
         blocks.SelfAttnPrefill(SelfAttnPrefillSpec("w", "w", "w", 2, 4, 2)), blocks.Embed("w"),
+        blocks.GemmaRmsNorm("w"), blocks.GeGlu("w", "w", "w"), blocks.EmbedScale(5),
     ],
     ids=lambda s: type(s).__name__,
 )  # fmt: skip
@@ -811,6 +812,7 @@ def test_a_stage_that_does_not_fit_names_its_block_path(stage: Any) -> None:
         blocks.GatherFromInput("x", "w"), blocks.GatherAdd("x", "w"),
         blocks.LlamaDecoder.layer(0, LlamaDecoderSpec(2, 4, 2)),
         blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf("w", H, 2)), blocks.AttnMask.ones(),
+        blocks.GemmaRmsNorm("w"), blocks.GeGlu("w", "w", "w"), blocks.EmbedScale(H), blocks.LogitSoftcap(30.0),
     ],
     ids=lambda s: type(s).__name__,
 )  # fmt: skip

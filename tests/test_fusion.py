@@ -166,6 +166,11 @@ RESIDUAL: dict[str, tuple[str, Build, list[str]]] = {
     "ln": ("layer_norm", lambda b, v: ln(b, v, b(ADD, v["x"], v["y"])), [LN]),
     "rms": ("rms_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["y"])), [RMS]),
     "rms with beta": ("rms_norm", lambda b, v: rms(b, v, b(ADD, v["x"], v["y"]), v["h"]), [RMS]),
+    "an offset": (
+        "rms_norm",
+        lambda b, v: b(RmsNormOp(1e-5, 1.0), b(ADD, v["x"], v["y"]), v["g"]),
+        ["fused_residual_rms(eps=1e-05, offset=1)"],
+    ),
     "a bias first": (
         "layer_norm",
         lambda b, v: ln(b, v, b(ADD, b(ADD, v["x"], v["h"]), v["y"])),

@@ -25,16 +25,19 @@ from rlx_jax.blocks import (
     Custom,
     DualStream,
     Embed,
+    EmbedScale,
     GatherAdd,
     GatherFromInput,
     GatherLastToken,
     GeluFfn,
+    GemmaStyle,
     LayerNorm,
     Linear,
     LlamaDecoder,
     LlamaDecoderSpec,
     LmHead,
     LoadStream,
+    LogitSoftcap,
     MaskKind,
     Named,
     Qwen3DecoderSpec,
@@ -49,6 +52,8 @@ from rlx_jax.blocks import (
     StoreStream,
     SwiGlu,
     ZeroBeta,
+    gemma_attn_spec,
+    gemma_prefill_layer_composed,
     llama_prefill_layer_composed,
     qwen3_prefill_layer_composed,
     qwen3_prefill_layer_fused,
@@ -130,6 +135,17 @@ def qwen3(layer: Any) -> Case:
     return Case({"x": X}, (RopeTables.theta(D), layer(0, spec)), weights | norms)
 
 
+def gemma(style: GemmaStyle, mask: MaskKind) -> Case:
+    """A layer with a softcap that bites."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is not GemmaStyle.GEMMA)
+    norms: dict[str, tuple[int, ...]] = dict.fromkeys(names, (H,))
+    norms |= {f"self_attn.{n}_norm": (D,) for n in "qk"} if style is GemmaStyle.GEMMA3 else {}
+    layer = gemma_prefill_layer_composed(0, style, gemma_attn_spec(0, 4, D, 2, mask, 0.1, 3.0), 1e-3)
+    weights = llama_weights(1, 2) | {f"model.layers.0.{n}.weight": s for n, s in norms.items()}
+    return Case({"x": X}, (RopeTables.theta(D), layer), weights)
+
+
 def attention(mask: MaskKind | str, mask_input: str | None = None) -> SelfAttnPrefill:
     """Grouped heads, softcap and a scale of its own, biases; weights as `ATTENTION`."""
     biases = ("q.bias", "k.bias", "v.bias")
@@ -163,7 +179,16 @@ CASES = {
     ),
     "residuals and norms": Case(
         {"x": X},
-        (ZeroBeta(H), ResidualSave(), RmsNorm("rms"), Linear("w"), ResidualAdd(), LayerNorm("ln", "ln.bias")),
+        (
+            ZeroBeta(H),
+            ResidualSave(),
+            RmsNorm("rms"),
+            EmbedScale(H),
+            Linear("w"),
+            ResidualAdd(),
+            LogitSoftcap(3.0),
+            LayerNorm("ln", "ln.bias"),
+        ),
         {"rms": (H,), "w": (H, H), "ln": (H,), "ln.bias": (H,)},
     ),
     "streams": Case({"x": X}, MIXED, with_biases({"w": (H, H), "t": (H, F)}, "w")),
@@ -190,6 +215,8 @@ CASES = {
     ),
     "qwen3": qwen3(qwen3_prefill_layer_fused),
     "qwen3, composed": qwen3(qwen3_prefill_layer_composed),
+    "gemma": gemma(GemmaStyle.GEMMA, MaskKind.CAUSAL),
+    "gemma 3": gemma(GemmaStyle.GEMMA3, MaskKind.sliding_window(2)),
     "bert": Case(
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
     ),
@@ -202,6 +229,7 @@ SLOW_CASES = (
     "llama, no mask",
     "llama, composed",
     "qwen3, composed",
+    "gemma",
 )
 PLANS = [f"{roll} {remat}" for roll in ("scan", "unroll") for remat in ("none", "layer", "dots")]
 QUICK_PLANS = ("scan layer", "unroll dots")

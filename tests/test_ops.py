@@ -210,6 +210,7 @@ def contraction_samples() -> Iterator[Sample]:
         yield Sample(RmsNormOp(1e-5), (x, g), rms_norm)
         yield Sample(RmsNormOp(1e-5), (x, g, g), rms_norm)
         yield Sample(LayerNormOp(1e-5), (x, g, g), layer_norm)
+        yield Sample(RmsNormOp(1e-5, 1.0), (x, g), lambda x, g: rms_norm(x, g, offset=1.0))
     yield Sample(RmsNormOp(0.5), ("f32 8", "f32 8"), lambda x, g: rms_norm(x, g, eps=0.5))
     yield Sample(LayerNormOp(0.5), ("f32 3 8", "f32 8", "f32 8"), lambda x, g, b: layer_norm(x, g, b, eps=0.5))
 
@@ -229,6 +230,7 @@ def fused_samples() -> Iterator[Sample]:
         FusedResidualLayerNorm(0.5, True), (x, x, g, g, g), lambda x, r, c, g, b: layer_norm(x + c + r, g, b, 0.5)
     )
     yield Sample(FusedResidualRmsNorm(0.5, True), (x, x, g, g), lambda x, r, c, g: rms_norm(x + c + r, g, eps=0.5))
+    yield Sample(FusedResidualRmsNorm(1e-5, offset=1.0), (x, x, g), lambda x, r, g: rms_norm(x + r, g, offset=1.0))
     add, mul, tanh = Binary("add"), Binary("mul"), Unary("tanh")
     gated = ElementwiseRegion(3, (Step(tanh, (0,)), Step(mul, (3, 1)), Step(add, (2, 4))))
     yield Sample(gated, (x, g, "f32"), lambda x, g, c: c + np.tanh(x) * g)
@@ -551,6 +553,20 @@ def test_rms_norm_rounds_before_gamma() -> None:
     want = normed.astype(np.float32) * gamma.astype(np.float32)
     got = np.asarray(RmsNormOp(1e-5).eval(jnp.asarray(x), jnp.asarray(gamma)))
     np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
+
+
+def test_rms_norm_with_an_offset_rounds_once() -> None:
+    """As in Hugging Face's Gemma: x and 1 + w meet in f32. 1 + w itself is no bf16 number."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
+    w = (rng.standard_normal(64) / 64).astype(ml_dtypes.bfloat16)
+    wide = x.astype(np.float32)
+    normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.float32(1e-5))
+    want = (normed * (1 + w.astype(np.float32))).astype(ml_dtypes.bfloat16)
+    got = np.asarray(RmsNormOp(1e-5, 1.0).eval(jnp.asarray(x), jnp.asarray(w)))
+    np.testing.assert_array_equal(got, want)
+    folded = (1 + w.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    assert (np.asarray(RmsNormOp(1e-5).eval(jnp.asarray(x), jnp.asarray(folded))) != want).mean() > 0.1
 
 
 def test_gather_reads_the_nearest_row_out_of_range() -> None:

@@ -15,21 +15,26 @@ def fuse_residual_layer_norm(graph: Graph, types: TypeCache) -> Graph:
     """layer_norm(add(x, r), γ, β)         → fused_residual_ln(x, r, γ, β)          x and r have one shape
     layer_norm(add(add(x, b), r), γ, β) → fused_residual_bias_ln(x, r, b, γ, β)  b is [H]
     """
-    return _fuse_residual(graph, LayerNormOp, FusedResidualLayerNorm, types, "fuse_residual_layer_norm")
+    return _fuse_residual(graph, LayerNormOp, types, "fuse_residual_layer_norm")
 
 
 def fuse_residual_rms_norm(graph: Graph, types: TypeCache) -> Graph:
     """rms_norm(add(x, r), γ[, β])         → fused_residual_rms(x, r, γ[, β])
     rms_norm(add(add(x, b), r), γ[, β]) → fused_residual_bias_rms(x, r, b, γ[, β])
     """
-    return _fuse_residual(graph, RmsNormOp, FusedResidualRmsNorm, types, "fuse_residual_rms_norm")
+    return _fuse_residual(graph, RmsNormOp, types, "fuse_residual_rms_norm")
 
 
-Norm = type[LayerNormOp] | type[RmsNormOp]
-Fused = type[FusedResidualLayerNorm] | type[FusedResidualRmsNorm]
+Norm = LayerNormOp | RmsNormOp
 
 
-def _fuse_residual(graph: Graph, norm: Norm, fused: Fused, types: TypeCache, by: str) -> Graph:
+def _fused(norm: Norm, has_bias: bool) -> FusedResidualLayerNorm | FusedResidualRmsNorm:
+    if isinstance(norm, RmsNormOp):
+        return FusedResidualRmsNorm(norm.eps, has_bias, norm.offset)
+    return FusedResidualLayerNorm(norm.eps, has_bias)
+
+
+def _fuse_residual(graph: Graph, norm: type[Norm], types: TypeCache, by: str) -> Graph:
     def enter(graph: Graph) -> Rewrite:
         once = read_once(graph)
 
@@ -42,8 +47,8 @@ def _fuse_residual(graph: Graph, norm: Norm, fused: Fused, types: TypeCache, by:
             for x, residual in ((0, 1), (1, 0)):
                 biased = _biased(b, total.inputs[x]) if before.inputs[x] in once else None
                 if biased:
-                    return b.add(fused(node.op.eps, True), biased[0], total.inputs[residual], biased[1], *inputs[1:])
-            return b.add(fused(node.op.eps), *total.inputs, *inputs[1:])
+                    return b.add(_fused(node.op, True), biased[0], total.inputs[residual], biased[1], *inputs[1:])
+            return b.add(_fused(node.op, False), *total.inputs, *inputs[1:])
 
         return fn
 

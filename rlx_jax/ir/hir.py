@@ -134,15 +134,16 @@ class GatedFfn(Hir):
 
 @dataclass(frozen=True)
 class RmsNorm(Hir):
-    """`x · (mean(x²) + ε)^(−1/2) ⊙ γ [+ β]`. x `[…, H]`, γ and β `[H]`."""
+    """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`; the offset is 1 in Gemma."""
 
     eps: float
+    offset: float = 0.0
 
     def check(self, *operands: TensorType) -> None:
         check_arity("rms_norm", len(operands), 2, 3)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(RmsNormOp(self.eps), *operands)
+        return b(RmsNormOp(self.eps, self.offset), *operands)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlx_jax.ir.types import TensorType
 
 
 def initial_params(graph: Graph, leaves: Mapping[str, Program], key: jax.Array) -> dict[str, jax.Array]:
-    """Leaves by name: matrices normal with deviation 1/√fan_in, norms 1, biases 0.
+    """Leaves by name: matrices normal with deviation 1/√fan_in, norms 1 (with their offset), biases 0.
 
     `graph` is the flow's HIR with its composites expanded; `leaves` is the Layout's. Pure JAX: `jax.eval_shape`
     gives the shapes alone, `jax.jit` with `out_shardings` draws every leaf where it will live.
@@ -61,6 +61,8 @@ def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
     op, dtype = node.op, jax.dtypes.canonicalize_dtype(t.dtype)
     if isinstance(op, hir.Linear | hir.RmsNorm | hir.LayerNorm) and place == 2:
         return jnp.zeros(t.shape, dtype)
+    if isinstance(op, hir.RmsNorm):
+        return jnp.full(t.shape, 1.0 - op.offset, dtype)
     if t.rank < 2:
         adds = isinstance(op, Binary) and op.kind in ("add", "sub")
         return jnp.zeros(t.shape, dtype) if adds else jnp.ones(t.shape, dtype)

@@ -14,7 +14,7 @@ from rlx_jax.ir.types import symbol
 from tests.fuzz import patterns, tensor_ops
 from tests.fuzz.patterns import nodes_of
 from tests.fuzz.sketch import BOOL, F32, I32, Case, Known, Sketch
-from tests.fuzz.tensor_ops import EPS, Grow, integers
+from tests.fuzz.tensor_ops import EPS, OFFSET, Grow, integers
 
 WIDTH = 4
 ACTIVATIONS = ("", "silu", "", "gelu", "relu")
@@ -86,7 +86,7 @@ def split(s: Sketch) -> object:
 
 
 def rms_norm(s: Sketch) -> object:
-    """With γ, with γ and β, with γ and zeros."""
+    """With γ, with γ and β, with γ and zeros; γ as it is or 1 + γ."""
     x, eps = sequence(s), s.choice(EPS)
     rest = [parameter(s, WIDTH)]
     way = s.draw(3)
@@ -94,7 +94,7 @@ def rms_norm(s: Sketch) -> object:
         rest.append(parameter(s, WIDTH))
     elif way == 2:
         rest.append(s.constant(np.zeros(WIDTH), F32))
-    return s.one(hir.RmsNorm(eps), x, *rest)
+    return s.one(hir.RmsNorm(eps, s.choice(OFFSET)), x, *rest)
 
 
 def layer_norm(s: Sketch) -> object:

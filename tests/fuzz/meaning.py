@@ -129,8 +129,9 @@ def swiglu(op: FusedSwiGLU, x: Array) -> Array:
 def residual(op: FusedResidualLayerNorm | FusedResidualRmsNorm, x: Array, r: Array, *rest: Array) -> Array:
     """The norm of x + r [+ bias]."""
     bias, weights = (rest[0], rest[1:]) if op.has_bias else (0.0, rest)
-    norm = layer_norm if isinstance(op, FusedResidualLayerNorm) else rms_norm
-    return norm(x + r + bias, *weights, eps=op.eps)
+    if isinstance(op, FusedResidualLayerNorm):
+        return layer_norm(x + r + bias, *weights, eps=op.eps)
+    return rms_norm(x + r + bias, *weights, eps=op.eps, offset=op.offset)
 
 
 def region(op: ElementwiseRegion, *operands: Array) -> Array:
@@ -184,7 +185,7 @@ MIR: dict[type[Op], Meaning] = {
     FusedResidualLayerNorm: residual,
     FusedResidualRmsNorm: residual,
     ElementwiseRegion: region,
-    RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps),
+    RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     LayerNormOp: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
     Reshape: reshape,
     Transpose: lambda op, x: np.transpose(x, op.perm),
@@ -271,7 +272,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.Linear: linear,
     hir.Split: split,
     hir.GatedFfn: lambda op, gate, up: activation(op.activation)(gate) * up,
-    hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps),
+    hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     hir.LayerNorm: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     hir.Positions: lambda op, x: np.arange(x.shape[1])[None],

@@ -140,7 +140,8 @@ PASS_FAULTS = (
         "activation=kind",
         'activation=kind.removesuffix("_tanh")',
     ),
-    Fault("ε is a constant", fuse_residual, "_fuse_residual", "fused(node.op.eps), ", "fused(1e-6), "),
+    Fault("ε is a constant", fuse_residual, "_fused", "FusedResidualRmsNorm(norm.eps,", "FusedResidualRmsNorm(1e-6,"),
+    Fault("the offset of γ is dropped", fuse_residual, "_fused", ", norm.offset)", ")"),
     Fault(
         "the residual is added twice",
         fuse_residual,
@@ -255,6 +256,7 @@ LOWERING_FAULTS = (
         "inputs[0], inputs[2], inputs[1], *inputs[3:])",
         "block",
     ),
+    Fault("zero β takes the offset along", lower, "rms_norm", "op.eps, op.offset", "op.eps", "block"),
     Fault("any β is zero", lower, "rms_norm", "isinstance(beta, Constant) and not np.any(beta.array)", "True", "block"),
     Fault("the activation of a Linear with bias is dropped", lower, "linear", "op.activation,", '"",', "block"),
     Fault(

@@ -38,6 +38,7 @@ from tests.fuzz.sketch import BF16, BOOL, F16, F32, I32, MAX_RANK, Known, Sketch
 
 Grow = Callable[[Sketch], object]
 EPS = (1e-5, 0.5, 1e-6, 0.05)
+OFFSET = (0.0, 0.0, 1.0)
 FLOATS = (F32, F32, F32, F32, F32, BF16, F16)
 
 
@@ -207,7 +208,7 @@ def fused_residual(s: Sketch) -> object:
     weights = [s.leaf((x.shape[-1],), x.type.dtype, kind="param") for _ in range(count)]
     if count == biased + 2 and s.coin():
         return s.one(FusedResidualLayerNorm(s.choice(EPS), biased), x, residual, *weights)
-    return s.one(FusedResidualRmsNorm(s.choice(EPS), biased), x, residual, *weights)
+    return s.one(FusedResidualRmsNorm(s.choice(EPS), biased, s.choice(OFFSET)), x, residual, *weights)
 
 
 def region(s: Sketch) -> object:
@@ -225,7 +226,8 @@ def norm_of(s: Sketch, x: Known) -> Known | None:
     eps = s.choice(EPS)
     if s.coin():
         return s.one(LayerNormOp(eps), x, gamma, beta)
-    return s.one(RmsNormOp(eps), x, gamma, beta) if s.coin() else s.one(RmsNormOp(eps), x, gamma)
+    op = RmsNormOp(eps, s.choice(OFFSET))
+    return s.one(op, x, gamma, beta) if s.coin() else s.one(op, x, gamma)
 
 
 def norm(s: Sketch) -> object:

@@ -58,9 +58,9 @@ def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
     return e / e.sum(axis, keepdims=True)
 
 
-def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-5) -> np.ndarray:
-    """x (mean x² + ε)^(−1/2) γ + β."""
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gamma + beta
+def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-5, offset: float = 0.0) -> np.ndarray:
+    """x (mean x² + ε)^(−1/2) (offset + γ) + β."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (offset + gamma) + beta
 
 
 def layer_norm(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 1e-5) -> np.ndarray:

@@ -101,23 +101,26 @@ def check_norm(op: str, x: TensorType, scales: Sequence[TensorType]) -> None:
 
 @dataclass(frozen=True)
 class RmsNormOp(Mir):
-    """`x · (mean(x²) + ε)^(−1/2) ⊙ γ [+ β]` over the last axis; the statistic is taken in f32.
+    """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]` over the last axis; the statistic is taken in f32.
 
     γ and β are `[H]`, or as long as the last axes of x (`[N, H]`: weights for each head).
 
-    As in Hugging Face's Llama the normalised value is rounded to x's dtype before γ is applied
-    (visible in bf16 only).
+    Rounding, visible in bf16 only, is that of Hugging Face's models. Without an offset (Llama) the normalised value is
+    rounded to x's dtype before γ is applied; with one (Gemma: 1) all is in f32, offset + γ too, and rounded once.
     """
 
     eps: float
+    offset: float = 0.0
 
     def check(self, *operands: TensorType) -> None:
         check_norm("rms_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
         wide = x.astype(jnp.float32)
-        normed = (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
-        y = jnp.multiply(*same_rank(normed, gamma))
+        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            gamma = gamma.astype(jnp.float32) + self.offset
+        y = jnp.multiply(*same_rank(normed.astype(gamma.dtype), gamma)).astype(x.dtype)
         return y if beta is None else jnp.add(*same_rank(y, beta))
 
     @classmethod

@@ -123,6 +123,7 @@ class FusedResidualRmsNorm(Mir):
 
     eps: float
     has_bias: bool = False
+    offset: float = 0.0
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) - self.has_bias not in (3, 4):
@@ -130,10 +131,11 @@ class FusedResidualRmsNorm(Mir):
         _check_residual("fused_residual_rms", operands)
 
     def eval(self, *arrays: Array) -> Array:
-        return RmsNormOp(self.eps).eval(*_residual_sum(self.has_bias, arrays))
+        return RmsNormOp(self.eps, self.offset).eval(*_residual_sum(self.has_bias, arrays))
 
     def text(self) -> str:
-        return f"fused_residual{'_bias' if self.has_bias else ''}_rms(eps={self.eps:g})"
+        offset = f", offset={self.offset:g}" if self.offset else ""
+        return f"fused_residual{'_bias' if self.has_bias else ''}_rms(eps={self.eps:g}{offset})"
 
 
 @dataclass(frozen=True)
