@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Param
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.buffers import activation_bytes
@@ -65,7 +66,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activations + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack,
+        temp_limit=activations + scores_bytes(lir.graph) + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack,
         copies=tuple(cache_copies(compiled.as_text() or "", set(types.values()))),
     )
 
@@ -83,6 +84,16 @@ def cast_parameters(graph: Graph, target: str) -> int:
                 cast = size * dtype.itemsize if dtype != op.type.dtype else 0
                 found[op, dtype] = cast + (4 * size if target == "cpu" and dtype.itemsize == 2 else 0)
     return sum(found.values())
+
+
+def scores_bytes(graph: Graph) -> int:
+    """Bytes of three arrays `[B,N,S,T]` in f32 of the largest attention: XLA may keep scores, masked scores and weights."""
+    sizes = [0]
+    for inner, node in graph.walk():
+        if isinstance(node.op, AttentionOp):
+            q, k = (inner.type(v) for v in node.inputs[:2])
+            sizes.append(12 * int(q.shape[0]) * node.op.heads * int(q.shape[1]) * int(k.shape[1]))
+    return max(sizes)
 
 
 def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,273 @@
+"""Decoding and prefill, ours and the peers' in turn, beside the limits of the machine.
+
+    python benchmarks/decode.py                  the 135M shape in f32 on the CPU, the 1B shape in bf16 on a GPU
+    python benchmarks/decode.py --torch          transformers too, in the same process
+
+Ours goes through `lm.generate` and `lm.prefill`, as a user's call does. Peers: Llama written by hand in jax.numpy
+(`handwritten_decode.py`, every layout; ratios are to the fastest), and transformers' eager `generate` where asked for.
+Exits with 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import handwritten_decode as hand
+import jax
+import jax.numpy as jnp
+import numpy as np
+from handwritten_llama import Sizes, hf_config
+from report import Goals, emit, interleaved, table
+
+import rlx_jax as rlx
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+
+SHORT, LONG = 16, 64
+"""New tokens of two calls whose difference is the time of a step: what a call costs once drops out."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, how it runs, and what has to be reached: ratios to the best hand-written JAX, or milliseconds."""
+
+    sizes: Sizes
+    dtype: str
+    prompt: int
+    slots: int
+    batches: tuple[int, ...]
+    prompts: tuple[tuple[int, int], ...]
+    layouts: tuple[hand.Layout, ...]
+    ratio: float | None = None
+    ms: tuple[tuple[str, float], ...] = ()
+
+
+SHAPES = {
+    "135m": Shape(
+        Sizes(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152),
+        "f32", 128, 512, (1,), ((1, 128), (1, 512)),
+        tuple(hand.Layout(out_in, merged) for out_in in (False, True) for merged in (False, True)), ratio=1.03,
+    ),
+    "1b": Shape(
+        Sizes(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, theta=5e5),
+        "bf16", 128, 1024, (1, 8, 64), ((1, 512), (1, 2048), (8, 2048)),
+        (hand.Layout(True, True, True), hand.Layout(False, False, True)),
+        ms=(("decode 1", 0.95), ("decode 8", 1.0), ("decode 64", 1.4),
+            ("prefill 1x512", 3.0), ("prefill 1x2048", 8.5), ("prefill 8x2048", 58.0)),
+    ),
+    "tiny": Shape(
+        Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512),
+        "f32", 16, 128, (1, 2), ((1, 16), (2, 32)), (hand.Layout(True, True), hand.Layout(False, False)),
+    ),
+}  # fmt: skip
+
+
+Call = Callable[[], Any]
+
+
+def build(shape: Shape) -> rlx.CausalLM:
+    """Our model with random weights."""
+    config = LlamaConfig.from_hf({**hf_config(shape.sizes), "tie_word_embeddings": True})
+    rng = np.random.default_rng(0)
+
+    def draw(size: tuple[int, ...]) -> Any:
+        noise = rng.standard_normal(size, np.float32) * np.float32(0.02)
+        return (noise if len(size) > 1 else np.ones(size)).astype(hand_dtype(shape))
+
+    weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
+    return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096)
+
+
+def hand_dtype(shape: Shape) -> Any:
+    return jnp.dtype("float32" if shape.dtype == "f32" else "bfloat16")
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+def prompts(shape: Shape, batch: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(1).integers(0, shape.sizes.vocab, (batch, shape.prompt)).astype(np.int32)
+
+
+def our_decode(lm: rlx.CausalLM, shape: Shape, batch: int, new: int) -> Call:
+    """A whole call of `lm.generate`."""
+    rows = prompts(shape, batch).tolist()
+    return lambda: lm.generate(rows, max_new_tokens=new)
+
+
+def hand_decode(shape: Shape, layout: hand.Layout, params: Any, batch: int, new: int) -> Call:
+    """`new` steps called from the host, each fed with the token of the last."""
+    dtype, c = hand_dtype(shape), shape.sizes
+    step = hand.compiled(c, layout, params, batch, 1, shape.slots, dtype)
+    held = [jnp.zeros((batch,), jnp.int32), hand.empty_cache(c, batch, shape.slots, dtype)]
+
+    def call() -> None:
+        for i in range(new):
+            held[0], held[1] = step(params, held[0][:, None], np.int32(shape.prompt + i), held[1])
+        jax.block_until_ready(held[0])
+
+    return call
+
+
+# -- prefill -------------------------------------------------------------------------------------
+
+
+def our_prefill(lm: rlx.CausalLM, shape: Shape, batch: int, seq: int) -> Call:
+    """Logits of the last token, and the cache."""
+    tokens = np.random.default_rng(2).integers(0, shape.sizes.vocab, (batch, seq)).astype(np.int32)
+
+    def call() -> None:
+        logits, state = lm.prefill(tokens, max_len=max(seq, shape.slots), logits="last")
+        jax.block_until_ready(logits)
+
+    return call
+
+
+def hand_prefill(shape: Shape, layout: hand.Layout, params: Any, batch: int, seq: int) -> Call:
+    """The same, from an empty cache."""
+    dtype, c, slots = hand_dtype(shape), shape.sizes, max(seq, shape.slots)
+    step = hand.compiled(c, layout, params, batch, seq, slots, dtype)
+    fresh = jax.jit(lambda: hand.empty_cache(c, batch, slots, dtype))
+    tokens = np.random.default_rng(2).integers(0, c.vocab, (batch, seq)).astype(np.int32)
+    return lambda: jax.block_until_ready(step(params, tokens, np.int32(0), fresh())[0])
+
+
+# -- transformers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Torch:
+    """transformers' eager model of the same shape on the same device."""
+
+    model: Any
+    device: str
+
+    @staticmethod
+    def build(shape: Shape, device: str) -> Torch:
+        import torch
+        import transformers
+
+        config = transformers.LlamaConfig(**{**hf_config(shape.sizes), "tie_word_embeddings": True})
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).eval()
+        return Torch(model.to(device, torch.float32 if shape.dtype == "f32" else torch.bfloat16), device)
+
+    def ids(self, tokens: Any) -> Any:
+        import torch
+
+        return torch.as_tensor(np.asarray(tokens), dtype=torch.int64, device=self.device)
+
+    def decode(self, shape: Shape, batch: int, new: int) -> Call:
+        """A whole call of `generate`, greedy, never ended."""
+        import torch
+
+        rows = self.ids(prompts(shape, batch))
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+        def call() -> None:
+            with torch.inference_mode():
+                self.model.generate(rows, **options).cpu()
+
+        return call
+
+    def prefill(self, shape: Shape, batch: int, seq: int) -> Call:
+        """Logits of the last token, and the cache."""
+        import torch
+
+        tokens = self.ids(np.random.default_rng(2).integers(0, shape.sizes.vocab, (batch, seq)))
+
+        def call() -> None:
+            with torch.inference_mode():
+                self.model(tokens, logits_to_keep=1).logits.cpu()
+
+        return call
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of one job in ms a step, by who did it; `limit` is what the machine cannot go below, where known."""
+
+    name: str
+    ms: dict[str, float]
+
+    def best_peer(self) -> float:
+        return min(v for k, v in self.ms.items() if k.startswith("hand"))
+
+
+def measure(name: str, calls: dict[str, tuple[Call, Call | None]], steps: int, rounds: int) -> Row:
+    """Medians of interleaved calls; where a shorter call is given, of the difference to it."""
+    flat: dict[str, Call] = {}
+    for who, (call, shorter) in calls.items():
+        flat[who] = call
+        if shorter is not None:
+            flat[f"{who}, shorter"] = shorter
+    for call in flat.values():
+        call()
+        call()
+    times = interleaved(flat, rounds)
+    ms: dict[str, float] = {}
+    for who, (_, shorter) in calls.items():
+        less = times[f"{who}, shorter"] if shorter is not None else [0.0] * len(times[who])
+        ms[who] = statistics.median(a - b for a, b in zip(times[who], less, strict=True)) / steps * 1e3
+    emit(job=name, ms={k: round(v, 3) for k, v in ms.items()})
+    return Row(name, ms)
+
+
+def rows_of(shape: Shape, torch_peer: Torch | None, rounds: int) -> list[Row]:
+    lm = build(shape)
+    params = {str(lay): hand.parameters(shape.sizes, lay, hand_dtype(shape), tied=True) for lay in shape.layouts}
+    steps, rows = LONG - SHORT, []
+    for batch in shape.batches:
+        calls: dict[str, tuple[Call, Call | None]] = {
+            "ours": (our_decode(lm, shape, batch, LONG), our_decode(lm, shape, batch, SHORT))
+        }
+        for lay in shape.layouts:
+            calls[f"hand {lay}"] = (hand_decode(shape, lay, params[str(lay)], batch, steps), None)
+        if torch_peer:
+            calls["torch"] = (torch_peer.decode(shape, batch, LONG), torch_peer.decode(shape, batch, SHORT))
+        rows.append(measure(f"decode {batch}", calls, steps, rounds))
+    for batch, seq in shape.prompts:
+        calls = {"ours": (our_prefill(lm, shape, batch, seq), None)}
+        for lay in shape.layouts:
+            calls[f"hand {lay}"] = (hand_prefill(shape, lay, params[str(lay)], batch, seq), None)
+        if torch_peer:
+            calls["torch"] = (torch_peer.prefill(shape, batch, seq), None)
+        rows.append(measure(f"prefill {batch}x{seq}", calls, 1, rounds))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="decoding and prefill, ours and the peers' in turn")
+    parser.add_argument("--shape", choices=SHAPES, help="by default 1b on a GPU, else 135m")
+    parser.add_argument("--torch", action="store_true", help="transformers too")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    gpu = jax.default_backend() == "gpu"
+    shape = SHAPES[args.shape or ("1b" if gpu else "135m")]
+    peer = Torch.build(shape, "cuda" if gpu else "cpu") if args.torch else None
+    goals, lines, asked = Goals(), [], dict(shape.ms)
+    for row in rows_of(shape, peer, args.rounds):
+        ours, best = row.ms["ours"], row.best_peer()
+        verdict = ""
+        if shape.ratio is not None:
+            verdict = goals.at_most(f"{row.name}, ours / best hand-written", ours / best, shape.ratio)
+        if row.name in asked:
+            verdict = f"{goals.at_most(f'{row.name}, ms', ours, asked[row.name])} ({asked[row.name]:g})"
+        line = [row.name, f"{ours:.2f}", f"{best:.2f}", f"{ours / best:.3f}"]
+        if peer:
+            line += [f"{row.ms['torch']:.2f}", f"{ours / row.ms['torch']:.3f}"]
+        lines.append([*line, verdict])
+    head = ["ms a step or prompt", "ours", "best by hand", "ratio", *["torch", "ratio"] * bool(peer), "goal"]
+    print(table(head, lines))
+    goals.exit()
+
+
+if __name__ == "__main__":
+    main()
