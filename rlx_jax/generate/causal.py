@@ -5,7 +5,7 @@ The cached programs are derived from the flow's forward program; nothing here kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     number,
     shown,
 )
+from rlx_jax.generate.chat import chat_prompt
 from rlx_jax.generate.generation import Plan, append, generate
 from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
@@ -232,6 +233,81 @@ class CausalLM:
         words, ends = self._stops(stop)
         return self._pieces(asked.texts is not None, rows, budget, sampler, ends, words, seed)
 
+    # -- chat --------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Any,
+        max_new_tokens: int = 64,
+        sampler: Sampler = GREEDY,
+        stop: str | int | Iterable[str | int] = (),
+        seed: int = 0,
+        *,
+        stream: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        allow_special: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """The model's reply to a conversation, as text; with `stream` an iterator over its pieces as they come.
+
+        Args:
+            messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
+            max_new_tokens, sampler, stop, seed: as in `generate`. The checkpoint's end tokens end the reply.
+            tools, chat_template, allow_special, variables: as in `apply_chat_template`.
+
+        Raises:
+            RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
+        """
+        if not isinstance(stream, bool):
+            raise RequestError(f"stream is {shown(stream)}; expected True or False")
+        budget = whole_number("max_new_tokens", max_new_tokens, 0)
+        words, ends = self._stops(stop)
+        ids = self.apply_chat_template(
+            messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
+        )
+        rows = self._rows(Prompts(None, [ids], True))
+        pieces = self._pieces(True, rows, budget, sampler, ends, words, seed)
+        return pieces if stream else "".join(pieces)
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        allow_special: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """A conversation as the checkpoint's template writes it: token ids to generate from, or the text.
+
+        Args:
+            messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
+            tools: JSON schemas of functions, for templates that tell the model about them.
+            chat_template: the name of one of the checkpoint's templates, or a template to use in their place.
+            add_generation_prompt: end with what begins a reply.
+            tokenize: ids; or else text, with the names of control tokens as people may have written them.
+            allow_special: control tokens that stand in the messages are read as these tokens, not as text.
+            variables: others that the template reads, such as `enable_thinking=False`.
+
+        Raises:
+            RequestError: there is no template, it refuses the messages, or they are wrong; the place is named.
+            TokenizerError: the template is wrong, or does what the sandbox forbids.
+            LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.generate.chat_template`.
+        """
+        return chat_prompt(
+            self._tokenizer("chat"),
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            allow_special=allow_special,
+            variables=variables,
+        )
+
     def _pieces(
         self, text: bool, rows: list[list[int]], budget: int, sampler: Sampler, ends: set[int],
         words: tuple[str, ...], seed: int,
@@ -317,9 +393,9 @@ class CausalLM:
                 f"has rows; got width {width}"
             )
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, what: str = "strings") -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("strings need a tokenizer: the checkpoint has no tokenizer.json; pass token ids")
+            raise RequestError(f"{what} needs a tokenizer: there is no tokenizer.json; pass token ids to generate")
         return self.tokenizer
 
     def _check_positions(self, tokens: int, what: str) -> None:

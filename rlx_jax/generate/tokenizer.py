@@ -5,7 +5,7 @@ panic is no `Exception`. Here a file is checked first for what makes it panic, e
 guarded, and nothing of the native object changes once it is loaded, so that threads can share it.
 
 `encode` reads the names of special tokens in a text as these tokens, as transformers and
-sentence-transformers do. Text of unknown origin needs the opposite; that is for the chat template's code.
+sentence-transformers do; `encode_plain` does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 from rlx_jax.errors import (
     ConfigError,
@@ -31,6 +31,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
+from rlx_jax.generate.chat_template import load_templates
 from rlx_jax.generate.tokenizer_checks import refuse_panics
 from rlx_jax.weights import files, limits
 from rlx_jax.weights.config import read_json
@@ -57,7 +58,16 @@ _BERT_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+_ROLES_WITH_IDS = ("bos", "eos", "pad")
+_ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+class AddedToken(NamedTuple):
+    """A token that is looked for in a text before anything else; `special` ones are left out of decoded text."""
+
+    id: int
+    special: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,9 @@ class Tokenizer:
         model_max_length: tokens that the checkpoint says its model takes, special ones included, if it does.
         truncation_side: which end of a text that is too long is cut off.
         special_count: how many special tokens `encode` adds to a text.
+        special_tokens: the checkpoint's tokens by role, `{"bos_token": "<s>"}`, which chat templates read.
+        added_tokens: by their text.
+        chat_templates: by name; see `rlx_jax.generate.chat_template`.
     """
 
     vocab_size: int
@@ -81,6 +94,9 @@ class Tokenizer:
     model_max_length: int | None
     truncation_side: Literal["left", "right"]
     special_count: int
+    special_tokens: Mapping[str, str]
+    added_tokens: Mapping[str, AddedToken] = field(repr=False)
+    chat_templates: Mapping[str, str] = field(repr=False)
     _native: Any = field(repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
@@ -113,6 +129,22 @@ class Tokenizer:
         for i, text in enumerate(batch):
             _check_text(text, f"texts[{i}]")
         return self._encode(batch, add_special_tokens, max_length)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The token ids of `text` with the names of added tokens in it spelt as any text is; none stand around it.
+
+        Raises:
+            RequestError, TokenizerError: as `encode`.
+        """
+        _check_text(text, "the text")
+        native = self._native
+
+        def spell() -> list[int]:  # the steps of an encoding without the first, which looks for added tokens
+            plain = native.normalizer.normalize_str(text) if native.normalizer else text
+            words = native.pre_tokenizer.pre_tokenize_str(plain) if native.pre_tokenizer else [(plain, None)]
+            return [token.id for word, _ in words for token in native.model.tokenize(word)]
+
+        return _guard(spell, "encoding failed")
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. An id without a token (a padding row of the model) stands for no text.
@@ -196,15 +228,15 @@ def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False
     )
     settings = tokenizer_config.values
     _check_declared(words, tokenizer_config)
-    names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in ("bos", "eos", "pad")}
+    names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
     _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
     special_count = _check_works(native, words, where)
 
     given = (generation_config, config)
-    own = {role: () if name is None else (words[name],) for role, name in names.items()}
-    bos, eos, pad = (_configured(given, role) or own[role] for role in ("bos", "eos", "pad"))
+    own = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
+    bos, eos, pad = (_configured(given, role) or own[role] for role in _ROLES_WITH_IDS)
     return Tokenizer(
         vocab_size=vocab_size,
         eos_ids=eos,
@@ -213,6 +245,12 @@ def load_tokenizer(directory: str | os.PathLike[str], *, lowercase: bool = False
         model_max_length=model_max_length(settings, tokenizer_config.where),
         truncation_side=_truncation_side(tokenizer_config, document),
         special_count=special_count,
+        special_tokens={f"{role}_token": name for role, name in names.items() if name is not None},
+        added_tokens={
+            entry["content"]: AddedToken(entry["id"], entry.get("special") is True)
+            for entry in document.get("added_tokens") or []
+        },
+        chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
     )
 
@@ -418,7 +456,7 @@ def _token_name(sources: Sequence[_Source], role: str, words: Mapping[str, int])
             continue
         if not isinstance(content, str):
             raise ConfigError(f"{source.where}: {role}_token: expected a str or 'content', found {quote(value)}")
-        if content not in words:
+        if content not in words and role in _ROLES_WITH_IDS:
             raise TokenizerError(f"{source.where}: {role}_token is {quote(content)}, which tokenizer.json lacks")
         return content
     return None
