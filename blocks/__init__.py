@@ -24,6 +24,16 @@ from rlx_jax.blocks.control import Custom as Custom
 from rlx_jax.blocks.control import Named as Named
 from rlx_jax.blocks.control import Repeat as Repeat
 from rlx_jax.blocks.control import Sequence as Sequence
+from rlx_jax.blocks.decode import BindDecodeInputs as BindDecodeInputs
+from rlx_jax.blocks.decode import DecodeRopeParams as DecodeRopeParams
+from rlx_jax.blocks.decode import SelfAttnDecode as SelfAttnDecode
+from rlx_jax.blocks.decode_layers import LlamaDecodeLayer as LlamaDecodeLayer
+from rlx_jax.blocks.decode_layers import LlamaDecodeLayerSpec as LlamaDecodeLayerSpec
+from rlx_jax.blocks.decode_layers import LlamaKvTap as LlamaKvTap
+from rlx_jax.blocks.decode_layers import Qwen3DecodeLayer as Qwen3DecodeLayer
+from rlx_jax.blocks.decode_layers import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
+from rlx_jax.blocks.decode_layers import llama_decode_layer as llama_decode_layer
+from rlx_jax.blocks.decode_layers import qwen3_decode_layer_fused as qwen3_decode_layer_fused
 from rlx_jax.blocks.decoder import LlamaDecoder as LlamaDecoder
 from rlx_jax.blocks.decoder import LlamaDecoderSpec as LlamaDecoderSpec
 from rlx_jax.blocks.decoder import llama_prefill_layer_composed as llama_prefill_layer_composed
@@ -70,5 +80,6 @@ FlowStage = (
     | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
+    | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
 )  # fmt: skip
 """Every stage."""

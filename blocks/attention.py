@@ -83,6 +83,13 @@ class SelfAttnPrefillSpec:
             q_norm_key=q_norm, k_norm_key=k_norm,
         )  # fmt: skip
 
+    def block(self, mask: MaskKind) -> hir.Attention:
+        """The attention itself; a keep mask is AND-ed with causality."""
+        return hir.attention(
+            self.num_heads, self.num_kv_heads, mask, causal_keep=True,
+            scale=self.score_scale, softcap=self.attn_logit_softcap,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SelfAttnPrefill:
@@ -103,28 +110,28 @@ def self_attention(
     emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, stage: str
 ) -> tuple[FlowValue, FlowValue, FlowValue]:
     """The context `[B,S,N·D]` of a normalised `x`, with the keys (rotated) and values `[B,S,K·D]` that it reads."""
-    s = spec
-    q_bias, k_bias, v_bias = s.biases or (None, None, None)
     with emit.scope("self_attn"):
-        with emit.scope("q_proj"):
-            q = emit.linear(x, s.q_key, q_bias)
-        with emit.scope("k_proj"):
-            k = emit.linear(x, s.k_key, k_bias)
-        with emit.scope("v_proj"):
-            v = emit.linear(x, s.v_key, v_bias)
-        if s.q_norm_key is not None:
-            q = head_norm(emit, q, s.q_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-        if s.k_norm_key is not None:
-            k = head_norm(emit, k, s.k_norm_key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-        cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
-        rope = hir.Rope(s.head_dim, s.head_dim)
-        q, k = emit.add(rope, q, cos, sin), emit.add(rope, k, cos, sin)
-        mask = mask_kind(s.mask)
-        extra = mask_operand(emit, mask, s.mask_input, stage)
-        block = hir.attention(
-            s.num_heads, s.num_kv_heads, mask, causal_keep=True, scale=s.score_scale, softcap=s.attn_logit_softcap
-        )
-        return emit.add(block, q, k, v, *extra), k, v
+        q, k, v = projections(emit, x, spec)
+        mask = mask_kind(spec.mask)
+        extra = mask_operand(emit, mask, spec.mask_input, stage)
+        return emit.add(spec.block(mask), q, k, v, *extra), k, v
+
+
+def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str = "qkv") -> list[FlowValue]:
+    """Packed heads of a normalised `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`; q and k normed and rotated."""
+    s = spec
+    keys = dict(zip("qkv", (s.q_key, s.k_key, s.v_key), strict=True))
+    biases = dict(zip("qkv", s.biases or (None, None, None), strict=True))
+    made = {}
+    for name in wanted:
+        with emit.scope(f"{name}_proj"):
+            made[name] = emit.linear(x, keys[name], biases[name])
+    for name, key in (("q", s.q_norm_key), ("k", s.k_norm_key)):
+        if key is not None and name in made:
+            made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
+    cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
+    rope = hir.Rope(s.head_dim, s.head_dim)
+    return [made[name] if name == "v" else emit.add(rope, made[name], cos, sin) for name in wanted]
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
 from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
-from rlx_jax.blocks.control import Named, Sequence
+from rlx_jax.blocks.control import BlockStage, Named, Sequence
 from rlx_jax.blocks.ffn import SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import RmsNorm
@@ -96,23 +96,28 @@ def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: st
 def llama_prefill_layer_composed(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
     """Layer `index` from small stages; the same numbers as the fused form from the same checkpoint."""
     p = f"model.layers.{index}"
-    keys = SelfAttnPrefillSpec.hf_layer(p, spec.num_heads, spec.head_dim, spec.num_kv_heads, spec.attention_bias)
-    attn = SelfAttnPrefillSpec(
-        keys.q_key, keys.k_key, keys.v_key, spec.num_heads, spec.head_dim, spec.num_kv_heads,
-        mask=spec.mask, biases=keys.biases, mask_input=mask_input, rope_theta=spec.rope_theta,
-    )  # fmt: skip
-    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attn, spec.attention_bias, spec.mlp_bias))
+    attention = SelfAttnPrefill(attention_spec(p, spec, mask_input))
+    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attention, spec.attention_bias, spec.mlp_bias))
+
+
+def attention_spec(prefix: str, spec: LlamaDecoderSpec, mask_input: str | None = None) -> SelfAttnPrefillSpec:
+    """The attention of the layer under `prefix`."""
+    keys = SelfAttnPrefillSpec.hf_layer(prefix, spec.num_heads, spec.head_dim, spec.num_kv_heads, spec.attention_bias)
+    return replace(keys, mask=spec.mask, mask_input=mask_input, rope_theta=spec.rope_theta)
 
 
 def pre_norm_layer(
-    prefix: str, eps: float, attention: SelfAttnPrefillSpec, o_bias: bool = False, mlp_bias: bool = False
+    prefix: str, eps: float, attention: BlockStage, o_bias: bool = False, mlp_bias: bool = False
 ) -> Sequence:
-    """`h = x + attention(rms(x))·Wo`, `y = h + swiglu(rms(h))` from small stages, under Llama's keys."""
+    """`h = x + attention(rms(x))·Wo`, `y = h + swiglu(rms(h))` from small stages, under Llama's keys.
+
+    `attention` turns the normalised `[B,S,H]` into the context `[B,S,N·D]`: SelfAttnPrefill or SelfAttnDecode.
+    """
     o_proj = f"{prefix}.self_attn.o_proj"
     stages = (
         ResidualSave(),
         RmsNorm(f"{prefix}.input_layernorm.weight", eps),
-        SelfAttnPrefill(attention),
+        attention,
         Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if o_bias else None),
         ResidualAdd(),
         ResidualSave(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, self_attention
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, self_attention
 from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decoder import check_hidden, pre_norm_layer
@@ -107,4 +107,5 @@ def qwen3_prefill_layer_fused_kv(index: int, spec: Qwen3DecoderSpec, mask_input:
 def qwen3_prefill_layer_composed(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Named:
     """Layer `index` from small stages; the same numbers from the same checkpoint."""
     p = f"model.layers.{index}"
-    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attention_of(p, spec, mask_input), spec.output_bias))
+    attention = SelfAttnPrefill(attention_of(p, spec, mask_input))
+    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attention, spec.output_bias))

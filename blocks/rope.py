@@ -98,6 +98,7 @@ class RopeTables:
                     emit.set_named(register, table)
             else:
                 emit.state.rope_cos, emit.state.rope_sin = cos, sin
+            emit.state.rope_tables.append((self, cos))
         return value
 
 
@@ -107,12 +108,16 @@ def registers(name: str) -> tuple[str, str]:
 
 
 def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
-    """The input `position_ids` if given, else the position of each token of `value` `[B, S, …]`: int32 `[1, S]`."""
+    """The position of each token of `value` `[B, S, …]`: the input `position_ids` if given, else int32 `[1, S]`.
+
+    The latter count from 0, in a flow with cached keys from behind those.
+    """
     if "position_ids" in emit.state.inputs and (given := emit.optional_input("position_ids")) is not None:
         return given
     if value.ndim < 2:
         raise ShapeError(f"{emit.path}: positions need [batch, seq, …], got {value.type}")
-    return emit.add(hir.Positions(), value)
+    cached = [] if emit.state.decode is None else [emit.state.decode.past[0][0]]
+    return emit.add(hir.Positions(), value, *cached)
 
 
 def rope_tables_for(

@@ -123,6 +123,10 @@ def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> No
 
 def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
     """positions(x) → state.length[:, None] + iota"""
+    if len(inputs) > 1:
+        raise DeriveError(
+            f"the flow reads cached keys and values itself (BindDecodeInputs): {d.program} has no meaning"
+        )
     if d.program == "prefill":
         return None
     steps = b(Reshape((1, -1)), b(Iota(1), *inputs))

@@ -49,12 +49,26 @@ def input_type(name: str, shape: Sequence[int | str], dtype: Any) -> TensorType:
     return tensor_type(shape, NARROWED.get(as_dtype(dtype).name, dtype), f"input {name}")
 
 
+@dataclass(frozen=True)
+class DecodeBindings:
+    """What decode layers read: the cached keys and values of each layer `[B, P, K·D]`, and a keep mask `[B, P+S]`."""
+
+    past: tuple[tuple[FlowValue, FlowValue], ...]
+    mask: FlowValue | None = None
+    use_custom_mask: bool = False
+
+
 @dataclass
 class FlowState:
-    """Registers that one stage writes and a later one reads."""
+    """Registers that one stage writes and a later one reads.
+
+    `rope_tables` are the RopeTables stages that ran, each with the cos it made.
+    """
 
     rope_cos: FlowValue | None = None
     rope_sin: FlowValue | None = None
+    rope_tables: list[tuple[Any, FlowValue]] = field(default_factory=list)
+    decode: DecodeBindings | None = None
     zero_beta: FlowValue | None = None
     embed_weight: FlowValue | None = None
     residual: FlowValue | None = None

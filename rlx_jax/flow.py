@@ -239,6 +239,22 @@ class ModelFlow:
         """The same layer from small stages."""
         return self.stage(blocks.llama_prefill_layer_composed(index, spec))
 
+    def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False) -> ModelFlow:
+        """Find the inputs `past_k_{i}`, `past_v_{i}` and `mask` for the decode layers that follow."""
+        return self.stage(blocks.BindDecodeInputs(num_layers, use_custom_mask))
+
+    def llama_decode_layer(self, index: int, spec: blocks.LlamaDecodeLayerSpec) -> ModelFlow:
+        """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`."""
+        return self.stage(blocks.llama_decode_layer(index, spec))
+
+    def qwen3_decode_layer_fused(self, index: int, spec: blocks.Qwen3DecodeLayerSpec) -> ModelFlow:
+        """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
+        return self.stage(blocks.qwen3_decode_layer_fused(index, spec))
+
+    def llama_kv_tap(self, index: int, head_dim: int, eps: float = 1e-5) -> ModelFlow:
+        """The keys and values of Llama's layer `index` as side outputs `kv.{index}.k` and `kv.{index}.v`."""
+        return self.stage(blocks.LlamaKvTap(f"model.layers.{index}", index, head_dim, eps))
+
     def linear(
         self, key: str, transpose: bool = True, bias: str | None = None, shape: tuple[int, int] | None = None
     ) -> ModelFlow:

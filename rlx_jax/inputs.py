@@ -29,26 +29,31 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Graph, Input, Op, Value
+from rlx_jax.ir.graph import Graph, Input, Node, Value
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shaping import Narrow, Reshape, Slice, Transpose
-from rlx_jax.ir.types import MAX_DIM, TensorType, check_elements, is_float, is_static, short_name
+from rlx_jax.ir.types import MAX_DIM, DimLike, TensorType, bound, check_elements, is_float, is_static, short_name
 
 INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the program's tables allow: rows behind each id input, and positions that tables know."""
+    """What the program's tables allow: rows behind each id input, and positions that tables know.
+
+    `counted` are the dimensions whose sum is the number of positions, `seq` or `past` and `seq`.
+    """
 
     ids: Mapping[str, int]
     positions: int | None
+    counted: tuple[DimLike, ...] = ()
 
 
 def bounds_of(graph: Graph) -> Bounds:
     """Find the tables that inputs index, directly or through casts and reshapes."""
     ids: dict[str, int] = {}
     positions: int | None = None
+    counted: tuple[DimLike, ...] = ()
     for inner, node in graph.walk():
         if isinstance(node.op, hir.Embed):
             rows, source = inner.type(node.inputs[0]).shape[0], _source(inner, node.inputs[1])
@@ -56,19 +61,20 @@ def bounds_of(graph: Graph) -> Bounds:
             rows, source = node.op.rows, _source(inner, node.inputs[0])
         else:
             continue
-        if isinstance(source, Input):
-            ids[source.input] = min(rows, ids.get(source.input, rows))
-        elif isinstance(source, hir.Positions):
+        if isinstance(source.op, Input):
+            ids[source.op.input] = min(rows, ids.get(source.op.input, rows))
+        elif isinstance(source.op, hir.Positions):
             positions = rows if positions is None else min(rows, positions)
-    return Bounds(ids, positions)
+            counted = tuple(inner.type(v).shape[1] for v in source.inputs)
+    return Bounds(ids, positions, counted)
 
 
-def _source(graph: Graph, value: Value) -> Op:
+def _source(graph: Graph, value: Value) -> Node:
     """Where ids come from, behind ops that move them and change none."""
     node = graph.nodes[value.node]
     while isinstance(node.op, Reshape | Slice | Narrow | Transpose | CastTo):
         node = graph.nodes[node.inputs[0].node]
-    return node.op
+    return node
 
 
 def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str) -> dict[str, Any]:
@@ -195,6 +201,7 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
     """
     sizes: dict[str, int] = {}
     seen: dict[str, str] = {}
+    sums: list[tuple[str, int, Any, int]] = []
     for name, value in values.items():
         want, shape = declared[name], tuple(value.shape)
         if len(shape) != want.rank:
@@ -211,12 +218,19 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
                 raise ShapeError(f"{flow}: input {name} has the symbolic size {size}; call with numbers")
             if not 1 <= size <= MAX_DIM:
                 raise ShapeError(f"{flow}: input {name}: dimension {symbol} is {size}; sizes are 1 to {MAX_DIM}")
+            if not symbol.isidentifier():
+                sums.append((name, axis, dim, size))
+                continue
             if sizes.setdefault(symbol, int(size)) != size:
                 raise ShapeError(
                     f"{flow}: dimension {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}"
                 )
             seen.setdefault(symbol, name)
         check_elements(shape, f"{flow}: input {name}")
+    for name, axis, dim, size in sums:
+        want = bound(dim, sizes)
+        if size != want:
+            raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {want}")
     return sizes
 
 

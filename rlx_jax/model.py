@@ -37,7 +37,7 @@ from rlx_jax.errors import (
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value, random_key
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim, check_elements
+from rlx_jax.ir.types import TensorType, as_dim, bound, check_elements
 from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.lower import expand_composites
@@ -234,7 +234,7 @@ class CompiledModel:
         bounds = template.bounds
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
         sizes = bind_sizes(declared, values, flow.name)
-        check_length(sizes.get("seq", 0), bounds, flow.name)
+        check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
         arrays = self._state_arrays(template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:
             low = 1 if self.program == "prefill" else 0

@@ -21,8 +21,10 @@ from rlx_jax.blocks import (
     AttnMask,
     BertEncoderLayer,
     BertEncoderLayerSpec,
+    BindDecodeInputs,
     ClsTokenPool,
     Custom,
+    DecodeRopeParams,
     DualStream,
     Embed,
     EmbedScale,
@@ -33,19 +35,25 @@ from rlx_jax.blocks import (
     GemmaStyle,
     LayerNorm,
     Linear,
+    LlamaDecodeLayer,
+    LlamaDecodeLayerSpec,
     LlamaDecoder,
     LlamaDecoderSpec,
+    LlamaKvTap,
     LmHead,
     LoadStream,
     LogitSoftcap,
     MaskKind,
     Named,
+    Qwen3DecodeLayer,
+    Qwen3DecodeLayerSpec,
     Qwen3DecoderSpec,
     Repeat,
     ResidualAdd,
     ResidualSave,
     RmsNorm,
     RopeTables,
+    SelfAttnDecode,
     SelfAttnPrefill,
     SelfAttnPrefillSpec,
     Sequence,
@@ -156,7 +164,14 @@ def attention(mask: MaskKind | str, mask_input: str | None = None) -> SelfAttnPr
     )
 
 
+def decode(*stages: Any, weights: Mapping[str, tuple[int, ...]], **inputs: Any) -> Case:
+    """Stages behind three cached tokens of one layer with two key heads; keys and values are outputs too."""
+    past = {f"past_{n}_0": np.random.default_rng(5).standard_normal((B, 3, 2 * D)).astype(np.float32) for n in "kv"}
+    return Case({"x": X, **past, **inputs}, stages, weights)
+
+
 ATTENTION = with_biases({"q": (4 * D, H), "k": (2 * D, H), "v": (2 * D, H)}, "q k v")
+ROPE = {"rope_cos": np.cos(X[0, :, :2]), "rope_sin": np.sin(X[0, :, :2])}
 MLP = with_biases({"l.mlp.gate_proj": (F, H), "l.mlp.up_proj": (F, H), "l.mlp.down_proj": (H, F)})
 MIXED = (
     StoreStream("a"),
@@ -217,6 +232,32 @@ CASES = {
     "qwen3, composed": qwen3(qwen3_prefill_layer_composed),
     "gemma": gemma(GemmaStyle.GEMMA, MaskKind.CAUSAL),
     "gemma 3": gemma(GemmaStyle.GEMMA3, MaskKind.sliding_window(2)),
+    "llama, tap": Case(
+        {"x": X},
+        (
+            RopeTables.theta(D),
+            LlamaKvTap.layer(0, LlamaDecoderSpec(4, D, 2)),
+            LlamaDecoder.layer(0, LlamaDecoderSpec(4, D, 2)),
+        ),
+        llama_weights(1, 2),
+    ),
+    "llama, decode": decode(
+        RopeTables.theta(D),
+        BindDecodeInputs(1, use_custom_mask=True),
+        LlamaDecodeLayer.layer(0, LlamaDecodeLayerSpec(4, D, 2, use_custom_mask=True)),
+        weights=llama_weights(1, 2),
+        mask=np.concatenate([KEEP[:, :3], KEEP], axis=1),
+    ),
+    "qwen, decode": decode(
+        DecodeRopeParams(np.cos(X[0, :, :2]), np.sin(X[0, :, :2]), 2),
+        BindDecodeInputs(1),
+        Qwen3DecodeLayer.layer(0, Qwen3DecodeLayerSpec(4, 2, D, attention_bias=True, mask="sliding:3")),
+        weights=llama_weights(1, 2, "q_proj k_proj v_proj")
+        | {f"model.layers.0.self_attn.{n}_norm.weight": (D,) for n in "qk"},
+    ),
+    "attention, decode": decode(
+        BindDecodeInputs(1), SelfAttnDecode(attention("causal").spec, 0), weights=ATTENTION, **ROPE
+    ),
     "bert": Case(
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
     ),
@@ -247,7 +288,8 @@ def differentiable(case: Case, model: Any) -> tuple[Any, dict[str, np.ndarray]]:
 
     def f(leaves: Arrays) -> Any:
         params = {n: leaves[n] for n in model.params}
-        return model.apply(params, **{n: leaves.get(f"input {n}", v) for n, v in case.inputs.items()})
+        outputs = model.apply(params, **{n: leaves.get(f"input {n}", v) for n, v in case.inputs.items()})
+        return jnp.concatenate([v.ravel() for v in outputs.values()]) if isinstance(outputs, dict) else outputs
 
     return jax.jit(f), {n: np.asarray(v) for n, v in model.params.items()} | floats
 

@@ -66,6 +66,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.LayerNorm(1e-12), ("f32 2 8", "f32 8", "f32 8")),
     (hir.Embed(), ("f32 7 8", "i32 2 3")),
     (hir.Positions(), ("f32 2 3 8",)),
+    (hir.Positions(), ("f32 2 3 8", "f32 2 5 4")),
     (hir.RopeAngles((1.0, 0.1), 1.25), ("i32 1 3",)),
     (hir.RopeRows(2, ROWS, ROWS), ("i32 1 3",)),
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),

@@ -172,10 +172,22 @@ class Embed(Hir):
 
 @dataclass(frozen=True)
 class Positions(Hir):
-    """The absolute position of each token of `x` `[B, S, …]`: int32 `[1, S]` in the forward program."""
+    """The absolute position of each token of `x` `[B, S, …]`: int32 `[1, S]`, 0 … S−1 in the forward program.
+
+    With a second operand `past` `[B, P, …]` the tokens stand behind those: P … P+S−1.
+    """
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("positions", len(operands), 1, 2)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(Reshape((1, -1)), b(Iota(1), operands[0]))
+        x, *past = operands
+        steps = b(Reshape((1, -1)), b(Iota(1), x))
+        if not past:
+            return steps
+        last = b(Narrow(0, -1, 1), b(Iota(1), past[0]))
+        start = b(Binary("add"), last, b.scalar(1, last))
+        return b(Binary("add"), b(Reshape((1, 1)), start), steps)
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,14 @@ def as_names(names: Any, where: str) -> tuple[str, ...]:
 
 
 def as_dim(dim: Any, where: str) -> DimLike:
-    """Check one user-given dimension: an identifier, an int in 1 … 2³¹−1, or a symbolic dimension."""
+    """Check one user-given dimension: an identifier, a sum such as `past + seq`, an int in 1 … 2³¹−1, or a symbol."""
     if isinstance(dim, Dim):
         return dim.expr
     if isinstance(dim, str):
-        return symbol(dim)
+        first, *rest = (term.strip() for term in dim.split("+"))
+        if len({first, *rest}) <= len(rest):
+            raise ShapeError(f"{where}: a name stands twice in dimension {quote(dim)}")
+        return sum((_term(term) for term in rest), start=symbol(first))
     if export.is_symbolic_dim(dim):
         return dim
     if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
@@ -131,6 +134,24 @@ def as_dim(dim: Any, where: str) -> DimLike:
     if not 1 <= int(dim) <= MAX_DIM:
         raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
     return int(dim)
+
+
+def _term(text: str) -> DimLike:
+    return int(text) if text.isascii() and text.isdigit() else symbol(text)
+
+
+def bound(dim: DimLike, binding: Mapping[str, int]) -> DimLike:
+    """The size of a dimension that is a symbol or a sum of them, where all are bound; else the dimension."""
+    if is_static(dim):
+        return dim
+    terms = [binding.get(term, _term(term)) if term.isidentifier() else _term(term) for term in terms_of(dim)]
+    return sum(terms) if terms and all(is_static(t) for t in terms) else dim
+
+
+def terms_of(dim: DimLike) -> tuple[str, ...]:
+    """`("past", "seq")` for `past + seq`; nothing where the dimension is no sum of symbols and ints."""
+    terms = tuple(str(dim).split(" + "))
+    return terms if all(t.isidentifier() or t.isdigit() for t in terms) else ()
 
 
 def is_static(dim: DimLike) -> bool:
@@ -196,8 +217,8 @@ class TensorType:
         return TensorType(self.shape, as_dtype(dtype))
 
     def bind(self, binding: Mapping[str, int]) -> TensorType:
-        """Replace the dimensions that are a single bound symbol."""
-        return TensorType(tuple(binding.get(str(d), d) if not is_static(d) else d for d in self.shape), self.dtype)
+        """Replace the dimensions that are a bound symbol, or a sum of them."""
+        return TensorType(tuple(bound(d, binding) for d in self.shape), self.dtype)
 
 
 def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:

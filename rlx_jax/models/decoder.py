@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, LmHead
+from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead
 from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
@@ -230,6 +231,18 @@ def left_keys(config: DecoderConfig) -> tuple[str, ...]:
 # -- flow --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Decode:
+    """A recipe's flow as explicit decode, behind cached keys and values that are inputs (see `rlx_jax.blocks.decode`).
+
+    `past` is the number of cached tokens to compile for ahead of the first call; with `custom_mask` there is an input
+    `mask` `[batch, past + seq]`, int32, 1 for a key that is kept.
+    """
+
+    past: int | None = None
+    custom_mask: bool = False
+
+
 def decoder_flow(
     recipe: DecoderRecipe,
     specs: Mapping[str, jax.ShapeDtypeStruct],
@@ -239,6 +252,7 @@ def decoder_flow(
     rope: Iterable[BlockStage],
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
+    decode: Decode | None = None,
 ) -> ModelFlow:
     """The flow of a recipe, bound to its weights; without any, to `specs`.
 
@@ -248,14 +262,15 @@ def decoder_flow(
         rope: the stages before the embedding, which make cos and sin.
         embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
         logits: stages behind the head, such as a softcap.
+        decode: with the inputs of explicit decode; `layers` are decode layers then.
     """
     unread = [EMBEDDING] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
         .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(recipe.config), *unread))
-        .patch(_opened(recipe, rope))
+        .patch(_opened(recipe, rope, decode))
         .raw_stages(embedded)
-        .bind(batch=recipe.batch, seq=recipe.seq)
+        .bind(batch=recipe.batch, seq=recipe.seq, past=decode.past if decode else None)
         .patch(layers)
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
@@ -264,13 +279,36 @@ def decoder_flow(
     )
 
 
-def _opened(recipe: DecoderRecipe, rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
-    """The input, the rope and the embedding."""
+def _opened(
+    recipe: DecoderRecipe, rope: Iterable[BlockStage], decode: Decode | None
+) -> Callable[[ModelFlow], ModelFlow]:
+    """The inputs, the rope and the embedding."""
 
     def edit(flow: ModelFlow) -> ModelFlow:
         if recipe.inputs_embeds:
-            return flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size)).raw_stages(rope)
-        return flow.input("input_ids", ("batch", "seq"), dtype="int32").raw_stages(rope).token_embed()
+            flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
+        else:
+            flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
+        flow = flow.patch(_behind_cache(recipe.config, decode, rope)) if decode else flow.raw_stages(rope)
+        return flow if recipe.inputs_embeds else flow.token_embed()
+
+    return edit
+
+
+def _behind_cache(
+    config: DecoderConfig, decode: Decode, rope: Iterable[BlockStage]
+) -> Callable[[ModelFlow], ModelFlow]:
+    """The inputs `mask`, `past_k_0`, `past_v_0`, `past_k_1` … and `position_ids`, and the rope behind the cache."""
+    layers, width = config.num_hidden_layers, config.num_key_value_heads * config.head_dim
+
+    def edit(flow: ModelFlow) -> ModelFlow:
+        if decode.custom_mask:
+            flow = flow.input("mask", ("batch", "past + seq"), dtype="int32")
+        for i in range(layers):
+            for name in (f"past_k_{i}", f"past_v_{i}"):
+                flow = flow.input(name, ("batch", "past", width))
+        flow = flow.input("position_ids", ("batch", "seq"), dtype="int32", default=None)
+        return flow.raw_stages([*rope, BindDecodeInputs(layers, decode.custom_mask)])
 
     return edit
 

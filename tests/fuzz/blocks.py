@@ -116,7 +116,8 @@ def residual(s: Sketch) -> object:
 
 def tables(s: Sketch, x: Known, n_rot: int) -> tuple[Known, ...]:
     """cos and sin at positions that are counted or given, computed or read from a table."""
-    rows = s.one(hir.Positions(), x) if s.coin() else integers(s, (s.choice((1, x.shape[0])), x.shape[1]), 6)
+    counted = (x, sequence(s)) if s.coin() else (x,)
+    rows = s.one(hir.Positions(), *counted) if s.coin() else integers(s, (s.choice((1, x.shape[0])), x.shape[1]), 6)
     if rows is None:
         return ()
     if s.coin():

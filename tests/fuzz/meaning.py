@@ -275,7 +275,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     hir.LayerNorm: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
-    hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
+    hir.Positions: lambda op, x, *past: np.arange(x.shape[1])[None] + sum(p.shape[1] for p in past),
     hir.RopeAngles: rope_table,
     hir.RopeRows: rope_rows,
     hir.Rope: rotate,

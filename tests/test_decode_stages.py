@@ -1,0 +1,401 @@
+"""Explicit decode: the growing-concat stages against the forward program and the programs derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.blocks import (
+    BindDecodeInputs,
+    Custom,
+    DecodeRopeParams,
+    LlamaDecodeLayer,
+    LlamaDecodeLayerSpec,
+    LlamaDecoderSpec,
+    RopeTables,
+    SelfAttnDecode,
+    SelfAttnPrefillSpec,
+)
+from rlx_jax.blocks.rope import frequencies
+from rlx_jax.errors import (
+    DeriveError,
+    GraphError,
+    NameCollisionError,
+    RlxError,
+    SequenceLengthError,
+    ShapeError,
+    UnboundInputError,
+    UnboundStreamError,
+)
+from rlx_jax.models.decoder import Decode
+
+BATCH, SEQ, VOCABULARY = 2, 7, 53
+Arrays = dict[str, np.ndarray[Any, Any]]
+CONFIG = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rope_theta": 500.0,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: rlx.Llama32Flow.for_prefill({**CONFIG, "attention_bias": True}),
+}
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, SEQ)).astype(np.int32)
+
+
+def weights_of(recipe: Any) -> Arrays:
+    """Random weights that make every part matter."""
+    specs, rng = recipe.assemble().build().params, np.random.default_rng(1)
+
+    def draw(spec: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
+        centre = 1.0 if len(spec.shape) == 1 else 0.0
+        return (centre + rng.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
+
+    return {key: draw(spec) for key, spec in specs.items()}
+
+
+@cache
+def forward(family: str) -> Any:
+    """The forward program with the keys and values of every layer as side outputs."""
+    recipe = FAMILIES[family]()
+    return rlx.compile(replace(recipe, export_kv=True), weights_of(recipe))
+
+
+@cache
+def stepper(family: str, custom_mask: bool = False) -> Any:
+    """The decode flow."""
+    recipe = FAMILIES[family]()
+    return rlx.compile(replace(recipe, decode=Decode(custom_mask=custom_mask)), weights_of(recipe))
+
+
+@cache
+def whole(family: str) -> Arrays:
+    """What the forward program gives for `TOKENS`."""
+    return arrays(forward(family)(TOKENS))
+
+
+def arrays(outputs: Mapping[str, Any]) -> Arrays:
+    return {name: np.asarray(value) for name, value in outputs.items()}
+
+
+def past_of(outputs: Arrays) -> Arrays:
+    """`kv.{i}.k` as the input `past_k_{i}`, and the values."""
+    parts = (name.split(".") for name in outputs if name.startswith("kv."))
+    return {f"past_{kind}_{i}": outputs[f"kv.{i}.{kind}"] for _, i, kind in parts}
+
+
+def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
+    assert got.shape == want.shape and got.dtype == np.float32
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+def names(layers: int = 2) -> list[str]:
+    return ["logits", *(f"kv.{i}.{kind}" for i in range(layers) for kind in "kv")]
+
+
+# -- equalities ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("custom_mask", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_the_forward_program(family: str, custom_mask: bool) -> None:
+    """Three tokens read by the forward program, then steps of two and one behind a cache that grows.
+
+    A mask of ones changes nothing: it is AND-ed with causality.
+    """
+    want, step = whole(family), stepper(family, custom_mask)
+    outputs = arrays(forward(family)(TOKENS[:, :3]))
+    done = 3
+    for new in (2, 1, 1):
+        mask = {"mask": np.ones((BATCH, done + new), np.int32)} if custom_mask else {}
+        outputs = arrays(step(TOKENS[:, done : done + new], **mask, **past_of(outputs)))
+        assert list(outputs) == names()
+        close(outputs["logits"], want["logits"][:, done : done + new])
+        done += new
+        for name in names()[1:]:
+            close(outputs[name], want[name][:, :done])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_the_derived_programs(family: str) -> None:
+    """The cache of a fixed size that `prefill` and `extend` write gives the same logits."""
+    recipe = FAMILIES[family]()
+    lm = rlx.CausalLM(recipe, weights_of(recipe))
+    first, state = lm.prefill(TOKENS[:, :3])
+    outputs = arrays(forward(family)(TOKENS[:, :3]))
+    close(outputs["logits"], np.asarray(first))
+    for at in (3, 4):
+        outputs = arrays(stepper(family)(TOKENS[:, at : at + 1], **past_of(outputs)))
+        logits, state = lm.extend(state, TOKENS[:, at : at + 1])
+        close(outputs["logits"], np.asarray(logits))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding(family: str) -> None:
+    """`position_ids` and a mask: behind padding a row is what it is alone."""
+    outputs, step = arrays(forward(family)(TOKENS[:, :3])), stepper(family, custom_mask=True)
+    alone = arrays(stepper(family)(TOKENS[:1, 3:5], **{n: v[:1] for n, v in past_of(outputs).items()}))
+    padded = {
+        name: np.concatenate([np.full((1, 2, v.shape[2]), 9, np.float32), v[:1]], axis=1)
+        for name, v in past_of(outputs).items()
+    }
+    mask = np.array([[0, 0, 1, 1, 1, 1, 1]], np.int32)
+    given = {"mask": mask, "position_ids": np.array([[3, 4]], np.int32)}
+    close(np.asarray(step(TOKENS[:1, 3:5], **given, **padded)["logits"]), alone["logits"])
+
+
+def test_a_row_that_may_read_nothing_is_finite() -> None:
+    """A mask that drops every key, such as 0 and −1e9 given in place of 1 and 0, gives numbers, not NaN."""
+    past = past_of(arrays(forward("llama")(TOKENS[:, :3])))
+    step = stepper("llama", custom_mask=True)
+    assert np.isfinite(step(TOKENS[:, 3:4], mask=np.zeros((BATCH, 4), np.int32), **past)["logits"]).all()
+
+
+def test_one_flow_serves_every_length() -> None:
+    """Each number of cached tokens compiles once."""
+    recipe = rlx.Llama32Flow.for_decode(CONFIG, batch=1, past=4)
+    model = rlx.compile(recipe, weights_of(recipe))
+    assert model.report().compiles == 1  # ahead, for one new token
+    for past, compiles in ((4, 1), (5, 2), (4, 2), (5, 2)):
+        zeros = {f"past_{kind}_{i}": np.zeros((1, past, 12), np.float32) for i in range(2) for kind in "kv"}
+        model.run((TOKENS[:1, :1],), zeros)
+        assert model.report().compiles == compiles
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_cost_nothing(family: str) -> None:
+    """A tap projects again what its layer projects; the compiled program does it once."""
+    recipe = FAMILIES[family]()
+    plain, tapped = rlx.compile(recipe, weights_of(recipe)), forward(family)
+    for model in (plain, tapped):
+        model.lower(TOKENS)
+    assert tapped.report().flops == plain.report().flops
+
+
+# -- where the tables come from --------------------------------------------------------------------
+
+WIDTH, DIM = 24, 6
+ATTENTION = SelfAttnPrefillSpec("q", "k", "v", 4, DIM, 2)
+ATTENTION_WEIGHTS = {
+    name: np.random.default_rng(3).standard_normal((rows, WIDTH)).astype(np.float32) / 5
+    for name, rows in (("q", 24), ("k", 12), ("v", 12))
+}
+
+
+def attention_flow(*before: Any, seq: int | str = 1, inputs: tuple[str, ...] = ()) -> rlx.ModelFlow:
+    """One SelfAttnDecode behind `before` and BindDecodeInputs; `inputs` are rope rows."""
+    flow = rlx.ModelFlow("attend").input("x", ("batch", seq, WIDTH))
+    flow = flow.input("past_k_0", ("batch", "past", 12)).input("past_v_0", ("batch", "past", 12))
+    for name in inputs:
+        flow = flow.input(name, (seq, DIM // 2))
+    return flow.stage(*before).bind_decode_inputs(1).stage(SelfAttnDecode(ATTENTION, 0))
+
+
+def run(flow: rlx.ModelFlow, seq: int = 1, past: int = 3, **inputs: Any) -> np.ndarray[Any, Any]:
+    """The context for random inputs."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((BATCH, seq, WIDTH)).astype(np.float32)
+    k, v = (rng.standard_normal((BATCH, past, 12)).astype(np.float32) for _ in "kv")
+    outputs = rlx.compile(flow, ATTENTION_WEIGHTS)(x, past_k_0=k, past_v_0=v, **inputs)
+    return np.asarray(outputs["output"])
+
+
+def test_every_source_of_tables_gives_the_same() -> None:
+    """RopeTables by frequencies and by data; rows as data and as inputs. Position 3 is not position 0."""
+    angles = np.outer(np.arange(8), frequencies(DIM))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    made = RopeTables.theta(DIM)
+    want = run(attention_flow(made))
+    for flow, inputs in (
+        (attention_flow(RopeTables.param(8, DIM // 2, cos, sin)), {}),
+        (attention_flow(DecodeRopeParams(cos[3], sin[3], DIM // 2)), {}),
+        (attention_flow(inputs=("rope_cos", "rope_sin")), {"rope_cos": cos[3:4], "rope_sin": sin[3:4]}),
+    ):
+        close(run(flow, **inputs), want)
+    assert np.abs(run(attention_flow(DecodeRopeParams(cos[0], sin[0], DIM // 2))) - want).max() > 0.01
+
+
+def test_tables_that_another_stage_wrote_stay() -> None:
+    """BindDecodeInputs makes again what a RopeTables stage made, and no other register."""
+
+    def no_rotation(emit: Any, x: Any) -> Any:
+        emit.state.rope_cos, emit.state.rope_sin = emit.state.rope_cos * 0 + 1, emit.state.rope_sin * 0
+        return x
+
+    identity = DecodeRopeParams(np.ones(DIM // 2), np.zeros(DIM // 2), DIM // 2)
+    close(run(attention_flow(RopeTables.theta(DIM), Custom(no_rotation))), run(attention_flow(identity)))
+
+
+def test_default_position_ids_count_from_the_cache() -> None:
+    """An input `position_ids` with the default "positions" counts from P, not from 0."""
+    flow = rlx.ModelFlow("attend").input("x", ("batch", "seq", WIDTH))
+    flow = flow.input("past_k_0", ("batch", "past", 12)).input("past_v_0", ("batch", "past", 12))
+    flow = flow.input("position_ids", ("batch", "seq"), dtype="int32", default="positions")
+    flow = flow.rope_tables(RopeTables.theta(DIM)).bind_decode_inputs(1).stage(SelfAttnDecode(ATTENTION, 0))
+    close(run(flow, seq=2), run(attention_flow(RopeTables.theta(DIM), seq=2), seq=2))
+
+
+def test_positions_past_the_tables_are_refused() -> None:
+    """Of tables given as data: the cached tokens count."""
+    data = np.ones((8, DIM // 2), np.float32)
+    flow = attention_flow(RopeTables.param(8, DIM // 2, data, data), seq="seq")
+    run(flow, seq=2, past=6)
+    with pytest.raises(SequenceLengthError, match="9 tokens.*8 rows"):
+        run(flow, seq=2, past=7)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+SPEC = LlamaDecodeLayerSpec(4, DIM, 2)
+
+
+def two_layers(**changed: Any) -> rlx.ModelFlow:
+    """Inputs of two layers and a mask; `changed` are other shapes, None takes an input out."""
+    shapes: dict[str, Any] = {"mask": ("batch", "past + seq")}
+    shapes |= {f"past_{kind}_{i}": ("batch", "past", 12) for i in range(2) for kind in "kv"}
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", WIDTH))
+    for name, shape in {**shapes, **changed}.items():
+        flow = flow if shape is None else flow.input(name, shape)
+    return flow.rope_tables(RopeTables.theta(DIM))
+
+
+BIND = BindDecodeInputs(2, use_custom_mask=True)
+WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
+    "no past_k_1": (
+        lambda: two_layers(past_k_1=None).stage(BIND),
+        UnboundInputError,
+        r"decode_inputs: no input 'past_k_1'",
+    ),
+    "no mask": (lambda: two_layers(mask=None).stage(BIND), UnboundInputError, r"no input 'mask'"),
+    "no tables": (
+        lambda: rlx.ModelFlow("f").input("x", ("batch", "seq", 4)).bind_decode_inputs(1),
+        UnboundInputError,
+        r"no input 'rope_cos'",
+    ),
+    "rank of past": (
+        lambda: two_layers(past_v_0=("batch", "past", 2, DIM)).stage(BIND),
+        ShapeError,
+        r"input past_v_0 is .*expected floats \[batch, P, K·D\]",
+    ),
+    "batch of past": (lambda: two_layers(past_k_0=(3, "past", 12)).stage(BIND), ShapeError, r"past_k_0"),
+    "length of past": (
+        lambda: two_layers(past_v_1=("batch", "other", 12)).stage(BIND),
+        ShapeError,
+        r"past_v_1 is .*as many cached tokens in every layer",
+    ),
+    "width of past": (
+        lambda: two_layers(past_k_1=("batch", "past", 13)).stage(BIND, SelfAttnDecode(ATTENTION, 1)),
+        ShapeError,
+        r"past_k_1 is .*expected width 12",
+    ),
+    "no binding": (
+        lambda: two_layers().llama_decode_layer(0, SPEC),
+        UnboundStreamError,
+        r"layer0: LlamaDecodeLayer reads cached keys: put BindDecodeInputs before it",
+    ),
+    "one layer too many": (
+        lambda: two_layers().stage(BIND).llama_decode_layer(2, SPEC),
+        GraphError,
+        r"LlamaDecodeLayer of layer 2, and BindDecodeInputs bound 2 layers",
+    ),
+    "mask not bound": (
+        lambda: two_layers().bind_decode_inputs(2).llama_decode_layer(0, replace(SPEC, use_custom_mask=True)),
+        GraphError,
+        r"use_custom_mask, and no mask is bound",
+    ),
+    "kind of mask": (
+        lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, mask="none")),
+        GraphError,
+        r"mask none; decode is causal or in a sliding window",
+    ),
+    "group size": (
+        lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, kv_group_size=4)),
+        GraphError,
+        r"kv_group_size is 4, and 4 query heads to 2 key heads are 2",
+    ),
+    "hidden shape": (
+        lambda: two_layers().stage(BIND).llama_decode_layer(0, replace(SPEC, hidden_shape=("batch", "seq", 8))),
+        ShapeError,
+        r"LlamaDecodeLayer: the input is .*24.*8",
+    ),
+    "layer twice": (
+        lambda: two_layers().stage(BIND).llama_decode_layer(0, SPEC).llama_decode_layer(0, SPEC),
+        NameCollisionError,
+        r"side output 'kv.0.k' already",
+    ),
+    "rows of the tables": (
+        lambda: attention_flow(DecodeRopeParams(np.ones((3, DIM // 2)), np.ones((3, DIM // 2)), DIM // 2)),
+        ShapeError,
+        r"the rope tables are .* for 1 new tokens",
+    ),
+    "size of the tables": (
+        lambda: attention_flow(DecodeRopeParams(np.ones(4), np.ones(4), DIM // 2)),
+        ShapeError,
+        r"DecodeRopeParams: cos has shape \[4\], expected \[S, 3\]",
+    ),
+    "no layers": (lambda: two_layers().bind_decode_inputs(0), GraphError, r"BindDecodeInputs of 0 layers"),
+}
+LAYER = {f"model.layers.{i}.{key}": value for i in range(3) for key, value in {
+    "self_attn.q_proj.weight": (24, 24), "self_attn.k_proj.weight": (12, 24), "self_attn.v_proj.weight": (12, 24),
+    "self_attn.o_proj.weight": (24, 24), "mlp.gate_proj.weight": (20, 24), "mlp.up_proj.weight": (20, 24),
+    "mlp.down_proj.weight": (24, 20), "input_layernorm.weight": (24,), "post_attention_layernorm.weight": (24,),
+}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    """Each names the block and what it lacks, when the flow is built."""
+    make, kind, match = WRONG[name]
+    specs = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in LAYER.items()}
+    specs |= {key: jax.ShapeDtypeStruct(value.shape, np.float32) for key, value in ATTENTION_WEIGHTS.items()}
+    with pytest.raises(kind, match=match) as caught:
+        make().build(specs)
+    assert type(caught.value) is kind
+
+
+def test_what_a_mask_covers() -> None:
+    """It is as long as the cached and the new tokens together."""
+    past = past_of(arrays(forward("llama")(TOKENS[:, :3])))
+    with pytest.raises(ShapeError, match=r"input mask: axis 1 is 3, expected .*past.*, which is 4"):
+        stepper("llama", custom_mask=True)(TOKENS[:, 3:4], mask=np.ones((BATCH, 3), np.int32), **past)
+
+
+def test_a_decode_flow_has_no_derived_programs() -> None:
+    """It is one already."""
+    with pytest.raises(DeriveError, match="BindDecodeInputs"):
+        rlx.compile(stepper("llama").compiler.flow, program="extend").text("hir")
+
+
+def test_layers_as_stages() -> None:
+    """The DSL, the stage and its contract."""
+    spec = LlamaDecodeLayerSpec.of(LlamaDecoderSpec(4, DIM, 2, eps=1e-3, attention_bias=True), use_custom_mask=True)
+    assert (spec.eps, spec.attention_bias, spec.use_custom_mask) == (1e-3, True, True)
+    found = []
+
+    def ask(emit: Any, x: Any) -> Any:
+        found.append(LlamaDecodeLayer.layer(1, spec).cache_contract(emit, x.type.shape))
+        return x
+
+    two_layers().stage(BIND, Custom(ask)).build()
+    assert [str(d) for d in found[0].k] == ["batch", "seq + past", "12"] and found[0].k == found[0].v
+
+
+# -- a dimension that is a sum ---------------------------------------------------------------------
+
+
+def test_sums_of_dimensions() -> None:
+    """They follow the sizes of their names, and keep to them."""
+    flow = rlx.ModelFlow("s").input("a", (1, "past")).input("b", (1, "new")).input("c", ("past + new + 1",))
+    model = rlx.compile(flow.custom(lambda emit, a: emit.concat([a, emit.flow_input("b")], axis=1)[:, :1]), {})
+    ones = np.ones((1, 9), np.float32)
+    assert model(ones[:, :2], ones[:, :3], ones[0, :6]).shape == (1, 1)
+    with pytest.raises(ShapeError, match="input c: axis 0 is 5, expected .*, which is 6"):
+        model(ones[:, :2], ones[:, :3], ones[0, :5])
+    for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2"):
+        with pytest.raises(ShapeError):
+            rlx.ModelFlow("s").input("a", (wrong,))
