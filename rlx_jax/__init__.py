@@ -21,6 +21,9 @@ from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
+from rlx_jax.models.mistral import MistralFlow as MistralFlow
+from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
+from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
 from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.save import save as save

@@ -326,7 +326,7 @@ CONFIG: dict[str, Row] = {
         ("quantization_config", {"bits": 4}, UnsupportedError, ("not handled",)),
         ("a_new_field", 1, UnsupportedError, ("not handled",)),
         ("model_type", "lama", UnsupportedError, ("'lama'", "did you mean 'llama'")),
-        ("model_type", "gpt2", UnsupportedError, ("'gpt2'", "known are llama, bert")),
+        ("model_type", "gpt2", UnsupportedError, ("'gpt2'", "known are llama, mistral")),
         ("model_type", REMOVED, ConfigError, ("missing",)),
         ("architectures", ["LlamaForSequenceClassification"], UnsupportedError, ("LlamaForCausalLM",)),
         ("architectures", "x", ConfigError, ("a list of strings",)),

@@ -1,11 +1,9 @@
-"""Llama checkpoints against `transformers`: recorded numbers by default, live ones under the mark `oracle`."""
+"""Llama checkpoints: ways to compile and to load, configs that are refused, requests. Numbers: `test_families.py`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import Case, load_case, load_record
 
 LLAMA = checkpoints.FIXTURES / "llama"
-NAMES = sorted(file.stem for file in LLAMA.glob("*.npz"))
 PLAIN = LLAMA / "gqa_plain_attnbias_v5"
 TIED = LLAMA / "mha_tied_sparse"
 LINEAR = LLAMA / "mha_linear_biases_v4"
@@ -31,64 +29,13 @@ REFUSED = (errors.ConfigError, errors.UnsupportedError)
 ABSURD = (errors.ConfigError, errors.LimitError, errors.UnsupportedError, errors.WeightShapeError)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A recorded checkpoint, loaded."""
-
-    directory: Path
-    lm: Any
-    record: Mapping[str, npt.NDArray[Any]]
-
-
-def load_record(directory: Path) -> dict[str, npt.NDArray[Any]]:
-    """The recorded numbers of a fixture."""
-    with np.load(directory.with_suffix(".npz")) as file:
-        return dict(file)
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def case(request: pytest.FixtureRequest) -> Case:
-    """Each recorded checkpoint in turn."""
-    directory = LLAMA / request.param
-    return Case(directory, rlx.load(directory), load_record(directory))
-
-
 @pytest.fixture(scope="module")
 def plain() -> Case:
     """The checkpoint with the smallest vocabulary."""
-    return Case(PLAIN, rlx.load(PLAIN), load_record(PLAIN))
+    return load_case(PLAIN)
 
 
 # -- the recorded numbers ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_record_agrees_with_numpy(name: str) -> None:
-    """What `transformers` said is what the formulas say."""
-    config, weights = (f(LLAMA / name) for f in (numpy_reference.read_config, numpy_reference.read_weights))
-    record = load_record(LLAMA / name)
-    for tokens, hidden, logits in zip(record["tokens"], record["hidden"], record["logits"], strict=True):
-        for want, got in zip(numpy_reference.llama_row(config, weights, tokens), (hidden, logits), strict=True):
-            assert_close(got, want, tolerance=5e-6)
-    for b, n in enumerate(record["ragged_lengths"]):
-        prompt = record["ragged_tokens"][b, :n]
-        assert_close(
-            record["ragged_logits"][b, :n], numpy_reference.llama_row(config, weights, prompt)[1], tolerance=5e-6
-        )
-        count = len(record["greedy"][b])
-        assert numpy_reference.llama_greedy(config, weights, prompt.tolist(), count) == record["greedy"][b].tolist()
-
-
-def test_logits(case: Case) -> None:
-    """A batch without padding."""
-    assert_close(case.lm.logits(case.record["tokens"]), case.record["logits"])
-
-
-def test_ragged_logits(case: Case) -> None:
-    """Rows of different lengths, padded on the right, equal the rows computed alone."""
-    lengths = case.record["ragged_lengths"]
-    got = case.lm.logits(case.record["ragged_tokens"], lengths)
-    assert_rows_close(got, case.record["ragged_logits"], lengths)
 
 
 @pytest.mark.parametrize("directory", [LINEAR, TIED], ids=lambda d: d.name)
@@ -472,36 +419,6 @@ def test_context_is_checked(tmp_path: Path) -> None:
 
 
 # -- live --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=range(100, 110))
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, int]]:
-    """A fresh random checkpoint: the library's model, that of `transformers`, and the seed."""
-    directory = tmp_path_factory.mktemp("live") / "checkpoint"
-    hugging_face.write(hugging_face.random_llama(request.param), directory)
-    yield rlx.load(directory), hugging_face.load(directory, "AutoModelForCausalLM"), request.param
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live_logits(live: tuple[Any, Any, int]) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`."""
-    lm, model, seed = live
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, model.config.vocab_size, (3, 14)).astype(np.int32)
-    want = hugging_face.llama_batch(model, tokens)[1]
-    assert_close(lm.logits(tokens), want)
-    lengths = rng.integers(1, 15, 3).astype(np.int32)
-    assert_rows_close(lm.logits(tokens, lengths), want, lengths)
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_live_greedy(live: tuple[Any, Any, int]) -> None:
-    """24 greedy tokens of a ragged batch equal those of `transformers`, row by row."""
-    lm, model, seed = live
-    prompts, tokens = hugging_face.clear_prompts(model, [5, 2, 9], 24, seed, distinct=4)
-    assert lm.generate(prompts, max_new_tokens=24) == tokens
 
 
 @pytest.mark.oracle

@@ -40,10 +40,12 @@ NULLABLE = frozenset({"head_dim", "num_key_value_heads", "rope_theta"})
 # Fields of every config that are harmless at one value and change the computation at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "chunk_size_feed_forward": (0,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
     "layer_types": (None,),
+    "mlp_bias": (False,),
     "partial_rotary_factor": (None, 1, 1.0),
     "pretraining_tp": (None, 1),
     "pruned_heads": (None, {}),
@@ -52,6 +54,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "torchscript": (False,),
     "use_bfloat16": (False,),
+    "use_mrope": (False,),
+    "use_sliding_window": (False,),
 }
 
 
@@ -95,6 +99,12 @@ class Fields:
         if value > high:
             raise LimitError(f"{self.where}: field {quote(name)} is {quote(value)}; the limit is {high}")
         return value
+
+    def whole_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
+        """An integer in `[1, high]`, or None for null; an absent field is the default."""
+        null = self.values[name] is None if name in self.values else default is None
+        self.seen.add(name)
+        return None if null else self.whole(name, default, high=high)
 
     def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
         """A finite number over `low`, or from `low` on if not `above`."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypedDict
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead
+from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind
 from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
@@ -27,6 +27,7 @@ ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_a
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 Shapes = dict[str, tuple[int, ...]]
+Windows = tuple[int | None, ...]
 
 
 class Sizes(TypedDict):
@@ -138,6 +139,40 @@ def only_silu(c: Fields) -> None:
         UnsupportedError: names the field.
     """
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+
+
+def qwen_windows(c: Fields, layers: int) -> Windows:
+    """The windows of Qwen 2 and 3: `sliding_window` keys if `use_sliding_window`, from layer `max_window_layers` on."""
+    used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
+    first = c.whole("max_window_layers", 28, low=0)
+    window = width if used else None
+    return layer_windows(c, layers, window, lambda i: window is not None and i >= first)
+
+
+def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[[int], bool]) -> Windows:
+    """`window` for the layers that slide and None for the others: by `layer_types`, or without it by `sliding(i)`.
+
+    A window of w keeps w keys, the query's own included.
+
+    Raises:
+        ConfigError: another number of layers, or layers that slide without a window. UnsupportedError: another type.
+    """
+    kinds = c.raw("layer_types", ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"{c.where}: field 'layer_types' is {quote(kinds)}; expected a list of {layers}, one a layer")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedError(
+                f"{c.where}: field 'layer_types' has {quote(kind)}; supported are full_attention, sliding_attention"
+            )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError(f"{c.where}: field 'layer_types' has sliding_attention, and there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def mask_of(window: int | None) -> MaskKind:
+    """Causal, within `window` keys if there is one."""
+    return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
 def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:

@@ -26,7 +26,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow, ModelRecipe
-from rlx_jax.models import bert, llama
+from rlx_jax.models import bert, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD
 from rlx_jax.weights.safetensors import close_names
@@ -78,6 +78,18 @@ FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
     "llama": (
         _decoder(llama.LlamaConfig.from_hf, llama.Llama32Flow, llama.weight_specs),
         ("LlamaForCausalLM",),
+    ),
+    "mistral": (
+        _decoder(mistral.MistralConfig.from_hf, mistral.MistralFlow, mistral.weight_specs),
+        ("MistralForCausalLM",),
+    ),
+    "qwen2": (
+        _decoder(qwen2.Qwen2Config.from_hf, qwen2.Qwen2Flow, qwen2.weight_specs),
+        ("Qwen2ForCausalLM",),
+    ),
+    "qwen3": (
+        _decoder(qwen3.Qwen3Config.from_hf, qwen3.Qwen3Flow, qwen3.weight_specs),
+        ("Qwen3ForCausalLM",),
     ),
     "bert": (
         _bert,
@@ -236,7 +248,7 @@ def from_pretrained(path: str | os.PathLike[str], **options: Any) -> ModelFlow:
 
 
 def recipe_for(path: str | os.PathLike[str], **options: Any) -> Any:
-    """The recipe of a Hugging Face directory (`Llama32Flow`, `BertFlow` …), bound to its weights.
+    """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …), bound to its weights.
 
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
     for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same

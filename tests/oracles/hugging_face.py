@@ -5,10 +5,11 @@ torch and transformers are imported when a function needs them, so that this mod
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 V4_LLAMA_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "pretraining_tp": 1}
 V4_SPARSE_DROPS = ("head_dim", "num_key_value_heads", "mlp_bias", "pretraining_tp", "attention_dropout", "rope_theta")
 
@@ -97,13 +99,16 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
     config = dict(config)
     config["transformers_version"] = "4.46.3"
     config["torch_dtype"] = config.pop("dtype")
-    if config["model_type"] == "llama":
+    if config["model_type"] in CAUSAL:
         rope = dict(config.pop("rope_parameters"))
         config["rope_theta"] = rope.pop("rope_theta")
         kind = rope["rope_type"]
         if kind == "linear":  # the oldest spelling of all
             rope = {"type": "linear", "factor": rope["factor"]}
         config["rope_scaling"] = None if kind == "default" else rope
+        if "max_window_layers" in config:  # which layers slide followed from it; a window stood there, used or not
+            config.pop("layer_types")
+            config["sliding_window"] = config["sliding_window"] or 4096
     else:
         for key in ("add_cross_attention", "is_decoder", "tie_word_embeddings", "bos_token_id", "eos_token_id"):
             config.pop(key, None)
@@ -154,6 +159,23 @@ def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False)
     return result.hidden_states[-1].numpy(), result.logits.numpy()
+
+
+def bf16_logits(directory: Path, tokens: npt.NDArray[Any]) -> Floats:
+    """Logits `[B, S, V]` of the checkpoint computed in bfloat16, as float32."""
+    torch, transformers = _modules()
+    cls = transformers.AutoModelForCausalLM
+    model = cls.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
+    out: Floats = logits.float().numpy()
+    return out
+
+
+def config_of(family: str, fields: dict[str, Any]) -> Any:
+    """What transformers makes of a config."""
+    _, transformers = _modules()
+    return transformers.AutoConfig.for_model(family, **fields)
 
 
 def llama_greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
@@ -221,13 +243,28 @@ def bert_hidden(model: Any, tokens: npt.NDArray[Any], **inputs: npt.NDArray[Any]
 # -- random configurations ---------------------------------------------------------------------
 
 
-def random_llama(seed: int) -> Checkpoint:
-    """A Llama configuration drawn from `seed`."""
-    draw = random.Random(seed)
+def random_sizes(draw: random.Random) -> dict[str, Any]:
+    """What the configurations of all decoder-only families have, drawn: grouped heads, odd widths, tied or not."""
     kv = draw.choice([1, 2, 3])
     heads = kv * draw.choice([1, 2, 3])
-    hidden = heads * draw.randint(-(-24 // heads), 72 // heads)
-    head_dim = 2 * draw.randint(2, 9)
+    return {
+        "vocab_size": draw.randint(50, 200),
+        "hidden_size": heads * draw.randint(-(-24 // heads), 72 // heads),
+        "intermediate_size": draw.randint(20, 90),
+        "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 2 * draw.randint(2, 9),
+        "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": draw.choice([64, 100, 2048]),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def random_rope(draw: random.Random) -> dict[str, Any]:
+    """Rope parameters, drawn."""
     rope: dict[str, Any] = {"rope_theta": draw.choice([10000.0, 500000.0, 1000.0]), "rope_type": "default"}
     kind = draw.choice(["default", "linear", "llama3"])
     if kind == "linear":
@@ -235,31 +272,54 @@ def random_llama(seed: int) -> Checkpoint:
     elif kind == "llama3":
         rope |= {"rope_type": "llama3", "factor": draw.choice([8.0, 32.0]), "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": draw.choice([16, 32, 64])}
-    config = {
-        "vocab_size": draw.randint(50, 200),
-        "hidden_size": hidden,
-        "intermediate_size": draw.randint(20, 90),
-        "num_hidden_layers": draw.randint(1, 4),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head_dim,
-        "rope_parameters": rope,
-        "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]),
-        "tie_word_embeddings": draw.random() < 0.5,
-        "attention_bias": draw.random() < 0.4,
-        "mlp_bias": draw.random() < 0.4,
-        "max_position_embeddings": draw.choice([64, 100, 2048]),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return Checkpoint(
-        "LlamaForCausalLM",
-        config,
-        seed=seed,
-        spelling=draw.choice(["v4", "v5"]),
-        dtype=draw.choice(["float32", "float32", "bfloat16", "float16"]),
-        shard=draw.choice([None, "60kB"]),
-    )
+    return rope
+
+
+def random_storage(draw: random.Random) -> dict[str, Any]:
+    """How the checkpoint is stored, drawn."""
+    dtype = draw.choice(["float32", "float32", "bfloat16", "float16"])
+    return {"spelling": draw.choice(["v4", "v5"]), "dtype": dtype, "shard": draw.choice([None, "60kB"])}
+
+
+def random_llama(seed: int) -> Checkpoint:
+    """A Llama configuration drawn from `seed`."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
+    config |= {"attention_bias": draw.random() < 0.4, "mlp_bias": draw.random() < 0.4}
+    return Checkpoint("LlamaForCausalLM", config, seed=seed, **random_storage(draw))
+
+
+def random_mistral(seed: int) -> Checkpoint:
+    """A Mistral configuration drawn from `seed`; the window is shorter than most rows, or there is none."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
+    config |= {"sliding_window": draw.choice([None, 1, 3, 7])}
+    return Checkpoint("MistralForCausalLM", config, seed=seed, **random_storage(draw))
+
+
+def random_qwen(family: str, seed: int) -> Checkpoint:
+    """A Qwen 2 or 3 configuration drawn from `seed`; layers slide from one on, by their types, or not at all."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
+    layers = config["num_hidden_layers"]
+    config |= {"use_sliding_window": draw.random() < 0.7, "sliding_window": draw.choice([2, 5])}
+    config |= {"max_window_layers": draw.randint(0, layers)}
+    if family == "qwen3":
+        config |= {"attention_bias": draw.random() < 0.5}
+    storage = random_storage(draw)
+    if config["use_sliding_window"] and draw.random() < 0.5:
+        config |= {"layer_types": [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]}
+        storage["spelling"] = "v5"
+    return Checkpoint(f"{family.capitalize()}ForCausalLM", config, seed=seed, **storage)
+
+
+RANDOM: dict[str, Callable[[int], Checkpoint]] = {
+    "llama": random_llama,
+    "mistral": random_mistral,
+    "qwen2": functools.partial(random_qwen, "qwen2"),
+    "qwen3": functools.partial(random_qwen, "qwen3"),
+}
+"""Configurations of the decoder-only families by `model_type`."""
 
 
 def random_bert(seed: int) -> Checkpoint:

@@ -2,12 +2,12 @@
 
 Run by hand, with the `oracle` extra installed, from the root of the repository:
 
-    python -m tests.oracles.make_fixtures
+    python -m tests.oracles.make_fixtures [family …]
 
 The same versions give the same bytes. Layout:
 
-- `llama/<name>/`, `bert/<name>/`: a checkpoint directory exactly as Hugging Face lays it out;
-- `llama/<name>.npz`, `bert/<name>.npz`: the numbers (`record_llama`, `record_bert` say which);
+- `<family>/<name>/`: a checkpoint directory exactly as Hugging Face lays it out;
+- `<family>/<name>.npz`: the numbers (`record_causal`, `record_bert` say which);
 - `llama/chat.json`: strings in and strings out for the checkpoint that has a tokenizer;
 - `sentence/base/`, `sentence.npz`, `sentence.json`: a tiny sentence encoder and its embeddings by variant;
 - `minilm50.json`, `minilm50.npz`: 50 texts and their embeddings by the real MiniLM.
@@ -18,7 +18,9 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,145 @@ LLAMA: dict[str, Checkpoint] = {
     ),
 }
 
+MISTRAL: dict[str, Checkpoint] = {
+    # a window shorter than the prompts, three groups, head_dim of its own
+    "window_v5": Checkpoint(
+        "MistralForCausalLM",
+        {
+            "vocab_size": 83,
+            "hidden_size": 40,
+            "intermediate_size": 62,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **NO_IDS,
+        },
+        seed=31,
+    ),
+    # no window, head_dim from the hidden size, tied, transformers 4 spelling
+    "full_v4": Checkpoint(
+        "MistralForCausalLM",
+        {
+            "vocab_size": 71,
+            "hidden_size": 36,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-3,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            **NO_IDS,
+        },
+        seed=32,
+        spelling="v4",
+    ),
+}
+
+QWEN2: dict[str, Checkpoint] = {
+    # a window that is not used, tied, stored in bfloat16
+    "tied_v4": Checkpoint(
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 3,
+            "use_sliding_window": False,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            **NO_IDS,
+        },
+        seed=33,
+        spelling="v4",
+        dtype="bfloat16",
+    ),
+    # windows from the second layer on, which transformers 4 did not write layer by layer
+    "window_v4": Checkpoint(
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 73,
+            "hidden_size": 45,
+            "intermediate_size": 50,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+            **NO_IDS,
+        },
+        seed=34,
+        spelling="v4",
+        shard="50kB",
+    ),
+}
+
+QWEN3: dict[str, Checkpoint] = {
+    # norms of heads alone, head_dim of its own, tied
+    "tied_v4": Checkpoint(
+        "Qwen3ForCausalLM",
+        {
+            "vocab_size": 89,
+            "hidden_size": 33,
+            "intermediate_size": 58,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 14,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            **NO_IDS,
+        },
+        seed=35,
+        spelling="v4",
+    ),
+    # all biases, windows by layer type, an eps that shows
+    "window_bias_v5": Checkpoint(
+        "Qwen3ForCausalLM",
+        {
+            "vocab_size": 79,
+            "hidden_size": 42,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 6,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-2,
+            "attention_bias": True,
+            "sliding_window": 3,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **NO_IDS,
+        },
+        seed=36,
+    ),
+}
+
+CAUSAL: dict[str, dict[str, Checkpoint]] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+"""The checkpoints of the decoder-only families, by directory."""
+
 BERT: dict[str, Checkpoint] = {
     # the bare encoder, with its pooler
     "bare_v5": Checkpoint(
@@ -302,7 +443,7 @@ def padded(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
     return tokens, lengths
 
 
-def record_llama(name: str, checkpoint: Checkpoint, directory: Path, file: Path) -> None:
+def record_causal(name: str, checkpoint: Checkpoint, directory: Path, file: Path) -> None:
     """Write the checkpoint; record logits and hidden states of a batch and of ragged rows, and greedy tokens.
 
     `tokens`, `hidden`, `logits`: `[2, S…]`. `ragged_tokens`, `ragged_lengths`, `ragged_hidden`, `ragged_logits`: three
@@ -462,23 +603,33 @@ def record_minilm(root: Path) -> None:
     write_json(root / "minilm50.json", texts.fifty())
 
 
-def main() -> None:
-    """Make everything anew."""
+def record_family(root: Path, family: str) -> None:
+    """The checkpoints of one family and their numbers."""
+    shutil.rmtree(root / family, ignore_errors=True)
+    (root / family).mkdir(parents=True)
+    if family in CAUSAL:
+        for name, checkpoint in CAUSAL[family].items():
+            record_causal(name, checkpoint, root / family / name, root / family / f"{name}.npz")
+    if family == "llama":
+        record_chat(root / "llama" / "gqa_tied_llama3_v5", root / "llama" / "chat.json")
+    if family == "bert":
+        for name, checkpoint in BERT.items():
+            record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
+    if family == "sentence":
+        record_sentences(root)
+
+
+def main(families: Sequence[str]) -> None:
+    """Make the fixtures of some families anew, or of all."""
     root = checkpoints.FIXTURES
-    for part in ("llama", "bert", "sentence"):
-        shutil.rmtree(root / part, ignore_errors=True)
-        (root / part).mkdir(parents=True)
-    for name, checkpoint in LLAMA.items():
-        record_llama(name, checkpoint, root / "llama" / name, root / "llama" / f"{name}.npz")
-    record_chat(root / "llama" / "gqa_tied_llama3_v5", root / "llama" / "chat.json")
-    for name, checkpoint in BERT.items():
-        record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
-    record_sentences(root)
-    record_minilm(root)
+    for family in families or (*CAUSAL, "bert", "sentence"):
+        record_family(root, family)
+    if not families:
+        record_minilm(root)
     for directory in sorted(p for p in root.glob("*/*") if p.is_dir()):
         print(f"{sum(f.stat().st_size for f in directory.iterdir()):8} {directory.relative_to(root)}")
     print(f"{sum(f.stat().st_size for f in root.rglob('*') if f.is_file()):8} in all")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

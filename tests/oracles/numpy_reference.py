@@ -1,4 +1,4 @@
-"""Llama, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
+"""Decoder-only models, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
 
 Written from the published formulas, one row at a time and without a cache, so that there is little to get wrong. It
 shares no code with the library and none with `transformers`; the recorded fixtures are checked against it.
@@ -69,7 +69,7 @@ def linear(w: Weights, name: str, x: Array) -> Array:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-# -- Llama -------------------------------------------------------------------------------------
+# -- Llama, Mistral, Qwen ----------------------------------------------------------------------
 
 
 def rope_frequencies(config: dict[str, Any]) -> Array:
@@ -107,6 +107,24 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def layer_windows(config: dict[str, Any]) -> list[int | None]:
+    """How many keys each layer reads, its own included; None is all."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if config["model_type"] == "mistral":
+        return [window] * layers
+    if not config.get("use_sliding_window"):
+        return [None] * layers
+    kinds = config.get("layer_types")
+    slides = [k == "sliding_attention" for k in kinds] if kinds else None
+    return [window if (slides[i] if slides else i >= config["max_window_layers"]) else None for i in range(layers)]
+
+
+def queries_or_keys(w: Weights, name: str, x: Array, head_dim: int, eps: float) -> Array:
+    """A projection of `x [S, H]` cut into heads `[S, heads, D]`, each through an RMSNorm if the checkpoint has one."""
+    heads = linear(w, f"{name}_proj", x).reshape(len(x), -1, head_dim)
+    return rms_norm(heads, w[f"{name}_norm.weight"], eps) if f"{name}_norm.weight" in w else heads
+
+
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
     hidden = llama_states(config, w, ids)[-1]
@@ -123,20 +141,21 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
     eps = config["rms_norm_eps"]
     angles = np.arange(len(ids))[:, None, None] * rope_frequencies(config)
     cos, sin = np.cos(angles), np.sin(angles)
-    future = np.triu(np.ones((len(ids), len(ids)), bool), 1)
+    behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
+    windows = layer_windows(config)
     x = w["model.embed_tokens.weight"][ids]
     states = []
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}"
         states.append(x)
         h = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
-        q = rotate(linear(w, f"{p}.self_attn.q_proj", h).reshape(-1, n, d), cos, sin)
-        key = rotate(linear(w, f"{p}.self_attn.k_proj", h).reshape(-1, k, d), cos, sin)
+        query, key = (rotate(queries_or_keys(w, f"{p}.self_attn.{name}", h, d, eps), cos, sin) for name in ("q", "k"))
+        hidden = (behind < 0) | (behind >= (windows[i] or len(ids)))
         value = linear(w, f"{p}.self_attn.v_proj", h).reshape(-1, k, d)
         heads = []
         for head in range(n):
             shared = head // (n // k)
-            scores = np.where(future, -np.inf, q[:, head] @ key[:, shared].T / math.sqrt(d))
+            scores = np.where(hidden, -np.inf, query[:, head] @ key[:, shared].T / math.sqrt(d))
             heads.append(softmax(scores) @ value[:, shared])
         x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, axis=-1))
         h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)

@@ -1,0 +1,121 @@
+"""Qwen 2 and 2.5 (`Qwen2ForCausalLM`): biases on q, k and v; windows on the later layers if the config asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import (
+    Qwen3DecoderSpec,
+    RmsNorm,
+    RopeTables,
+    qwen3_prefill_layer_composed,
+    qwen3_prefill_layer_fused,
+)
+from rlx_jax.blocks.rope import Frequencies
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models import decoder
+from rlx_jax.models.config import Fields
+from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
+from rlx_jax.weights.source import WeightSource
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    """Sizes of a Qwen 2 model, under the names of Hugging Face's config.
+
+    `windows[i]` is how many keys layer i reads, None for all; empty for none in any layer.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    inv_freq: Frequencies
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    windows: decoder.Windows = ()
+    tie_word_embeddings: bool = False
+
+    @staticmethod
+    def from_hf(config: Fields | Mapping[str, Any]) -> Qwen2Config:
+        """From `config.json`, in the spelling of transformers 4 or 5.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = decoder.fields(config)
+        sizes = decoder.sizes(c, max_positions=32768, kv_heads=32)
+        decoder.only_silu(c)
+        result = Qwen2Config(
+            **sizes,
+            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
+            windows=decoder.qwen_windows(c, sizes["num_hidden_layers"]),
+        )
+        c.finish()
+        return result
+
+
+@dataclass(frozen=True)
+class Qwen2Flow:
+    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
+
+    The fields are those of `Llama32Flow`.
+    """
+
+    config: Qwen2Config
+    batch: int | None = None
+    seq: int | None = None
+    composed: bool = False
+    name: str = "qwen2"
+    hidden_only: bool = False
+    last_token_logits: bool = False
+    inputs_embeds: bool = False
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+    profile_near = set_profile_near
+
+    @staticmethod
+    def for_prefill(
+        config: Qwen2Config | Mapping[str, Any], batch: int | None = None, seq: int | None = None
+    ) -> Qwen2Flow:
+        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
+        return Qwen2Flow(config if isinstance(config, Qwen2Config) else Qwen2Config.from_hf(config), batch, seq)
+
+    def spec(self, index: int = 0) -> Qwen3DecoderSpec:
+        """The spec of layer `index`: they differ in their windows."""
+        c = self.config
+        return Qwen3DecoderSpec(
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.rms_norm_eps,
+            qk_norm=False,
+            attention_bias=True,
+            mask=decoder.mask_of(c.windows[index] if c.windows else None),
+        )
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        c, layer = self.config, qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
+        layers = self.hooks.stack(c.num_hidden_layers, self.spec, layer)
+        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
+        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
+
+
+def weight_specs(config: Qwen2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    return decoder.model_specs(config, decoder.layer_shapes(config, decoder.ATTENTION[:3]), dtype)

@@ -1,0 +1,390 @@
+"""The decoder-only families against `transformers`: recorded numbers by default, live ones under the mark `oracle`.
+
+A new family adds its fixtures (`tests/oracles/make_fixtures.py`), its random configurations (`hugging_face.RANDOM`) and
+rows here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.models.mistral import MistralConfig
+from rlx_jax.models.qwen2 import Qwen2Config
+from rlx_jax.models.qwen3 import Qwen3Config
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import Case, load_case, load_record
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = sorted(f"{family}/{f.stem}" for family in FAMILIES for f in (checkpoints.FIXTURES / family).glob("*.npz"))
+SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
+PLAIN = checkpoints.FIXTURES / "qwen3" / "tied_v4"
+ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
+LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
+REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
+QUICK = ("llama/", "mistral/window", "qwen2/window", "qwen3/window")
+"""The fixtures of the default suite; the slow tier has the others."""
+
+
+def recorded(quick: tuple[str, ...]) -> list[Any]:
+    """Every recorded checkpoint; those whose name does not start so are slow."""
+    return [pytest.param(name, marks=() if name.startswith(quick) else pytest.mark.slow) for name in NAMES]
+
+
+@functools.lru_cache(maxsize=1)
+def case(name: str) -> Case:
+    """A recorded checkpoint, loaded once for the tests that follow each other."""
+    return load_case(checkpoints.FIXTURES / name)
+
+
+# -- the recorded numbers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_record_agrees_with_numpy(name: str) -> None:
+    """What `transformers` said is what the formulas say."""
+    directory = checkpoints.FIXTURES / name
+    config, weights = (f(directory) for f in (numpy_reference.read_config, numpy_reference.read_weights))
+    record = load_record(directory)
+    for tokens, hidden, logits in zip(record["tokens"], record["hidden"], record["logits"], strict=True):
+        for want, got in zip(numpy_reference.llama_row(config, weights, tokens), (hidden, logits), strict=True):
+            assert_close(got, want, tolerance=5e-6)
+    for b, n in enumerate(record["ragged_lengths"]):
+        prompt = record["ragged_tokens"][b, :n]
+        assert_close(
+            record["ragged_logits"][b, :n], numpy_reference.llama_row(config, weights, prompt)[1], tolerance=5e-6
+        )
+        count = len(record["greedy"][b])
+        assert numpy_reference.llama_greedy(config, weights, prompt.tolist(), count) == record["greedy"][b].tolist()
+
+
+@pytest.mark.parametrize("name", recorded(QUICK))
+def test_logits(name: str) -> None:
+    """A batch without padding, and rows of different lengths, padded on the right, as if each were alone."""
+    lm, record = case(name).lm, case(name).record
+    assert_close(lm.logits(record["tokens"]), record["logits"])
+    lengths = record["ragged_lengths"]
+    assert_rows_close(lm.logits(record["ragged_tokens"], lengths), record["ragged_logits"], lengths)
+
+
+@pytest.mark.parametrize("name", [p for p in recorded(("qwen3/window",)) if not p.values[0].startswith("llama")])
+def test_greedy_tokens(name: str) -> None:
+    """24 tokens after each row of a ragged batch. Llama's are in `test_generate.py`."""
+    assert case(name).lm.generate(case(name).prompts, max_new_tokens=24) == case(name).record["greedy"].tolist()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("llama")])
+def test_what_differs_from_llama_shows(name: str) -> None:
+    """The numbers would be others without the windows, the biases or the norms of heads that the fixture has."""
+    directory = checkpoints.FIXTURES / name
+    config, weights = (f(directory) for f in (numpy_reference.read_config, numpy_reference.read_weights))
+    record = load_record(directory)
+    changed = []
+    if any(numpy_reference.layer_windows(config)):
+        changed.append((config | {"sliding_window": config["sliding_window"] + 1}, weights))
+    for ending in ("q_proj.bias", "k_norm.weight", "o_proj.bias"):
+        if any(key.endswith(ending) for key in weights):
+            plain = 1.0 if "norm" in ending else 0.0
+            changed.append(
+                (config, {k: np.full_like(v, plain) if k.endswith(ending) else v for k, v in weights.items()})
+            )
+    assert changed or name == "mistral/full_v4"
+    want = record["logits"][0]
+    for other, values in changed:
+        got = numpy_reference.llama_row(other, values, record["tokens"][0])[1]
+        assert np.abs(got - want).max() > 1e-2 * np.abs(want).max()
+
+
+# -- equalities --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", [ODD, SLIDING, LATE, PLAIN], ids=lambda d: d.name)
+def test_chunks_give_what_the_whole_gives(directory: Path) -> None:
+    """prefill(n) and extend(m), ragged, over the edge of every window, are forward(n + m)."""
+    lm, tokens = rlx.load(directory), load_record(directory)["tokens"]
+    whole = np.asarray(lm.logits(tokens))
+    at = np.array([5, 2])
+    logits, state = lm.prefill(tokens[:, :5], lengths=at, max_len=16)
+    assert_rows_close(logits, whole[:, :5], at)
+    for new in ([3, 3], [0, 3], [3, 1], [0, 2]):
+        rows = np.stack([np.resize(tokens[b, at[b] : at[b] + n] if n else tokens[b], 3) for b, n in enumerate(new)])
+        logits, state = lm.extend(state, rows, lengths=new)
+        for b, n in enumerate(new):
+            assert_close(np.asarray(logits)[b, :n], whole[b, at[b] : at[b] + n])
+        at = at + np.array(new)
+    assert at.tolist() == [11, 11]
+
+
+@pytest.mark.parametrize("policy", ["direct", pytest.param("fusable", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("directory", [ODD, *(pytest.param(d, marks=pytest.mark.slow) for d in (SLIDING, LATE, PLAIN))])
+def test_layers_of_small_stages(directory: Path, policy: str) -> None:
+    """`composed` is the fused layer: bit by bit under `fusable`, to 2e-6 under `direct`."""
+    recipe, tokens = rlx.recipe_for(directory), load_record(directory)["tokens"]
+    profile = rlx.CompileProfile().replace(fusion={"policy": policy})
+    fused, composed = (
+        np.asarray(rlx.compile(r, profile=profile)(tokens))
+        for r in (recipe, dataclasses.replace(recipe, composed=True))
+    )
+    assert_close(composed, fused, tolerance=0 if policy == "fusable" else 2e-6)
+    assert_close(fused, load_record(directory)["logits"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", [SLIDING, PLAIN, ODD, LATE], ids=lambda d: d.name)
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+def test_scanned_layers(directory: Path, policy: str) -> None:
+    """Rolled layers give the same numbers and tokens; layers whose windows differ say why they are not one region."""
+    profile = rlx.CompileProfile().replace(fusion={"policy": policy}, layers={"roll": "scan"})
+    case = dataclasses.replace(load_case(directory), lm=rlx.load(directory, profile=profile))
+    assert_close(case.lm.logits(case.record["tokens"]), case.record["logits"])
+    assert case.lm.generate(case.prompts, max_new_tokens=8) == case.record["greedy"][:, :8].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", [SLIDING, LATE, ODD], ids=lambda d: d.name)
+def test_every_weight_has_a_gradient(directory: Path) -> None:
+    """Of the `train` program; a stage's own gradients are held against differences elsewhere."""
+    import jax
+
+    model: Any = rlx.compile(rlx.recipe_for(directory), program="train")
+    tokens = load_record(directory)["tokens"]
+    gradient = jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, tokens))[..., 0].mean())(model.params)
+    assert set(gradient) == set(model.params)
+    dead = [k for k, g in gradient.items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
+    assert [k for k in dead if not k.endswith("k_proj.bias")] == []  # scores hardly move with a bias of all keys
+
+
+def test_keys_and_values_as_outputs() -> None:
+    """`qwen3_prefill_layer_fused_kv` names what prefill keeps in its cache."""
+    recipe, tokens = rlx.recipe_for(PLAIN), load_record(PLAIN)["tokens"]
+    named = recipe.layer(lambda ctx: rlx.blocks.qwen3_prefill_layer_fused_kv(ctx.index, ctx.spec))
+    model: Any = rlx.compile(named, program="prefill")
+    lengths, empty = np.full(2, tokens.shape[1], np.int32), model.init_state(2, tokens.shape[1])
+    outputs, state = model.apply(model.params, tokens, lengths=lengths, state=empty)
+    assert list(outputs) == ["logits", "kv.0.k", "kv.0.v", "kv.1.k", "kv.1.v"]
+    assert_close(outputs["logits"], load_record(PLAIN)["logits"])
+    assert len(state.leaves) == 4
+    for (path, slot), kept in state.leaves.items():
+        value = outputs[f"kv.{path.split('.')[1]}.{slot}"]
+        np.testing.assert_array_equal(value, np.reshape(kept, value.shape))
+
+
+# -- configs -----------------------------------------------------------------------------------
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+
+
+def test_defaults() -> None:
+    """What a config leaves out is what the family's own class says; a null window is none."""
+    mistral = MistralConfig.from_hf(SMALL)
+    assert (mistral.num_key_value_heads, mistral.head_dim, mistral.sliding_window) == (8, 2, 4096)
+    assert MistralConfig.from_hf(SMALL | {"sliding_window": None}).sliding_window is None
+    assert MistralConfig.from_hf(SMALL | {"num_key_value_heads": None}).num_key_value_heads == 32
+    qwen2 = Qwen2Config.from_hf(SMALL)
+    assert (qwen2.num_key_value_heads, qwen2.head_dim, qwen2.windows) == (32, 2, (None,) * 4)
+    assert Qwen3Config.from_hf(SMALL).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "fields, windows",
+    [
+        ({"sliding_window": 7}, (None,) * 4),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None,) * 4),
+        ({"sliding_window": 7, "use_sliding_window": True}, (None,) * 4),  # max_window_layers is 28
+        ({"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 7)),
+        ({"use_sliding_window": True, "max_window_layers": 2}, (None, None, 4096, 4096)),
+        (
+            {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0,
+             "layer_types": ["full_attention", "sliding_attention"] * 2},
+            (None, 7, None, 7),
+        ),
+        ({"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 4}, (None,) * 4),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
+def test_windows_of_qwen(config: Any, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    """As `use_sliding_window`, `sliding_window`, `max_window_layers` and `layer_types` say together."""
+    assert config.from_hf(SMALL | fields).windows == windows
+
+
+@pytest.mark.parametrize("directory", [SLIDING, ODD], ids=lambda d: d.name)
+def test_spellings(directory: Path) -> None:
+    """The config as transformers 4 wrote it means what the config of transformers 5 means."""
+    new = numpy_reference.read_config(directory)
+    if "layer_types" in new:
+        new |= {"max_window_layers": 2, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+    read = type(rlx.recipe_for(directory).config).from_hf
+    assert read(hugging_face.old_spelling(new, sparse=False)) == read(new)
+
+
+BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
+    (SLIDING, "attention_bias", {"attention_bias": True}),
+    (SLIDING, "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
+    (SLIDING, "sliding_window", {"sliding_window": 0}),
+    (SLIDING, "sliding_window", {"sliding_window": "5"}),
+    (SLIDING, "sliding_window", {"sliding_window": 2.5}),
+    (SLIDING, "sliding_window", {"sliding_window": True}),
+    (SLIDING, "sliding_window", {"sliding_window": 2**40}),
+    (SLIDING, "use_sliding_window", {"use_sliding_window": True}),
+    (SLIDING, "yarn", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}),
+    (SLIDING, "hidden_act", {"hidden_act": "gelu"}),
+    (SLIDING, "MistralForSequenceClassification", {"architectures": ["MistralForSequenceClassification"]}),
+    (LATE, "use_sliding_window", {"use_sliding_window": "yes"}),
+    (LATE, "max_window_layers", {"max_window_layers": -1}),
+    (LATE, "max_window_layers", {"max_window_layers": None}),
+    (LATE, "attention_bias", {"attention_bias": True}),
+    (LATE, "use_mrope", {"use_mrope": True}),
+    (ODD, "chunked_attention", {"layer_types": ["chunked_attention"] * 3}),
+    (ODD, "layer_types", {"layer_types": ["full_attention"] * 2}),
+    (ODD, "layer_types", {"layer_types": "full_attention"}),
+    (ODD, "layer_types", {"layer_types": [1, 2, 3]}),
+    (ODD, "layer_types", {"use_sliding_window": False}),  # layers slide, and no window is used
+    (ODD, "layer_types", {"sliding_window": None}),
+    (ODD, "qk_norm", {"qk_norm": False}),
+    (ODD, "head_dim", {"head_dim": 7}),
+    (ODD, "final_logit_softcapping", {"final_logit_softcapping": 30.0}),
+    (ODD, "num_experts", {"num_experts": 4}),
+    (ODD, "Qwen3Model", {"architectures": ["Qwen3Model"]}),
+]
+
+
+@pytest.mark.parametrize(("directory", "name", "changes"), BROKEN, ids=lambda v: v if isinstance(v, str) else None)
+def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """What makes no sense, or would change the computation and is not handled, is refused by name."""
+    with pytest.raises(REFUSED, match=name):
+        rlx.load(checkpoints.edited(directory, tmp_path / "odd", changes))
+
+
+def test_harmless_fields(tmp_path: Path) -> None:
+    """What real configs of the families carry beside what is read."""
+    extra = {"use_mrope": False, "attention_dropout": 0.0, "max_window_layers": 1, "tokenizer_class": "Qwen2Tokenizer"}
+    assert rlx.recipe_for(checkpoints.edited(LATE, tmp_path / "a", extra)).config == rlx.recipe_for(LATE).config
+    extra = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    assert rlx.recipe_for(checkpoints.edited(SLIDING, tmp_path / "b", extra)).config == rlx.recipe_for(SLIDING).config
+
+
+@pytest.mark.parametrize(
+    "directory, key, block",
+    [
+        (LATE, "model.layers.1.self_attn.k_proj.bias", r"layers\.1\.self_attn\.k_proj"),
+        (ODD, "model.layers.2.self_attn.q_norm.weight", r"layers\.2\.self_attn\.q_norm"),
+        (ODD, "model.layers.0.self_attn.o_proj.bias", r"layers\.0\.self_attn\.o_proj"),
+    ],
+)
+def test_weights_that_are_missing_or_have_another_shape(directory: Path, key: str, block: str, tmp_path: Path) -> None:
+    """The error names block and key."""
+    source = rlx.open_weights(directory)
+    weights = {k: source.read(k) for k in source.keys()}
+    recipe = rlx.recipe_for(directory)
+    without = {k: v for k, v in weights.items() if k != key}
+    with pytest.raises(errors.MissingWeightError, match=f"{block}.*{key}"):
+        rlx.compile(dataclasses.replace(recipe, weights=rlx.open_weights(without)))
+    longer = weights | {key: np.ones(len(weights[key]) + 1, np.float32)}
+    with pytest.raises(errors.ShapeError, match=block):
+        rlx.compile(dataclasses.replace(recipe, weights=rlx.open_weights(longer)))
+    saved = checkpoints.copy(directory, tmp_path / "less")
+    if (saved / "model.safetensors").exists():
+        checkpoints.edit_tensors(saved, lambda t: {k: v for k, v in t.items() if k != key})
+        with pytest.raises(errors.MissingWeightError, match=f"{key}.*{block}"):
+            rlx.load(saved)
+
+
+def test_biases_that_the_config_does_not_have(tmp_path: Path) -> None:
+    """A checkpoint with more than its config says is another model."""
+    with pytest.raises(errors.UnexpectedWeightError, match=r"q_proj\.bias"):
+        rlx.load(checkpoints.edited(ODD, tmp_path / "no_bias", {"attention_bias": False}))
+
+
+# -- live --------------------------------------------------------------------------------------
+
+SEEDS = [("llama", s) for s in range(100, 110)] + [(f, s) for f in FAMILIES[1:] for s in range(200, 206)]
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any, int]]:
+    """A fresh random checkpoint: its directory, the model of `transformers`, and the seed."""
+    family, seed = request.param
+    directory = tmp_path_factory.mktemp("live") / "checkpoint"
+    hugging_face.write(hugging_face.RANDOM[family](seed), directory)
+    yield directory, hugging_face.load(directory, "AutoModelForCausalLM"), seed
+
+
+@functools.lru_cache(maxsize=1)
+def loaded(directory: Path) -> Any:
+    """The library's model."""
+    return rlx.load(directory)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_logits(live: tuple[Path, Any, int]) -> None:
+    """Logits of a batch, and of ragged rows, equal those of `transformers`."""
+    directory, model, seed = live
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, model.config.vocab_size, (3, 14)).astype(np.int32)
+    want = hugging_face.llama_batch(model, tokens)[1]
+    assert_close(loaded(directory).logits(tokens), want)
+    lengths = rng.integers(1, 15, 3).astype(np.int32)
+    assert_rows_close(loaded(directory).logits(tokens, lengths), want, lengths)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_greedy(live: tuple[Path, Any, int]) -> None:
+    """64 greedy tokens of a ragged batch of 3 equal those of `transformers`, row by row."""
+    directory, model, seed = live
+    count = min(64, model.config.max_position_embeddings - 9)
+    prompts, tokens = hugging_face.clear_prompts(model, [5, 2, 9], count, seed, distinct=4)
+    assert loaded(directory).generate(prompts, max_new_tokens=count) == tokens
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_bf16(live: tuple[Path, Any, int]) -> None:
+    """bfloat16 departs from float32 by at most 1.5 times what `transformers` does, root mean square."""
+    directory, model, seed = live
+    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (4, 24)).astype(np.int32)
+    exact = hugging_face.llama_batch(model, tokens)[1]
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    ours = np.asarray(rlx.load(directory, profile=profile).logits(tokens))
+    theirs = hugging_face.bf16_logits(directory, tokens)
+
+    def rms(x: npt.NDArray[Any]) -> float:
+        return float(np.sqrt(np.mean(np.square(x.astype(np.float64)))))
+
+    assert rms(ours - exact) <= 1.5 * rms(theirs - exact)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize("extra", [{}, {"num_key_value_heads": None}, {"rms_norm_eps": 0.5}])
+def test_live_defaults(family: str, extra: dict[str, Any]) -> None:
+    """What a config leaves out is what the class of `transformers` makes of it."""
+    ours: Any = {"mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    theirs = hugging_face.config_of(family, SMALL | extra)
+    got = ours.from_hf(SMALL | extra)
+    names = [f.name for f in dataclasses.fields(got) if f.name not in ("inv_freq", "windows")]
+    want = {n: getattr(theirs, n) for n in names if hasattr(theirs, n)}
+    assert {n: getattr(got, n) for n in want} == want and len(want) > 9
+    assert theirs.rope_parameters["rope_theta"] == 10000.0
+    assert json.loads(theirs.to_json_string())["model_type"] == family
