@@ -27,11 +27,16 @@ from rlx_jax.blocks.control import Sequence as Sequence
 from rlx_jax.blocks.decode import BindDecodeInputs as BindDecodeInputs
 from rlx_jax.blocks.decode import DecodeRopeParams as DecodeRopeParams
 from rlx_jax.blocks.decode import SelfAttnDecode as SelfAttnDecode
+from rlx_jax.blocks.decode_layers import GemmaDecodeLayer as GemmaDecodeLayer
+from rlx_jax.blocks.decode_layers import GemmaDecodeLayerSpec as GemmaDecodeLayerSpec
+from rlx_jax.blocks.decode_layers import GemmaKvTap as GemmaKvTap
 from rlx_jax.blocks.decode_layers import LlamaDecodeLayer as LlamaDecodeLayer
 from rlx_jax.blocks.decode_layers import LlamaDecodeLayerSpec as LlamaDecodeLayerSpec
 from rlx_jax.blocks.decode_layers import LlamaKvTap as LlamaKvTap
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayer as Qwen3DecodeLayer
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
+from rlx_jax.blocks.decode_layers import gemma_decode_layer as gemma_decode_layer
+from rlx_jax.blocks.decode_layers import gemma_prefill_layer_kv as gemma_prefill_layer_kv
 from rlx_jax.blocks.decode_layers import llama_decode_layer as llama_decode_layer
 from rlx_jax.blocks.decode_layers import qwen3_decode_layer_fused as qwen3_decode_layer_fused
 from rlx_jax.blocks.decoder import LlamaDecoder as LlamaDecoder
@@ -81,5 +86,6 @@ FlowStage = (
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
+    | GemmaDecodeLayer | GemmaKvTap
 )  # fmt: skip
 """Every stage."""

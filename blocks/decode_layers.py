@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from rlx_jax.blocks.attention import projections
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, projections
 from rlx_jax.blocks.contracts import KvCacheContract, Shape
-from rlx_jax.blocks.control import BlockStage, Named
+from rlx_jax.blocks.control import BlockStage, Named, Sequence
 from rlx_jax.blocks.decode import SelfAttnDecode, cached, side_outputs
 from rlx_jax.blocks.decoder import LlamaDecoderSpec, attention_spec, check_hidden, pre_norm_layer
+from rlx_jax.blocks.gemma import GemmaStyle, gemma_attention, gemma_layer
 from rlx_jax.blocks.norm import RmsNorm
 from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec, attention_of
 from rlx_jax.emit import Emit, FlowValue
@@ -207,3 +208,122 @@ class Qwen3DecodeLayer:
 def qwen3_decode_layer_fused(index: int, spec: Qwen3DecodeLayerSpec) -> Named:
     """Qwen's layer `index` over cached and new tokens."""
     return Named(f"layer{index}", Qwen3DecodeLayer.layer(index, spec))
+
+
+# -- Gemma 1, 2 and 3 ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GemmaDecodeLayerSpec:
+    """Sizes of a Gemma layer that decodes; `mask` is causal or a sliding window, a custom mask changes nothing else.
+
+    Scores are `score_scale · q kᵀ`, D^(−1/2) unless given, capped by `attn_logit_softcap`; `rope` names the RopeTables
+    to read. `kv_group_size` is num_heads / num_kv_heads and may be left out.
+    """
+
+    style: GemmaStyle
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    kv_group_size: int | None = None
+    eps: float = 1e-6
+    use_custom_mask: bool = False
+    hidden_shape: tuple[int | str, ...] | None = None
+    mask: MaskKind | str = MaskKind.CAUSAL
+    score_scale: float | None = None
+    attn_logit_softcap: float | None = None
+    attention_bias: bool = False
+    rope_theta: float = 10000.0
+    rope: str = ""
+
+    @staticmethod
+    def of(
+        style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6, use_custom_mask: bool = False
+    ) -> GemmaDecodeLayerSpec:
+        """The decode form of the layer around `attention`."""
+        return GemmaDecodeLayerSpec(
+            style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,
+            attention_bias=attention.biases is not None,
+        )  # fmt: skip
+
+    def attention(self, prefix: str) -> SelfAttnPrefillSpec:
+        """The attention of the layer under `prefix`."""
+        heads = (self.num_heads, self.head_dim, self.num_kv_heads)
+        keys = SelfAttnPrefillSpec.hf_layer(prefix, *heads, self.attention_bias)
+        names = ("mask", "score_scale", "attn_logit_softcap", "rope_theta", "rope")
+        spec = replace(keys, **{name: getattr(self, name) for name in names})
+        return gemma_attention(prefix, self.style, spec, self.eps)
+
+
+@dataclass(frozen=True)
+class GemmaDecodeLayer:
+    """One Gemma layer over cached and new tokens: `[B,S,H]` → same.
+
+    Weights as `gemma_prefill_layer_composed`; see SelfAttnDecode.
+    """
+
+    layer_prefix: str
+    layer_idx: int
+    spec: GemmaDecodeLayerSpec
+
+    @staticmethod
+    def layer(index: int, spec: GemmaDecodeLayerSpec) -> GemmaDecodeLayer:
+        """Layer `index` under Hugging Face's keys."""
+        return GemmaDecodeLayer(f"model.layers.{index}", index, spec)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        s = self.spec
+        layer = gemma_layer(self.layer_prefix, s.style, self.attention(), s.eps, s.attention_bias)
+        return emit_layer(emit, value, "GemmaDecodeLayer", self.layer_idx, s, layer)
+
+    def attention(self) -> SelfAttnDecode:
+        """The stage in the middle."""
+        return SelfAttnDecode(self.spec.attention(self.layer_prefix), self.layer_idx, self.spec.use_custom_mask)
+
+    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
+        """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""
+        return self.attention().cache_contract(emit, hidden)
+
+
+@dataclass(frozen=True)
+class GemmaKvTap:
+    """Give the keys and values of a Gemma attention as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
+
+    It stands behind the input norm: x is what the attention reads. Common subexpressions are computed once.
+    """
+
+    layer_prefix: str
+    layer_idx: int
+    head_dim: int
+    style: GemmaStyle = GemmaStyle.GEMMA
+    eps: float = 1e-6
+    attention_bias: bool = False
+    rope_theta: float = 10000.0
+    rope: str = ""
+
+    @staticmethod
+    def layer(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6) -> GemmaKvTap:
+        """The tap of layer `index` under Hugging Face's keys."""
+        a, prefix = attention, f"model.layers.{index}"
+        return GemmaKvTap(prefix, index, a.head_dim, style, eps, a.biases is not None, a.rope_theta, a.rope)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GemmaKvTap")
+        spec = GemmaDecodeLayerSpec(num_heads=1, num_kv_heads=1, **common(self, GemmaDecodeLayerSpec))
+        with emit.scope("self_attn"):
+            k, v = projections(emit, x, spec.attention(self.layer_prefix), "kv")
+        side_outputs(emit, self.layer_idx, k, v)
+        return x
+
+
+def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6) -> Named:
+    """`gemma_prefill_layer_composed` with the side outputs `kv.{index}.k` and `kv.{index}.v`."""
+    p = f"model.layers.{index}"
+    attend = SelfAttnPrefill(gemma_attention(p, style, attention, eps))
+    tapped = Sequence([GemmaKvTap.layer(index, style, attention, eps), attend])
+    return Named(f"layer{index}", gemma_layer(p, style, tapped, eps, o_bias=attention.biases is not None))
+
+
+def gemma_decode_layer(index: int, spec: GemmaDecodeLayerSpec) -> Named:
+    """Gemma's layer `index` over cached and new tokens."""
+    return Named(f"layer{index}", GemmaDecodeLayer.layer(index, spec))

@@ -66,31 +66,48 @@ def gemma_prefill_layer_composed(
         UnsupportedError: Gemma 4.
     """
     p = f"model.layers.{index}"
+    attend = SelfAttnPrefill(gemma_attention(p, style, attention, eps))
+    return Named(f"layer{index}", gemma_layer(p, style, attend, eps, o_bias=attention.biases is not None))
+
+
+def gemma_attention(
+    prefix: str, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6
+) -> SelfAttnPrefillSpec:
+    """`attention`, in Gemma 3 with norms of the query and key heads."""
+    if style is not GemmaStyle.GEMMA3:
+        return attention
+    q, k = (f"{prefix}.self_attn.{n}_norm.weight" for n in "qk")
+    return replace(attention, q_norm_key=q, k_norm_key=k, qk_norm_eps=eps, qk_norm_offset=1.0)
+
+
+def gemma_layer(
+    prefix: str, style: GemmaStyle, attention: BlockStage, eps: float = 1e-6, o_bias: bool = False
+) -> Sequence:
+    """The layer under `prefix` around `attention`: SelfAttnPrefill or SelfAttnDecode.
+
+    Raises:
+        UnsupportedError: Gemma 4.
+    """
     if style is GemmaStyle.GEMMA4:
-        raise UnsupportedError("gemma_prefill_layer_composed: GEMMA4 is not built; GEMMA, GEMMA2 and GEMMA3 are")
-    if style is GemmaStyle.GEMMA3:
-        q, k = f"{p}.self_attn.q_norm.weight", f"{p}.self_attn.k_norm.weight"
-        attention = replace(attention, q_norm_key=q, k_norm_key=k, qk_norm_eps=eps, qk_norm_offset=1.0)
+        raise UnsupportedError(f"{prefix}: GEMMA4 is not built; GEMMA, GEMMA2 and GEMMA3 are")
 
     def norm(name: str) -> GemmaRmsNorm:
-        return GemmaRmsNorm.hf_layer(f"{p}.{name}", eps)
+        return GemmaRmsNorm.hf_layer(f"{prefix}.{name}", eps)
 
-    o_proj = f"{p}.self_attn.o_proj"
-    attend: list[BlockStage] = [
-        SelfAttnPrefill(attention),
-        Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if attention.biases else None),
-    ]
-    feed: list[BlockStage] = [norm("post_attention_layernorm"), GeGlu.hf_mlp(p)]
+    o_proj = f"{prefix}.self_attn.o_proj"
+    attend = [attention, Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if o_bias else None)]
+    feed: list[BlockStage] = [norm("post_attention_layernorm"), GeGlu.hf_mlp(prefix)]
     if style is not GemmaStyle.GEMMA:
         attend.append(norm("post_attention_layernorm"))
-        feed = [norm("pre_feedforward_layernorm"), GeGlu.hf_mlp(p), norm("post_feedforward_layernorm")]
-    stages: tuple[BlockStage, ...] = (
-        ResidualSave(),
-        norm("input_layernorm"),
-        *attend,
-        ResidualAdd(),
-        ResidualSave(),
-        *feed,
-        ResidualAdd(),
+        feed = [norm("pre_feedforward_layernorm"), GeGlu.hf_mlp(prefix), norm("post_feedforward_layernorm")]
+    return Sequence(
+        (
+            ResidualSave(),
+            norm("input_layernorm"),
+            *attend,
+            ResidualAdd(),
+            ResidualSave(),
+            *feed,
+            ResidualAdd(),
+        )
     )
-    return Named(f"layer{index}", Sequence(stages))

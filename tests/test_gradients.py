@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from rlx_jax.blocks import (
     GatherFromInput,
     GatherLastToken,
     GeluFfn,
+    GemmaDecodeLayerSpec,
     GemmaStyle,
     LayerNorm,
     Linear,
@@ -61,7 +62,9 @@ from rlx_jax.blocks import (
     SwiGlu,
     ZeroBeta,
     gemma_attn_spec,
+    gemma_decode_layer,
     gemma_prefill_layer_composed,
+    gemma_prefill_layer_kv,
     llama_prefill_layer_composed,
     qwen3_prefill_layer_composed,
     qwen3_prefill_layer_fused,
@@ -143,15 +146,24 @@ def qwen3(layer: Any) -> Case:
     return Case({"x": X}, (RopeTables.theta(D), layer(0, spec)), weights | norms)
 
 
-def gemma(style: GemmaStyle, mask: MaskKind) -> Case:
-    """A layer with a softcap that bites."""
+def gemma_weights(style: GemmaStyle) -> dict[str, tuple[int, ...]]:
+    """Those of a Gemma layer with 4 heads on 2."""
     names = ["input_layernorm", "post_attention_layernorm"]
     names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is not GemmaStyle.GEMMA)
     norms: dict[str, tuple[int, ...]] = dict.fromkeys(names, (H,))
     norms |= {f"self_attn.{n}_norm": (D,) for n in "qk"} if style is GemmaStyle.GEMMA3 else {}
-    layer = gemma_prefill_layer_composed(0, style, gemma_attn_spec(0, 4, D, 2, mask, 0.1, 3.0), 1e-3)
-    weights = llama_weights(1, 2) | {f"model.layers.0.{n}.weight": s for n, s in norms.items()}
-    return Case({"x": X}, (RopeTables.theta(D), layer), weights)
+    return llama_weights(1, 2) | {f"model.layers.0.{n}.weight": s for n, s in norms.items()}
+
+
+def gemma_attention(mask: MaskKind | str) -> SelfAttnPrefillSpec:
+    """A softcap that bites."""
+    return gemma_attn_spec(0, 4, D, 2, mask, 0.1, 3.0)
+
+
+def gemma(style: GemmaStyle, mask: MaskKind, layer: Callable[..., Any] = gemma_prefill_layer_composed) -> Case:
+    """A layer, without a cache."""
+    stages = (RopeTables.theta(D), layer(0, style, gemma_attention(mask), 1e-3))
+    return Case({"x": X}, stages, gemma_weights(style))
 
 
 def attention(mask: MaskKind | str, mask_input: str | None = None) -> SelfAttnPrefill:
@@ -232,6 +244,13 @@ CASES = {
     "qwen3, composed": qwen3(qwen3_prefill_layer_composed),
     "gemma": gemma(GemmaStyle.GEMMA, MaskKind.CAUSAL),
     "gemma 3": gemma(GemmaStyle.GEMMA3, MaskKind.sliding_window(2)),
+    "gemma, tap": gemma(GemmaStyle.GEMMA3, MaskKind.CAUSAL, gemma_prefill_layer_kv),
+    "gemma, decode": decode(
+        RopeTables.theta(D),
+        BindDecodeInputs(1),
+        gemma_decode_layer(0, GemmaDecodeLayerSpec.of(GemmaStyle.GEMMA3, gemma_attention("sliding:3"), 1e-3)),
+        weights=gemma_weights(GemmaStyle.GEMMA3),
+    ),
     "llama, tap": Case(
         {"x": X},
         (
@@ -271,6 +290,10 @@ SLOW_CASES = (
     "llama, composed",
     "qwen3, composed",
     "gemma",
+    "llama, tap",
+    "qwen, decode",
+    "attention, decode",
+    "gemma, tap",
 )
 PLANS = [f"{roll} {remat}" for roll in ("scan", "unroll") for remat in ("none", "layer", "dots")]
 QUICK_PLANS = ("scan layer", "unroll dots")
