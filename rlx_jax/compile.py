@@ -32,7 +32,7 @@ from rlx_jax.errors import (
     listing,
     shown,
 )
-from rlx_jax.executable import Around, Arrays, Executable, Function, StateArrays, compile_program
+from rlx_jax.executable import Around, Arrays, Executable, Function, Progress, StateArrays, compile_program
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
@@ -193,6 +193,7 @@ class Compiler:
     templates: dict[tuple[str, frozenset[str], bool], Template] = field(default_factory=dict)
     functions: dict[ProgramKey, Specialised] = field(default_factory=dict)
     executables: dict[ProgramKey, Executable] = field(default_factory=dict)
+    progress: Progress | None = field(default=None, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
 
     def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
@@ -222,9 +223,17 @@ class Compiler:
         """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
         with self.lock:
             if key not in self.executables:
+                what = f"compile {key.program} of {', '.join(f'{name} {size}' for name, size in key.binding)}"
+                self.tell(what, 0, 1)
                 program = self.function(key)
                 self.executables[key] = compile_program(program.lir, program.run, params, state, inputs)
+                self.tell(what, 1, 1)
             return self.executables[key]
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Tell whoever asked for progress."""
+        if self.progress is not None:
+            self.progress(what, done, total)
 
 
 def open_compiler(
@@ -234,6 +243,7 @@ def open_compiler(
     strict: bool,
     merge: bool,
     program: str = "forward",
+    progress: Progress | None = None,
 ) -> Compiler:
     """Build the flow once, resolve its profile and choose its layout. Reads shapes, no data.
 
@@ -243,6 +253,8 @@ def open_compiler(
         raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
     if not isinstance(strict, bool):
         raise RequestError(f"strict is {shown(strict)}; expected True or False")
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
     start = time.perf_counter()
     flow = as_flow(flow)
     with paused_gc():
@@ -254,7 +266,7 @@ def open_compiler(
     first = "train" if program == "train" else "forward"
     template = make_template(built, settings, first, False, build_s)
     warn_without_effect(settings, flow.name, template.mir)
-    compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan))
+    compiler = Compiler(flow, built.source, settings, layout_of(template.hir, settings.scan), progress=progress)
     compiler.templates[(first, frozenset(), False)] = template
     return compiler
 

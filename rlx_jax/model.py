@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -96,10 +97,15 @@ def finish_model(compiler: Compiler, program: str = "forward") -> CompiledModel:
         warnings.warn(f"{compiler.flow.name}: {message}", RlxWarning, stacklevel=3)
     # A context of the caller's thread, which the loader does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    given_up = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_params, compiler, device)
-        model.warm()
-        params, seconds = loading.result()
+        loading = pool.submit(load_params, compiler, device, given_up)
+        try:
+            model.warm()
+            params, seconds = loading.result()
+        except BaseException:  # Ctrl-C, too: whoever it reaches should not wait for the rest of the weights
+            given_up.set()
+            raise
     model.load_seconds = seconds
     return model.replace(params=params)
 
@@ -110,12 +116,21 @@ def has_data(compiler: Compiler) -> bool:
     return source is not None and not (isinstance(source, MappingSource) and source.shapes_only)
 
 
-def load_params(compiler: Compiler, device: Any) -> tuple[dict[str, jax.Array], float]:
-    """Read every leaf of the layout onto `device` (None: the default one); the arrays and the seconds it took."""
+def load_params(compiler: Compiler, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
+    """Read every leaf of the layout onto `device` (None: the default one); the arrays and the seconds it took.
+
+    Ends early once it is `given_up`.
+    """
     assert compiler.source is not None
     start = time.perf_counter()
+    types = compiler.layout.types()
+    params, read, total = {}, 0, sum(t.nbytes for t in types.values())
     with jax.default_device(device):
-        params = {name: load_leaf(program, compiler.source) for name, program in compiler.layout.leaves.items()}
+        for name, program in compiler.layout.leaves.items():
+            if given_up.is_set():
+                break
+            params[name] = load_leaf(program, compiler.source)
+            compiler.tell("load", read := read + types[name].nbytes, total)
     jax.block_until_ready(params)
     return params, time.perf_counter() - start
 

@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     number,
     shown,
 )
+from rlx_jax.executable import Progress
 from rlx_jax.generate.chat import chat_prompt
 from rlx_jax.generate.generation import Plan, append, generate
 from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
@@ -86,6 +87,7 @@ class CausalLM:
         tokenizer: for strings; `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.
         eos_ids: tokens that end a row.
+        progress: told how far loading and compiling are; see `rlx_jax.executable.Progress`.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class CausalLM:
         max_positions: int | None = None,
         eos_ids: int | Sequence[int] = (),
         bos_id: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
+        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict, progress)
         self._check_width()
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
         ends = id_list([eos_ids] if isinstance(eos_ids, int) else eos_ids, self.vocab_size, "eos_ids")

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlx_jax.built import Weights
 from rlx_jax.errors import GraphError, MaskShapeError, RequestError, shown
+from rlx_jax.executable import Progress
 from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import bucket, id_list, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.generate.sentence import SentencePipeline, pool
@@ -31,6 +32,7 @@ class Encoder:
         flow: a `ModelFlow` whose first input is the ids, or a recipe.
         tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline: mean pooling.
         max_positions: the longest sequence the model knows, in tokens.
+        progress: told how far loading and compiling are; see `rlx_jax.executable.Progress`.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Encoder:
         mesh: Any = None,
         strict: bool = True,
         max_positions: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict)
+        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict, progress)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")

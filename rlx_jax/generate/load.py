@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx_jax.errors import ConfigError, quote
+from rlx_jax.executable import Progress
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.encoder import Encoder
@@ -25,6 +26,7 @@ def load(
     dtype: Any = None,
     strict: bool = True,
     recipe: ModelRecipe | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Any:
     """A Hugging Face or sentence-transformers directory as a `CausalLM` or an `Encoder`; `config.json` decides.
@@ -35,12 +37,14 @@ def load(
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
+        progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)` and
+            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see `rlx_jax.executable.Progress`.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
     """
-    check_options("load", options, ("profile", "mesh", "dtype", "strict", "recipe"))
+    check_options("load", options, ("profile", "mesh", "dtype", "strict", "recipe", "progress"))
     directory = model_directory(path)
     pipeline = load_pipeline(directory)
     root = directory / pipeline.transformer if pipeline else directory
@@ -50,7 +54,7 @@ def load(
     if dtype is not None:
         dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
         profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})
-    common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict}
+    common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
     if pretrained.kind == "encoder":
         tokenizer = load_tokenizer(root, lowercase=bool(pipeline and pipeline.do_lower_case))
         positions = pretrained.max_positions

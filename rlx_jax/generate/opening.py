@@ -9,6 +9,7 @@ import jax
 from rlx_jax.built import Weights
 from rlx_jax.compile import open_compiler
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, UnsupportedError, listing, number, shown
+from rlx_jax.executable import Progress
 from rlx_jax.generate.requests import whole_number
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.model import CompiledModel, finish_model
@@ -16,7 +17,7 @@ from rlx_jax.profiles import CompileProfile
 
 
 def open_token_model(
-    flow: Any, weights: Weights, profile: CompileProfile | None, mesh: Any, strict: bool
+    flow: Any, weights: Weights, profile: CompileProfile | None, mesh: Any, strict: bool, progress: Progress | None
 ) -> tuple[CompiledModel, int]:
     """Compile a flow with merged projections; the model and its vocabulary size.
 
@@ -26,7 +27,7 @@ def open_token_model(
     """
     if mesh is not None:
         raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
-    model = finish_model(open_compiler(flow, weights, profile, strict, merge=True))
+    model = finish_model(open_compiler(flow, weights, profile, strict, merge=True, progress=progress))
     compiler = model.compiler
     ids = compiler.flow.inputs[0].name
     rows = compiler.template("forward").bounds.ids.get(ids)

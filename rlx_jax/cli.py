@@ -1,0 +1,203 @@
+"""The command `rlx-jax`: generate from a checkpoint directory, or look at one.
+
+Text goes to stdout as it comes; progress, warnings and errors go to stderr. Exit status: 0, 1 for an error, 2 for a
+command that is not understood, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import rlx_jax as rlx
+from rlx_jax.errors import RequestError, RlxError, quote, shown
+from rlx_jax.generate.tokenizer import load_tokenizer
+from rlx_jax.models.families import model_directory, open_pretrained
+from rlx_jax.weights.source import open_weights
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    args = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            for piece in args.run(args):
+                _write(piece)
+        return 0
+    except KeyboardInterrupt:
+        print()
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + getattr(signal, "SIGPIPE", 13)
+    except RlxError as error:
+        if args.debug:
+            raise
+        print(f"rlx-jax: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command understands."""
+    top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX: generate from a checkpoint directory.")
+    top.add_argument("--version", action="version", version=f"rlx-jax {rlx.__version__}, jax {jax.__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a prompt, or answer it", description=_generate.__doc__)
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("--prompt", required=True, metavar="TEXT", help="the text to continue; - reads it from stdin")
+    add("--chat", action="store_true", help="answer it as one message, by the checkpoint's chat template")
+    add("--system", metavar="TEXT", help="a system message before it; means --chat")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the likeliest token")
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest")
+    add("--top-p", type=float, metavar="P", help="choose among the likeliest that make up the probability P")
+    add("--min-p", type=float, metavar="P", help="leave out what is less likely than P times the likeliest")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what was said gets less likely")
+    add("--seed", type=int, default=0, metavar="N", help="of the random draws (%(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
+    add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
+    add("--quiet", action="store_true", help="no progress on stderr")
+
+    inspect = commands.add_parser("inspect", help="what a checkpoint is", description=_inspect.__doc__)
+    inspect.set_defaults(run=_inspect)
+    for command in (generate, inspect):
+        command.add_argument("directory", metavar="DIR", help="a checkpoint directory: config.json, safetensors ...")
+        command.add_argument("--debug", action="store_true", help="show where an error comes from")
+    return top
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+def _generate(args: argparse.Namespace) -> Iterator[str]:
+    """Write the continuation of a prompt, token by token as they come."""
+    sampler = rlx.Sampler(
+        args.temperature, args.top_k, args.top_p, args.min_p, repetition_penalty=args.repetition_penalty
+    )
+    profile = None if args.profile is None else _profile(args.profile)
+    prompt = _stdin() if args.prompt == "-" else args.prompt
+    status = Status(shown=sys.stderr.isatty() and not args.quiet)
+    try:
+        lm = rlx.load(args.directory, profile=profile, dtype=args.dtype, progress=status)
+        if not isinstance(lm, rlx.CausalLM):
+            raise RequestError(
+                f"{quote(args.directory)} is an encoder, which does not generate; use rlx_jax.load in Python"
+            )
+        request: dict[str, Any] = {
+            "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,
+        }  # fmt: skip
+        if args.chat or args.system is not None:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            pieces = lm.chat([*system, {"role": "user", "content": prompt}], stream=True, **request)
+        else:
+            pieces = lm.stream(prompt, **request)
+        for piece in pieces:
+            status.clear()
+            yield piece
+    finally:
+        status.clear()
+    yield "\n"
+
+
+def _inspect(args: argparse.Namespace) -> Iterator[str]:
+    """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer. Reads no weights."""
+    directory = model_directory(args.directory)
+    pretrained = open_pretrained(directory)
+    recipe: Any = pretrained.recipe
+    source = open_weights(directory)
+    specs = [source.spec(key) for key in source.keys()]
+    size = sum(spec.size * spec.dtype.itemsize for spec in specs)
+    tokenizer = load_tokenizer(directory)
+    rows = {
+        "recipe": f"{type(recipe).__name__}, {pretrained.kind}",
+        "weights": f"{sum(spec.size for spec in specs):,} in {len(specs)} tensors, {_bytes(size)}",
+        "dtypes": ", ".join(sorted({str(spec.dtype) for spec in specs})),
+        "tokenizer": "none" if tokenizer is None else f"{tokenizer.vocab_size:,} tokens",
+        "chat templates": ", ".join(tokenizer.chat_templates) if tokenizer and tokenizer.chat_templates else "none",
+        **{name: value if isinstance(value, str) else shown(value) for name, value in vars(recipe.config).items()},
+    }
+    width = max(map(len, rows))
+    yield from (f"{name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def _profile(name: str) -> rlx.CompileProfile:
+    """A preset, or a file where the name is that of one."""
+    is_file = name.endswith(".toml") or os.sep in name or Path(name).exists()
+    return rlx.CompileProfile.from_toml(name) if is_file else rlx.CompileProfile.preset(name)
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as cause:
+        raise RequestError(f"stdin: not UTF-8 at byte {cause.start}") from cause
+
+
+# -- what is written ---------------------------------------------------------------------------
+
+
+class Status:
+    """One line on stderr that is written over: how far loading and compiling are."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown, self._line, self._lock = shown, "", threading.Lock()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """See `rlx_jax.executable.Progress`."""
+        amount = f" {_bytes(done)} of {_bytes(total)}" if what == "load" else " …" if done < total else ""
+        self._write(f"{what}{amount}" if done < total else "")
+
+    def clear(self) -> None:
+        """Take the line away."""
+        self._write("")
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            if self._shown and line != self._line:
+                self._line = line
+                sys.stderr.write(f"\r\x1b[K{line}")
+                sys.stderr.flush()
+
+
+def _write(piece: str) -> None:
+    """A piece of text, at once. What a model writes must not command a terminal."""
+    sys.stdout.write(_CONTROLS.sub("\ufffd", piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
+def _warn(
+    message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """A warning in one line."""
+    print(f"rlx-jax: {category.__name__}: {message}", file=sys.stderr)
+
+
+def _bytes(count: int) -> str:
+    """A size to read.
+
+    >>> _bytes(999), _bytes(2_471_645_608)
+    ('999 B', '2.47 GB')
+    """
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
