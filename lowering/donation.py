@@ -87,7 +87,7 @@ def cast_parameters(graph: Graph, target: str) -> int:
 
 
 def scores_bytes(graph: Graph) -> int:
-    """Bytes of three arrays `[B,N,S,T]` in f32 of the largest attention: XLA may keep scores, masked scores and weights."""
+    """Bytes of three arrays `[B,N,S,T]` in f32 of the largest attention; XLA may keep scores, masked ones, weights."""
     sizes = [0]
     for inner, node in graph.walk():
         if isinstance(node.op, AttentionOp):
