@@ -7,8 +7,6 @@ over a cache, where cuDNN needs the whole mask, 127 and 124.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,27 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.ir.graph import Graph, Node
+from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.types import TensorType, path_text, short_name
+from rlx_jax.ir.types import path_text, short_name
+from rlx_jax.lowering.choices import Call, Choice, call_of
 
 Array = Any
 MAX_HEAD_DIM = 128  # cuDNN's, on every GPU; newer ones take more
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The implementation of one attention, and why."""
-
-    implementation: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.implementation} ({self.reason})"
-
-
-Call = tuple[AttentionOp, tuple[TensorType, ...]]
-"""An attention as the choice sees it: the op and the types of its operands."""
 
 
 def cuda_is_here() -> bool:
@@ -78,18 +62,12 @@ def why_not_cudnn(call: Call, target: str, differentiable: bool) -> str:
     return "" if cuda_is_here() else "no CUDA device here: JAX lowers cuDNN only where there is one"
 
 
-def call_of(graph: Graph, node: Node) -> Call:
-    """The key of an attention's choice."""
-    assert isinstance(node.op, AttentionOp)
-    return node.op, tuple(graph.type(v) for v in node.inputs)
-
-
 def attentions(graph: Graph) -> dict[str, Call]:
     """Every attention of a program by its block path, regions included."""
     return {path_text(n.origin.path): call_of(g, n) for g, n in graph.walk() if isinstance(n.op, AttentionOp)}
 
 
-def choose_all(graph: Graph, target: str, wanted: str, differentiable: bool = True) -> dict[Call, Choice]:
+def choose_attention(graph: Graph, target: str, wanted: str, differentiable: bool = True) -> dict[Call, Choice]:
     """The implementation of every attention of a program with static sizes.
 
     `differentiable`: whether someone may take its gradient, which programs with a state do not need.
@@ -126,7 +104,3 @@ def cudnn(op: AttentionOp, q: Array, k: Array, v: Array, *rest: Array) -> Array:
         implementation="cudnn",
     )
     return out.reshape(q.shape)
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"xla": AttentionOp.eval, "cudnn": cudnn}
-"""How to run an attention, by the name of the implementation; each equals `eval`."""

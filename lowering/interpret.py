@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
-from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import bind_path, path_text
-from rlx_jax.lowering.attention import IMPLEMENTATIONS, Call, Choice, call_of
+from rlx_jax.lowering.choices import Call, Choice, call_of
+from rlx_jax.lowering.implementations import CHOSEN, IMPLEMENTATIONS
 
 Array = Any
 StateKey = tuple[str, str]
@@ -41,7 +41,7 @@ class Env:
     state: dict[StateKey, Array]
     scan: bool = False
     remat: str = "none"
-    attention: Mapping[Call, Choice] = field(default_factory=dict)
+    choices: Mapping[Call, Choice] = field(default_factory=dict)
     iteration: int | None = None
     operands: tuple[Array, ...] = ()
     sliced: Mapping[Program, Array] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def _run(graph: Graph, node: Node, operands: tuple[Array, ...], env: Env) -> tup
     if isinstance(op, Repeat):
         return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
     assert isinstance(op, Mir), op
-    choice = env.attention.get(call_of(graph, node)) if isinstance(op, AttentionOp) else None
+    choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
     out = op.eval(*operands) if choice is None else IMPLEMENTATIONS[choice.implementation](op, *operands)
     return out if isinstance(out, tuple) else (out,)
 

@@ -1,4 +1,7 @@
-"""Merge Linears that read the same value into one: q, k, v; gate, up. A rewrite of HIR, for anyone's flow."""
+"""Merge Linears that read the same value into one: q, k, v; gate, up. Then the rotations of what came of one: q, k.
+
+Rewrites of HIR, for anyone's flow: one large kernel costs less than several small ones.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +75,45 @@ def _param(graph: Graph, value: Value) -> Param:
 def _concat(params: list[Param], axis: int) -> Param:
     programs = tuple(concat(parts, axis) for parts in zip(*(p.programs for p in params), strict=True))
     return Param(programs, type=programs[0].type)
+
+
+def merge_ropes(graph: Graph, types: TypeCache) -> Graph:
+    """rope(split₀(y), t), rope(split₁(y), t) → split(rope(y₀ ‖ y₁, t)), where the parts stand side by side in y."""
+
+    def enter(graph: Graph) -> Rewrite:
+        member = {number: group for group in _rotations(graph) for number in group}
+        made: dict[int, Value] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if number not in member:
+                return None
+            group = member[number]
+            if number == group[0]:
+                made.update(zip(group, _rotate(b, graph, group, inputs), strict=True))
+            return (made[number],)
+
+        return fn
+
+    return rewrite(graph, enter, types, "merge_ropes")
+
+
+def _rotations(graph: Graph) -> list[list[int]]:
+    """Node numbers of alike Ropes over neighbouring parts of one Split, in the order of the parts."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        if isinstance(node.op, hir.Rope) and isinstance(graph.nodes[node.inputs[0].node].op, hir.Split):
+            found[(node.inputs[0].node, node.op, node.inputs[1:])].append(number)
+    groups = [sorted(group, key=lambda n: graph.nodes[n].inputs[0].index) for group in found.values()]
+    parts = [[graph.nodes[n].inputs[0].index for n in group] for group in groups]
+    # The first to be computed makes all, so it has to be the first of the parts.
+    return [g for g, at in zip(groups, parts, strict=True)
+            if len(g) > 1 and g == sorted(g) and at == list(range(at[0], at[0] + len(at)))]  # fmt: skip
+
+
+def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    split, first, count = b.nodes[inputs[0].node], inputs[0].index, len(group)
+    sizes = split.op.sizes  # type: ignore[attr-defined]
+    parts = sizes[first : first + count]
+    cuts = tuple(n for n in (sum(sizes[:first]), sum(parts), sum(sizes[first + count :])) if n)
+    whole = b.add(hir.Split(cuts), *split.inputs)[1 if first else 0]
+    return b.add(hir.Split(parts), b(graph.nodes[group[0]].op, whole, *inputs[1:]))

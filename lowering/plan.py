@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, StateRead
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.attention import Call, Choice, attentions
+from rlx_jax.lowering.attention import attentions
+from rlx_jax.lowering.choices import Call, Choice
 from rlx_jax.lowering.passes.dce import live
 
 StateKey = tuple[str, str]
@@ -19,8 +20,8 @@ StateKey = tuple[str, str]
 @dataclass(frozen=True)
 class Plan:
     """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
-    recomputes of each layer (`remat`: none, layer or dots), the `implementation` of attention that was asked for and
-    the choice for each of them, options for XLA."""
+    recomputes of each layer (`remat`: none, layer or dots), the `implementation` of attention that was asked for, how
+    attentions and products run (`choices`), options for XLA."""
 
     target: str
     scan: bool
@@ -28,7 +29,7 @@ class Plan:
     donate_inputs: tuple[str, ...] = ()
     remat: str = "none"
     implementation: str = "auto"
-    attention: Mapping[Call, Choice] = field(default_factory=dict)
+    choices: Mapping[Call, Choice] = field(default_factory=dict)
     compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -49,7 +50,7 @@ class Lir:
 
     def attention(self) -> tuple[str, ...]:
         """One line for each attention: its block path, the implementation and the reason."""
-        choices = self.plan.attention
+        choices = self.plan.choices
         return tuple(f"{path}: {choices[call]}" for path, call in attentions(self.graph).items() if call in choices)
 
 

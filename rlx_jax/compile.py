@@ -38,14 +38,14 @@ from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.attention import choose_all
 from rlx_jax.lowering.derive import derive
 from rlx_jax.lowering.donation import reusable_inputs
 from rlx_jax.lowering.fusion_report import FusionReport, fusion_report
+from rlx_jax.lowering.implementations import choose_all
 from rlx_jax.lowering.interpret import Env, interpret
 from rlx_jax.lowering.layout import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.merge import merge_linears
+from rlx_jax.lowering.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.mixed import mixed
 from rlx_jax.lowering.orient import orient
 from rlx_jax.lowering.passes import PASSES
@@ -93,6 +93,7 @@ def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: 
     if settings.merge:
         # Without dce the unmerged weights would stay in the graph, and so in the layout.
         hir = verify(dce(merge_linears(hir, types), types), "hir", "merge_linears", types)
+        hir = verify(dce(merge_ropes(hir, types), types), "hir", "merge_ropes", types)
     if settings.weight_layout != "auto":
         hir = verify(dce(orient(hir, settings.weight_layout, types), types), "hir", "orient", types)
     if settings.stored is not None:
@@ -132,7 +133,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     plan = replace(
         make_plan(settings),
         donate_inputs=reusable_inputs(graph, settings.donate_inputs),
-        attention=choose_all(graph, settings.target, settings.attention, differentiable=not template.state),
+        choices=choose_all(graph, settings.target, settings.attention, differentiable=not template.state),
     )
     return Lir(graph, plan)
 
@@ -163,7 +164,7 @@ def make_function(lir: Lir, layout: Layout) -> Function:
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         leaves = {program: params[name] for program, name in names.items()}
-        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, lir.plan.attention)
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, lir.plan.choices)
         outputs = interpret(lir.graph, env)
         return outputs, env.state
 

@@ -84,7 +84,9 @@ class Seen:
         classes = (op_classes(Mir) | op_classes(Hir) | {"Repeat"}) - set(NOT_GROWN)
         found = {name: self.ops[name] for name in classes if self.ops[name] < least}
         found |= {name: self.ops[name] for name in kinds if self.ops[name] < least_of_a_kind}
-        return found | {name: n for name in (*PASSES, "merge_linears") if (n := self.fired[name]) < least}
+        return found | {
+            name: n for name in (*PASSES, "merge_linears", "merge_ropes") if (n := self.fired[name]) < least
+        }
 
 
 def fuzz(tensor_graphs: int, block_graphs: int, forms: int, same: bool) -> Seen:

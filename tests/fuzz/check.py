@@ -17,7 +17,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.interpret import Env, interpret
 from rlx_jax.lowering.layout import programs_of
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.merge import merge_linears
+from rlx_jax.lowering.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.passes import PASSES
 from rlx_jax.lowering.passes.dce import dce
 from rlx_jax.lowering.plan import state_types
@@ -141,8 +141,10 @@ def check_lowering(case: Case, fired: Counter[str]) -> list[Program]:
     """HIR expanded, merged and lowered by either policy, then every pass; what to compile."""
     checker, types, programs = Checker(case), case.types, []
     expanded = expand_composites(case.graph, types)
-    merged = dce(merge_linears(expanded, types), types)
-    fired["merge_linears"] += structure(merged) != structure(dce(expanded, types))
+    linears = dce(merge_linears(expanded, types), types)
+    merged = dce(merge_ropes(linears, types), types)
+    fired["merge_linears"] += structure(linears) != structure(dce(expanded, types))
+    fired["merge_ropes"] += structure(merged) != structure(linears)
     for name, blocks in (("expanded", expanded), ("merged", merged)):
         checker.same(blocks, name, "hir", folds=False)
         for policy in ("direct", "fusable"):

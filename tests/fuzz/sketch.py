@@ -31,6 +31,8 @@ from rlx_jax.ir.graph import (
     constant,
 )
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeTable
+from rlx_jax.ir.ops.contract import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.fused import FusedResidualLayerNorm, FusedResidualRmsNorm
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.shaping import (
     Concat,
@@ -77,9 +79,12 @@ MOVES = (
 )
 """Ops that compute nothing: exact operands give exact results."""
 
-COMPOSED = (RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, AttentionOp, hir.Attention, hir.CachedAttention)
+NORMS = (LayerNormOp, RmsNormOp, FusedResidualLayerNorm, FusedResidualRmsNorm, hir.LayerNorm, hir.RmsNorm)
+BLOCKS = (RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, AttentionOp, hir.Attention, hir.CachedAttention)
+COMPOSED = (*NORMS, *BLOCKS)
 INNER_STEPS = 8
-"""Ops that round several times between their operands and their results."""
+"""Ops that round several times between their operands and their results: early on, as if an operand was off by more,
+and at the end."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +295,8 @@ class Sketch:
         out = []
         for r, t, change in zip(results, types, changes, strict=True):
             scale = float(np.abs(r).max(initial=0.0)) if is_float(t.dtype) else 0.0
-            steps = INNER_STEPS if isinstance(op, COMPOSED) else 1
-            error = change + steps * UNIT[t.dtype] * (scale + 1e-4) if is_float(t.dtype) else change
+            early, steps = (2, INNER_STEPS) if isinstance(op, COMPOSED) else (1, 1)
+            error = early * change + steps * UNIT[t.dtype] * (scale + 1e-4) if is_float(t.dtype) else change
             if not error <= (CAP[t.dtype] * max(scale, 0.1) if is_float(t.dtype) else 0.0):
                 return None
             out.append((r, error))

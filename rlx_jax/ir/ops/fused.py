@@ -45,7 +45,11 @@ class FusedMatMulBiasAct(Mir):
             raise ShapeError(f"linear: the bias of x {x} and w {w} is {want}, got {b}")
 
     def eval(self, x: Array, w: Array, b: Array) -> Array:
-        y = jnp.add(*same_rank(self.product.eval(x, w), b))
+        return self.finish(self.product.eval(x, w), b)
+
+    def finish(self, y: Array, b: Array) -> Array:
+        """The op from its product on."""
+        y = jnp.add(*same_rank(y, b))
         return UNARY[self.activation](y) if self.activation else y
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:

@@ -1,0 +1,29 @@
+"""How an op runs where its `eval` is not the fastest way: the name of an implementation, and why it was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx_jax.ir.graph import Graph, Node
+from rlx_jax.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation by its name in `IMPLEMENTATIONS`; `xla` is the op's own `eval`."""
+
+    implementation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation} ({self.reason})"
+
+
+Call = tuple[Any, tuple[TensorType, ...]]
+"""A node as the choice sees it: the op and the types of its operands."""
+
+
+def call_of(graph: Graph, node: Node) -> Call:
+    """The key of a node's choice."""
+    return node.op, tuple(graph.type(v) for v in node.inputs)

@@ -1,0 +1,70 @@
+"""Products that do not run as their `eval`, and rotations that are merged, mean the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.ir.ops.contract import MatMul
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.lowering.implementations import IMPLEMENTATIONS
+from rlx_jax.models.llama import Llama32Flow
+
+CONFIG = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_row_as_a_sum(dtype: str, wide: bool) -> None:
+    """Against NumPy in float64, with a bias and an activation too."""
+    rng = np.random.default_rng(0)
+    x, w, b = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((1, 1, 40), (24, 40), (24,)))
+    y = np.asarray(x, np.float64)[0] @ np.asarray(w, np.float64).T
+    unit = 2.0**-22 if wide or dtype == "float32" else 2.0**-8
+    plain = IMPLEMENTATIONS["row"](MatMul(1, f32_result=wide), x, w)
+    assert plain.shape == (1, 1, 24) and plain.dtype == (jnp.float32 if wide else dtype)
+    np.testing.assert_allclose(np.asarray(plain, np.float64)[0], y, atol=float(np.abs(y).max()) * unit)
+    if not wide:
+        biased = IMPLEMENTATIONS["row"](FusedMatMulBiasAct(1, "tanh"), x, w, b)
+        np.testing.assert_allclose(
+            np.asarray(biased, np.float64)[0], np.tanh(y + np.asarray(b, np.float64)), atol=8 * unit * np.abs(y).max()
+        )
+
+
+@pytest.mark.parametrize(("batch", "tokens", "target", "products"), [
+    (1, 1, "cuda", 0), (2, 1, "cuda", 9), (1, 2, "cuda", 9), (1, 1, "cpu", 9),
+])  # fmt: skip
+def test_which_products(batch: int, tokens: int, target: str, products: int) -> None:
+    """4 products in each of 2 layers, and the head; each attention has two more, between what is computed."""
+    profile = rlx.CompileProfile().replace(
+        fusion={"target": target}, backend={target: {"merge": True}}, attention={"implementation": "xla"}
+    )
+    model = rlx.compile(Llama32Flow.for_prefill(CONFIG), profile=profile, program="extend")
+    state = jax.eval_shape(lambda: model.init_state(batch, 16))
+    ids, lengths = jax.ShapeDtypeStruct((batch, tokens), jnp.int32), np.ones(batch, np.int32)
+    traced = jax.jit(lambda p, i, s: model.apply(p, i, lengths, state=s)).trace(model.param_specs(), ids, state)
+    text = str(traced.lower(lowering_platforms=(target,)).as_text())
+    assert text.count("stablehlo.dot_general") - 2 * 2 == products
+
+
+def test_rotations_of_one_product_are_one() -> None:
+    """q and k are turned together where one product makes both; the numbers are the same."""
+    weights = rlx.compile(Llama32Flow.for_prefill(CONFIG)).init(jax.random.key(0))
+    keys = rlx.compile(Llama32Flow.for_prefill(CONFIG)).weights(weights)
+    ids, found = np.array([[3, 1, 30], [7, 7, 2]], np.int32), []
+    for policy in ("direct", "fusable"):
+        profile = rlx.CompileProfile().replace(backend={"cpu": {"merge": True}}, fusion={"policy": policy})
+        model = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys, profile=profile)
+        text = model.text("mir")
+        assert text.count("= rope(") == 1 and "rope(d=8, n_rot=8)" in text and "f32[batch,seq,48]" in text
+        found.append(np.asarray(model(ids)))
+    apart = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys)
+    assert apart.text("mir").count("= rope(") == 2
+    for logits in found:
+        np.testing.assert_allclose(logits, np.asarray(apart(ids)), atol=2e-6)
