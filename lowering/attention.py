@@ -40,6 +40,7 @@ def choose(call: Call, target: str, wanted: str, differentiable: bool = True) ->
 def why_not_cudnn(call: Call, target: str, differentiable: bool) -> str:
     """Why cuDNN cannot compute this attention, or does not gain; empty if it can."""
     op, (q, k, *_) = call
+    assert isinstance(op, AttentionOp)
     queries, keys, width = int(q.shape[1]), int(k.shape[1]), int(q.shape[2]) // op.heads
     if target != "cuda":
         return f"cuDNN is for cuda, the target is {target}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from rlx_jax.ir.graph import Graph, Node
+from rlx_jax.ir.graph import Graph, Mir, Node
 from rlx_jax.ir.types import TensorType
 
 
@@ -20,10 +19,11 @@ class Choice:
         return f"{self.implementation} ({self.reason})"
 
 
-Call = tuple[Any, tuple[TensorType, ...]]
+Call = tuple[Mir, tuple[TensorType, ...]]
 """A node as the choice sees it: the op and the types of its operands."""
 
 
 def call_of(graph: Graph, node: Node) -> Call:
     """The key of a node's choice."""
+    assert isinstance(node.op, Mir)
     return node.op, tuple(graph.type(v) for v in node.inputs)
