@@ -35,10 +35,12 @@ from rlx_jax.blocks.decode_layers import LlamaDecodeLayerSpec as LlamaDecodeLaye
 from rlx_jax.blocks.decode_layers import LlamaKvTap as LlamaKvTap
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayer as Qwen3DecodeLayer
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
+from rlx_jax.blocks.decode_layers import decode_form as decode_form
 from rlx_jax.blocks.decode_layers import gemma_decode_layer as gemma_decode_layer
 from rlx_jax.blocks.decode_layers import gemma_prefill_layer_kv as gemma_prefill_layer_kv
 from rlx_jax.blocks.decode_layers import llama_decode_layer as llama_decode_layer
 from rlx_jax.blocks.decode_layers import qwen3_decode_layer_fused as qwen3_decode_layer_fused
+from rlx_jax.blocks.decode_layers import tapped as tapped
 from rlx_jax.blocks.decoder import LlamaDecoder as LlamaDecoder
 from rlx_jax.blocks.decoder import LlamaDecoderSpec as LlamaDecoderSpec
 from rlx_jax.blocks.decoder import llama_prefill_layer_composed as llama_prefill_layer_composed

@@ -93,12 +93,18 @@ class SelfAttnPrefillSpec:
 
 @dataclass(frozen=True)
 class SelfAttnPrefill:
-    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection."""
+    """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection.
+
+    With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`.
+    """
 
     spec: SelfAttnPrefillSpec
+    kv_name: str | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        context, _, _ = self_attention(emit, emit.require(value, "SelfAttnPrefill"), self.spec, "SelfAttnPrefill")
+        context, k, v = self_attention(emit, emit.require(value, "SelfAttnPrefill"), self.spec, "SelfAttnPrefill")
+        if self.kv_name is not None:
+            side_outputs(emit, self.kv_name, k, v)
         return context
 
     def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
@@ -115,6 +121,12 @@ def self_attention(
         mask = mask_kind(spec.mask)
         extra = mask_operand(emit, mask, spec.mask_input, stage)
         return emit.add(spec.block(mask), q, k, v, *extra), k, v
+
+
+def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue) -> None:
+    """Make keys and values outputs of the flow, `{name}.k` and `{name}.v`."""
+    emit.output(f"{name}.k", k)
+    emit.output(f"{name}.v", v)
 
 
 def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str = "qkv") -> list[FlowValue]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract, Shape
 from rlx_jax.blocks.rope import positions_of
 from rlx_jax.emit import DecodeBindings, Emit, FlowValue
@@ -148,12 +148,6 @@ def cached(emit: Emit, index: int, stage: str) -> tuple[FlowValue, FlowValue]:
     return bindings.past[index]
 
 
-def side_outputs(emit: Emit, index: int, k: FlowValue, v: FlowValue) -> None:
-    """Make keys and values outputs of the flow, `kv.{index}.k` and `kv.{index}.v`."""
-    emit.output(f"kv.{index}.k", k)
-    emit.output(f"kv.{index}.v", v)
-
-
 @dataclass(frozen=True)
 class SelfAttnDecode:
     """SelfAttnPrefill with cached keys and values in front of the new ones: normalised `[B,S,H]` → `[B,S,N·D]`.
@@ -172,7 +166,7 @@ class SelfAttnDecode:
             past = cached(emit, self.layer, "SelfAttnDecode")
             q, *new = projections(emit, x, self.spec)
             k, v = (self._grown(emit, name, *pair) for name, *pair in zip("kv", past, new, strict=True))
-            side_outputs(emit, self.layer, k, v)
+            side_outputs(emit, f"kv.{self.layer}", k, v)
             block, keep = self._block(emit)
             return emit.add(block, q, k, v, *keep)
 

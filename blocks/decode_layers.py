@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, projections
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract, Shape
 from rlx_jax.blocks.control import BlockStage, Named, Sequence
-from rlx_jax.blocks.decode import SelfAttnDecode, cached, side_outputs
-from rlx_jax.blocks.decoder import LlamaDecoderSpec, attention_spec, check_hidden, pre_norm_layer
+from rlx_jax.blocks.decode import SelfAttnDecode, cached
+from rlx_jax.blocks.decoder import LlamaDecoder, LlamaDecoderSpec, attention_spec, check_hidden, pre_norm_layer
 from rlx_jax.blocks.gemma import GemmaStyle, gemma_attention, gemma_layer
 from rlx_jax.blocks.norm import RmsNorm
-from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec, attention_of
+from rlx_jax.blocks.qwen3 import Qwen3Decoder, Qwen3DecoderSpec, attention_of
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.hir import MaskKind
@@ -127,8 +128,13 @@ class LlamaKvTap:
     @staticmethod
     def layer(index: int, spec: LlamaDecoderSpec) -> LlamaKvTap:
         """The tap of layer `index` under Hugging Face's keys."""
-        prefix = f"model.layers.{index}"
-        return LlamaKvTap(prefix, index, spec.head_dim, spec.eps, spec.attention_bias, spec.rope_theta)
+        return LlamaKvTap.of(LlamaDecoder.layer(index, spec), index)
+
+    @staticmethod
+    def of(layer: LlamaDecoder, index: int) -> LlamaKvTap:
+        """The tap of `layer`, whose side outputs are called by `index`."""
+        s = layer.spec
+        return LlamaKvTap(layer.layer_prefix, index, s.head_dim, s.eps, s.attention_bias, s.rope_theta)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaKvTap")
@@ -136,7 +142,7 @@ class LlamaKvTap:
         sizes = LlamaDecoderSpec(1, self.head_dim, 1, attention_bias=self.attention_bias, rope_theta=self.rope_theta)
         with emit.scope("self_attn"):
             k, v = projections(emit, normed, attention_spec(self.layer_prefix, sizes), "kv")
-        side_outputs(emit, self.layer_idx, k, v)
+        side_outputs(emit, f"kv.{self.layer_idx}", k, v)
         return x
 
 
@@ -312,7 +318,7 @@ class GemmaKvTap:
         spec = GemmaDecodeLayerSpec(num_heads=1, num_kv_heads=1, **common(self, GemmaDecodeLayerSpec))
         with emit.scope("self_attn"):
             k, v = projections(emit, x, spec.attention(self.layer_prefix), "kv")
-        side_outputs(emit, self.layer_idx, k, v)
+        side_outputs(emit, f"kv.{self.layer_idx}", k, v)
         return x
 
 
@@ -327,3 +333,45 @@ def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: SelfAttnPre
 def gemma_decode_layer(index: int, spec: GemmaDecodeLayerSpec) -> Named:
     """Gemma's layer `index` over cached and new tokens."""
     return Named(f"layer{index}", GemmaDecodeLayer.layer(index, spec))
+
+
+# -- any layer -----------------------------------------------------------------------------------
+
+Rules = dict[type[Any], Callable[[Any], BlockStage]]
+
+
+def decode_form(layer: BlockStage, index: int, use_custom_mask: bool = False) -> BlockStage:
+    """Layer `index` of any family behind a cache: its attention, or the fused layer, in its decode form.
+
+    What is neither stays as it is, and has to treat tokens one by one; nothing here proves that, unlike `derive`.
+    """
+    rules: Rules = {
+        SelfAttnPrefill: lambda s: SelfAttnDecode(s.spec, index, use_custom_mask),
+        LlamaDecoder: lambda s: LlamaDecodeLayer(
+            s.layer_prefix, index, LlamaDecodeLayerSpec.of(s.spec, use_custom_mask)
+        ),
+        Qwen3Decoder: lambda s: Qwen3DecodeLayer(
+            s.layer_prefix, index, Qwen3DecodeLayerSpec.of(s.spec, use_custom_mask)
+        ),
+    }
+    return _changed(layer, rules)
+
+
+def tapped(layer: BlockStage, index: int) -> BlockStage:
+    """Layer `index` of any family, with its keys and values as the side outputs `kv.{index}.k` and `kv.{index}.v`."""
+    rules: Rules = {
+        SelfAttnPrefill: lambda s: SelfAttnPrefill(s.spec, f"kv.{index}"),
+        LlamaDecoder: lambda s: Sequence([LlamaKvTap.of(s, index), s]),
+        Qwen3Decoder: lambda s: replace(s, kv_name=f"kv.{index}"),
+    }
+    return _changed(layer, rules)
+
+
+def _changed(stage: BlockStage, rules: Rules) -> BlockStage:
+    """The stage with every stage inside it by its rule."""
+    if isinstance(stage, Named):
+        return replace(stage, inner=_changed(stage.inner, rules))
+    if isinstance(stage, Sequence):
+        return Sequence(_changed(s, rules) for s in stage.stages)
+    rule = rules.get(type(stage))
+    return stage if rule is None else rule(stage)

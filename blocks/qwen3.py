@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, self_attention
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, self_attention, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decoder import check_hidden, pre_norm_layer
@@ -71,8 +71,7 @@ class Qwen3Decoder:
             a = emit.rms_norm(x, f"{p}.input_layernorm.weight", s.eps)
         context, k, v = self_attention(emit, a, attention_of(p, s, self.mask_input), "Qwen3Decoder")
         if self.kv_name is not None:
-            emit.output(f"{self.kv_name}.k", k)
-            emit.output(f"{self.kv_name}.v", v)
+            side_outputs(emit, self.kv_name, k, v)
         o_proj = f"{p}.self_attn.o_proj"
         with emit.scope("self_attn", "o_proj"):
             h = x + emit.linear(context, f"{o_proj}.weight", f"{o_proj}.bias" if s.output_bias else None)

@@ -39,12 +39,20 @@ from rlx_jax.models.decoder import Decode
 BATCH, SEQ, VOCABULARY = 2, 7, 53
 Arrays = dict[str, np.ndarray[Any, Any]]
 CONFIG = {
-    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rope_theta": 500.0,
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0,
 }  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: rlx.Llama32Flow.for_prefill({**CONFIG, "attention_bias": True}),
+    "llama, composed": lambda: replace(rlx.Llama32Flow.for_prefill(CONFIG), composed=True),
+    "mistral": lambda: rlx.MistralFlow.for_prefill({**CONFIG, "sliding_window": 3}),
+    "qwen2": lambda: rlx.Qwen2Flow.for_prefill({**CONFIG, **WINDOW}),
+    "qwen3": lambda: rlx.Qwen3Flow.for_prefill({**CONFIG, "attention_bias": True}),
 }
+QUICK = ("llama",)
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+"""The slow tier has the families that the others resemble."""
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, SEQ)).astype(np.int32)
 
 
@@ -102,7 +110,7 @@ def names(layers: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("custom_mask", [False, True], ids=["causal", "masked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_steps_are_the_forward_program(family: str, custom_mask: bool) -> None:
     """Three tokens read by the forward program, then steps of two and one behind a cache that grows.
 
@@ -121,7 +129,7 @@ def test_steps_are_the_forward_program(family: str, custom_mask: bool) -> None:
             close(outputs[name], want[name][:, :done])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_steps_are_the_derived_programs(family: str) -> None:
     """The cache of a fixed size that `prefill` and `extend` write gives the same logits."""
     recipe = FAMILIES[family]()
@@ -135,7 +143,7 @@ def test_steps_are_the_derived_programs(family: str) -> None:
         close(outputs["logits"], np.asarray(logits))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_left_padding(family: str) -> None:
     """`position_ids` and a mask: behind padding a row is what it is alone."""
     outputs, step = arrays(forward(family)(TOKENS[:, :3])), stepper(family, custom_mask=True)
@@ -167,7 +175,7 @@ def test_one_flow_serves_every_length() -> None:
         assert model.report().compiles == compiles
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_taps_cost_nothing(family: str) -> None:
     """A tap projects again what its layer projects; the compiled program does it once."""
     recipe = FAMILIES[family]()

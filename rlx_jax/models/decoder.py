@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind
+from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind, decode_form, tapped
 from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.hooks import Edit, Hooks
+from rlx_jax.models.hooks import Edit, Hooked, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -28,6 +28,7 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 Shapes = dict[str, tuple[int, ...]]
 Windows = tuple[int | None, ...]
+R = TypeVar("R", bound=Hooked)
 
 
 class Sizes(TypedDict):
@@ -66,6 +67,18 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Decode:
+    """A recipe's flow as explicit decode, behind cached keys and values that are inputs (see `rlx_jax.blocks.decode`).
+
+    `past` is the number of cached tokens to compile for ahead of the first call; with `custom_mask` there is an input
+    `mask` `[batch, past + seq]`, int32, 1 for a key that is kept.
+    """
+
+    past: int | None = None
+    custom_mask: bool = False
+
+
 class DecoderRecipe(Protocol):
     """The fields of a decoder's recipe; `Llama32Flow` says what they mean."""
 
@@ -83,6 +96,10 @@ class DecoderRecipe(Protocol):
     def last_token_logits(self) -> bool: ...
     @property
     def inputs_embeds(self) -> bool: ...
+    @property
+    def export_kv(self) -> bool: ...
+    @property
+    def decode(self) -> Decode | None: ...
     @property
     def weights(self) -> WeightSource | None: ...
     @property
@@ -266,16 +283,26 @@ def left_keys(config: DecoderConfig) -> tuple[str, ...]:
 # -- flow --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Decode:
-    """A recipe's flow as explicit decode, behind cached keys and values that are inputs (see `rlx_jax.blocks.decode`).
+def layers(recipe: DecoderRecipe, spec: Callable[[int], Any], layer: Callable[[int, Any], BlockStage]) -> Edit:
+    """The stack of layers `layer(i, spec(i))`: in decode form or with side outputs where the recipe asks for it."""
 
-    `past` is the number of cached tokens to compile for ahead of the first call; with `custom_mask` there is an input
-    `mask` `[batch, past + seq]`, int32, 1 for a key that is kept.
+    def stock(index: int, spec: Any) -> BlockStage:
+        stage = layer(index, spec)
+        if recipe.decode:
+            return decode_form(stage, index, recipe.decode.custom_mask)
+        return tapped(stage, index) if recipe.export_kv else stage
+
+    return recipe.hooks.stack(recipe.config.num_hidden_layers, spec, stock)
+
+
+def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> R:
+    """New tokens behind `past` cached ones, which are inputs and outputs: see `rlx_jax.blocks.decode`.
+
+    Inputs: `input_ids` `[batch, seq]`, with `custom_mask` `mask` `[batch, past + seq]`, then `past_k_{i}` and
+    `past_v_{i}` `[batch, past, K·D]` of each layer, and optionally `position_ids` `[batch, seq]`. Outputs: `logits`,
+    then `kv.0.k`, `kv.0.v`, `kv.1.k` … `[batch, past + seq, K·D]`. With sizes it is compiled ahead for one new token.
     """
-
-    past: int | None = None
-    custom_mask: bool = False
+    return replace(recipe, seq=1, decode=Decode(past, custom_mask))
 
 
 def decoder_flow(
@@ -287,25 +314,23 @@ def decoder_flow(
     rope: Iterable[BlockStage],
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
-    decode: Decode | None = None,
 ) -> ModelFlow:
     """The flow of a recipe, bound to its weights; without any, to `specs`.
 
     Args:
-        layers: what `Hooks.stack` gives for the family's layers.
+        layers: what `layers` gives for the family's layers.
         norm: the final norm.
         rope: the stages before the embedding, which make cos and sin.
         embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
         logits: stages behind the head, such as a softcap.
-        decode: with the inputs of explicit decode; `layers` are decode layers then.
     """
     unread = [EMBEDDING] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
         .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(recipe.config), *unread))
-        .patch(_opened(recipe, rope, decode))
+        .patch(_opened(recipe, rope))
         .raw_stages(embedded)
-        .bind(batch=recipe.batch, seq=recipe.seq, past=decode.past if decode else None)
+        .bind(batch=recipe.batch, seq=recipe.seq, past=recipe.decode.past if recipe.decode else None)
         .patch(layers)
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm)
@@ -314,9 +339,7 @@ def decoder_flow(
     )
 
 
-def _opened(
-    recipe: DecoderRecipe, rope: Iterable[BlockStage], decode: Decode | None
-) -> Callable[[ModelFlow], ModelFlow]:
+def _opened(recipe: DecoderRecipe, rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
     """The inputs, the rope and the embedding."""
 
     def edit(flow: ModelFlow) -> ModelFlow:
@@ -324,7 +347,8 @@ def _opened(
             flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
         else:
             flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
-        flow = flow.patch(_behind_cache(recipe.config, decode, rope)) if decode else flow.raw_stages(rope)
+        cache = recipe.decode
+        flow = flow.patch(_behind_cache(recipe.config, cache, rope)) if cache else flow.raw_stages(rope)
         return flow if recipe.inputs_embeds else flow.token_embed()
 
     return edit

@@ -10,15 +10,9 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks import (
-    BlockStage,
-    LlamaDecodeLayerSpec,
     LlamaDecoderSpec,
-    LlamaKvTap,
-    Named,
     RmsNorm,
     RopeTables,
-    Sequence,
-    llama_decode_layer,
     llama_prefill_layer_composed,
     llama_prefill_layer_fused,
 )
@@ -80,7 +74,7 @@ class Llama32Flow:
         last_token_logits: the head of each row's last token only: `[batch, 1, vocab]`.
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
         export_kv: side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
-        decode: explicit decode; see `for_decode`.
+        decode: explicit decode; see `rlx_jax.models.decoder.as_decode`.
         weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
         hooks: see `rlx_jax.models.hooks`.
     """
@@ -119,15 +113,8 @@ class Llama32Flow:
         past: int | None = None,
         custom_mask: bool = False,
     ) -> Llama32Flow:
-        """New tokens behind `past` cached ones, which are inputs and outputs: see `rlx_jax.blocks.decode`.
-
-        Inputs: `input_ids` `[batch, seq]`, with `custom_mask` `mask` `[batch, past + seq]`, then `past_k_{i}` and
-        `past_v_{i}` `[batch, past, K·D]` of each layer, and optionally `position_ids` `[batch, seq]`. Outputs:
-        `logits`, then `kv.0.k`, `kv.0.v`, `kv.1.k` … `[batch, past + seq, K·D]`. With sizes it is compiled ahead for
-        one token.
-        """
-        c = config if isinstance(config, LlamaConfig) else LlamaConfig.from_hf(config)
-        return Llama32Flow(c, batch, 1, decode=Decode(past, custom_mask))
+        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
+        return decoder.as_decode(Llama32Flow.for_prefill(config, batch), past, custom_mask)
 
     def spec(self, index: int = 0) -> LlamaDecoderSpec:
         """The spec of a layer: they are all alike."""
@@ -143,19 +130,10 @@ class Llama32Flow:
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        c = self.config
-        layers = self.hooks.stack(c.num_hidden_layers, self.spec, self._layer)
+        c, layer = self.config, llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
+        layers = decoder.layers(self, self.spec, layer)
         norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
-        rope = [RopeTables(c.inv_freq)]
-        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=rope, decode=self.decode)
-
-    def _layer(self, index: int, spec: LlamaDecoderSpec) -> BlockStage:
-        """The family's own layer."""
-        if self.decode:
-            return llama_decode_layer(index, LlamaDecodeLayerSpec.of(spec, self.decode.custom_mask))
-        layer = (llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused)(index, spec)
-        tap = [LlamaKvTap.layer(index, spec)] if self.export_kv else []
-        return Named(layer.name, Sequence([*tap, layer.inner]))
+        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
 
 
 def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:

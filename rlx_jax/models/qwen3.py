@@ -20,6 +20,7 @@ from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
 from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import Decode
 from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
 from rlx_jax.weights.source import WeightSource
 
@@ -80,6 +81,8 @@ class Qwen3Flow:
     hidden_only: bool = False
     last_token_logits: bool = False
     inputs_embeds: bool = False
+    export_kv: bool = False
+    decode: Decode | None = None
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
@@ -97,6 +100,16 @@ class Qwen3Flow:
         """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
         return Qwen3Flow(config if isinstance(config, Qwen3Config) else Qwen3Config.from_hf(config), batch, seq)
 
+    @staticmethod
+    def for_decode(
+        config: Qwen3Config | Mapping[str, Any],
+        batch: int | None = None,
+        past: int | None = None,
+        custom_mask: bool = False,
+    ) -> Qwen3Flow:
+        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
+        return decoder.as_decode(Qwen3Flow.for_prefill(config, batch), past, custom_mask)
+
     def spec(self, index: int = 0) -> Qwen3DecoderSpec:
         """The spec of layer `index`: they differ in their windows."""
         c = self.config
@@ -113,7 +126,7 @@ class Qwen3Flow:
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         c, layer = self.config, qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
-        layers = self.hooks.stack(c.num_hidden_layers, self.spec, layer)
+        layers = decoder.layers(self, self.spec, layer)
         norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
         return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
 
