@@ -6,8 +6,9 @@
 
 The reference is transformers in f32 on the CPU. Exits with 1 if, relative to the reference's largest value,
 f32 with precision.matmul = "highest" is off by more than 3e-5, or bf16 by more than 1.5 x what transformers' own
-bf16 is off on the same device. Times are medians of interleaved calls in this one process, the device
-synchronised after every call; torch runs eagerly, as a user of transformers would. Needs torch and transformers.
+bf16 is off on the same device, or if the 64 tokens that both choose greedily in f32 differ. Times are medians of
+interleaved calls in this one process, the device synchronised after every call; torch runs eagerly, as a user of
+transformers would. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 
 F32_GOAL = 3e-5
 BF16_GOAL = 1.5
+NEW_TOKENS = 64
 Numbers = np.ndarray[Any, Any]
 
 
@@ -195,6 +197,26 @@ class Ours:
         return np.asarray(self(), np.float32)
 
 
+# -- greedy tokens -----------------------------------------------------------------------------
+
+
+def same_tokens(case: Case, peer: Torch, compute: str) -> float:
+    """How many of the new tokens are transformers' own, of all: both continue the same prompts greedily.
+
+    A row counts up to the first token that differs, since what follows has another past.
+    """
+    new = 8 if len(case.inputs["input_ids"][0]) < 32 else NEW_TOKENS
+    with torch.inference_mode():
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        want = peer.model.generate(peer.inputs["input_ids"], **options)[:, -new:].cpu().numpy()
+    profile = rlx.CompileProfile().replace(
+        precision={"compute": compute, "matmul": "highest" if compute == "f32" else "default"}
+    )
+    lm = rlx.CausalLM(case.flow, case.weights, profile=profile)
+    got = np.asarray(lm.generate(case.inputs["input_ids"].tolist(), max_new_tokens=new))
+    return float(np.cumprod(got == want, axis=1).sum() / want.size)
+
+
 # -- comparing ---------------------------------------------------------------------------------
 
 
@@ -234,6 +256,11 @@ def run(case: Case, device: jax.Device, rounds: int, budget: float, goals: Goals
         errors["rlx_jax f32 CPU"] = error(on_cpu, want, case.valid)
         note["f32_to_own_cpu"] = error(found["rlx_jax f32 highest"], on_cpu, case.valid)[0]
         goals.at_most(f"{case.name}: f32 against rlx_jax on the CPU", note["f32_to_own_cpu"], F32_GOAL)
+
+    if isinstance(case.flow, Llama32Flow):
+        for compute in ("f32", "bf16"):
+            note[f"greedy_{compute}"] = same_tokens(case, sides[f"torch {compute}"], compute)
+        goals.at_most(f"{case.name}: greedy tokens in f32 that are not torch's", 1 - note["greedy_f32"], 0.0)
 
     for side in sides.values():  # libraries pick algorithms in their first calls
         for _ in range(3):

@@ -54,12 +54,12 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     memory: Any = compiled.memory_analysis()
     layers = state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
-    # XLA:CPU computes 16-bit values in f32, and widens a cache whole to read it.
+    # XLA:CPU computes 16-bit values in f32, activations too, and widens a cache whole to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
     slack = SLACK + (CUBLAS_WORKSPACE if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
     casts = cast_parameters(lir.graph, lir.plan.target)
-    activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan)
+    activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)
     return Donation(
         state_bytes=sum(t.nbytes for t in types.values()),
         aliased_bytes=memory.alias_size_in_bytes,
