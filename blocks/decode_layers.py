@@ -10,12 +10,19 @@ from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, proje
 from rlx_jax.blocks.contracts import KvCacheContract, Shape
 from rlx_jax.blocks.control import BlockStage, Named, Sequence
 from rlx_jax.blocks.decode import SelfAttnDecode, cached
-from rlx_jax.blocks.decoder import LlamaDecoder, LlamaDecoderSpec, attention_spec, check_hidden, pre_norm_layer
+from rlx_jax.blocks.decoder import (
+    LlamaDecoder,
+    LlamaDecoderSpec,
+    attention_spec,
+    check_hidden,
+    norm_beta,
+    pre_norm_layer,
+)
 from rlx_jax.blocks.gemma import GemmaStyle, gemma_attention, gemma_layer
-from rlx_jax.blocks.norm import RmsNorm
 from rlx_jax.blocks.qwen3 import Qwen3Decoder, Qwen3DecoderSpec, attention_of
 from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
+from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 
 # -- what they share -----------------------------------------------------------------------------
@@ -138,7 +145,9 @@ class LlamaKvTap:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaKvTap")
-        normed = RmsNorm(f"{self.layer_prefix}.input_layernorm.weight", self.eps).emit(emit, x)
+        with emit.scope("input_layernorm"):
+            gamma = emit.param(f"{self.layer_prefix}.input_layernorm.weight")
+            normed = emit.add(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
         sizes = LlamaDecoderSpec(1, self.head_dim, 1, attention_bias=self.attention_bias, rope_theta=self.rope_theta)
         with emit.scope("self_attn"):
             k, v = projections(emit, normed, attention_spec(self.layer_prefix, sizes), "kv")

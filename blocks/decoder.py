@@ -61,9 +61,7 @@ class LlamaDecoder:
         mask = mask_kind(s.mask)
         check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
-        zero = emit.state.zero_beta
-        if zero is None or zero.type.shape != x.type.shape[-1:]:
-            zero = emit.zeros(x.type.shape[-1])
+        zero = norm_beta(emit, x)
 
         def weight(name: str) -> FlowValue:
             return emit.param(f"{p}.{name}.weight")
@@ -126,6 +124,12 @@ def pre_norm_layer(
         ResidualAdd(),
     )
     return Sequence(stages)
+
+
+def norm_beta(emit: Emit, x: FlowValue) -> FlowValue:
+    """The beta `[H]` of a fused layer's norms: zeros, those of a ZeroBeta stage if they fit."""
+    zero = emit.state.zero_beta
+    return zero if zero is not None and zero.type.shape == x.type.shape[-1:] else emit.zeros(x.type.shape[-1])
 
 
 def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -28,12 +28,17 @@ from rlx_jax.errors import (
     DeriveError,
     GraphError,
     NameCollisionError,
+    RequestError,
     RlxError,
     SequenceLengthError,
     ShapeError,
     UnboundInputError,
     UnboundStreamError,
 )
+from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.lowering.lower import expand_composites, lower
+from rlx_jax.lowering.passes.cse import cse
 from rlx_jax.models.decoder import Decode
 
 BATCH, SEQ, VOCABULARY = 2, 7, 53
@@ -91,10 +96,9 @@ def arrays(outputs: Mapping[str, Any]) -> Arrays:
     return {name: np.asarray(value) for name, value in outputs.items()}
 
 
-def past_of(outputs: Arrays) -> Arrays:
-    """`kv.{i}.k` as the input `past_k_{i}`, and the values."""
-    parts = (name.split(".") for name in outputs if name.startswith("kv."))
-    return {f"past_{kind}_{i}": outputs[f"kv.{i}.{kind}"] for _, i, kind in parts}
+def past_of(outputs: Mapping[str, Any]) -> Arrays:
+    """The keys and values that a call gave, as inputs of the next."""
+    return LayerKvCache.from_layer_outputs(outputs).inputs()
 
 
 def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
@@ -175,14 +179,66 @@ def test_one_flow_serves_every_length() -> None:
         assert model.report().compiles == compiles
 
 
-@pytest.mark.parametrize("family", EVERY)
-def test_taps_cost_nothing(family: str) -> None:
-    """A tap projects again what its layer projects; the compiled program does it once."""
-    recipe = FAMILIES[family]()
-    plain, tapped = rlx.compile(recipe, weights_of(recipe)), forward(family)
-    for model in (plain, tapped):
-        model.lower(TOKENS)
-    assert tapped.report().flops == plain.report().flops
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_cost_nothing(family: str, policy: str) -> None:
+    """A tap projects again what its layer projects; after cse the program does it once."""
+    recipe, types = FAMILIES[family](), TypeCache()
+
+    def ops(recipe: Any, passes: Sequence[Any]) -> list[str]:
+        graph = lower(expand_composites(recipe.assemble().build().hir, types), policy, types)
+        for fn in passes:
+            graph = fn(graph, types)
+        return sorted(node.op.name() for _, node in graph.walk() if isinstance(node.op, Mir))
+
+    tapped = replace(recipe, export_kv=True)
+    assert len(tapped.assemble().build().output_names) == 5
+    assert ops(tapped, [cse]) == ops(recipe, [cse])
+    if family == "llama":  # the others give what they have
+        assert len(ops(tapped, [])) > len(ops(recipe, []))
+
+
+# -- the cache as arithmetic -----------------------------------------------------------------------
+
+
+def test_a_cache_padded_to_a_bucket() -> None:
+    """With a mask and positions the padding is not seen, new rows move up in every row, and one program serves all."""
+    step, want, upper = stepper("llama", custom_mask=True), whole("llama"), 9
+    cache = LayerKvCache.from_layer_outputs(forward("llama")(TOKENS[:, :3]))
+    compiles = None
+    for at in range(3, SEQ):
+        given = {
+            "mask": bucket_decode_mask(at, upper, 1, BATCH),
+            "position_ids": bucket_positions(at, 1, BATCH),
+            **cache.pad_layers_to_upper(upper).inputs(),
+        }
+        outputs = arrays(step(TOKENS[:, at : at + 1], **given))
+        compiles = compiles or step.report().compiles
+        close(outputs["logits"], want["logits"][:, at : at + 1])
+        cache = cache.advance_from_decode_outputs(outputs, upper)
+        assert cache.length == at + 1 and cache.batch == BATCH
+    assert step.report().compiles == compiles
+    for i in range(2):
+        close(cache.keys[i], want[f"kv.{i}.k"])
+        close(cache.values[i], want[f"kv.{i}.v"])
+
+
+def test_mistakes_with_a_cache() -> None:
+    """Too small a bucket, outputs of something else."""
+    outputs = whole("llama")
+    cache = LayerKvCache.from_layer_outputs(outputs)
+    with pytest.raises(SequenceLengthError, match="7 tokens does not fit 6"):
+        cache.pad_layers_to_upper(6)
+    with pytest.raises(SequenceLengthError, match="7 tokens does not fit 6"):
+        bucket_decode_mask(7, 6)
+    with pytest.raises(RequestError, match=r"kv.1.v.*export_kv=True"):
+        LayerKvCache.from_layer_outputs({n: v for n, v in outputs.items() if n != "kv.1.v"})
+    with pytest.raises(RequestError, match="export_kv=True"):
+        LayerKvCache.from_layer_outputs({"logits": outputs["logits"]})
+    with pytest.raises(ShapeError, match="2 layers of 2 × 7 rows; expected 2 of 2 × more than 7"):
+        cache.advance_from_decode_outputs(outputs)
+    with pytest.raises(ShapeError, match=r"\[B, P, K·D\] for each layer"):
+        LayerKvCache(cache.keys, cache.values[:1])
 
 
 # -- where the tables come from --------------------------------------------------------------------
