@@ -37,9 +37,10 @@ def gemma_attn_spec(
     mask: MaskKind | str,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: bool = False,
 ) -> SelfAttnPrefillSpec:
     """Attention of layer `index` under Hugging Face's keys. Scores are `scale · q kᵀ`, D^(−1/2) unless given."""
-    keys = SelfAttnPrefillSpec.hf_layer(f"model.layers.{index}", num_heads, head_dim, num_kv_heads)
+    keys = SelfAttnPrefillSpec.hf_layer(f"model.layers.{index}", num_heads, head_dim, num_kv_heads, bias)
     return replace(keys, mask=mask, score_scale=scale, attn_logit_softcap=softcap)
 
 

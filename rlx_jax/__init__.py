@@ -20,6 +20,7 @@ from rlx_jax.model import compile as compile
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
+from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow

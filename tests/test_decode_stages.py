@@ -48,12 +48,16 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0,
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+LOCAL = {"rope_local_base_freq": 50.0, "sliding_window": 3, "sliding_window_pattern": 2}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: rlx.Llama32Flow.for_prefill({**CONFIG, "attention_bias": True}),
     "llama, composed": lambda: replace(rlx.Llama32Flow.for_prefill(CONFIG), composed=True),
     "mistral": lambda: rlx.MistralFlow.for_prefill({**CONFIG, "sliding_window": 3}),
     "qwen2": lambda: rlx.Qwen2Flow.for_prefill({**CONFIG, **WINDOW}),
     "qwen3": lambda: rlx.Qwen3Flow.for_prefill({**CONFIG, "attention_bias": True}),
+    "gemma": lambda: rlx.GemmaFlow.for_prefill({**CONFIG, "model_type": "gemma"}),
+    "gemma2": lambda: rlx.GemmaFlow.for_prefill({**CONFIG, "model_type": "gemma2", "sliding_window": 3}),
+    "gemma3": lambda: rlx.GemmaFlow.for_prefill({**CONFIG, **LOCAL, "model_type": "gemma3_text"}),
 }
 QUICK = ("llama",)
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]

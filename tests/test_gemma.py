@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 import rlx_jax as rlx
 from rlx_jax import blocks
@@ -20,7 +25,10 @@ from rlx_jax.blocks import (
     gemma_prefill_layer_composed,
     gemma_strided_layer_mask,
 )
-from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError, UnsupportedError
+from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnboundStreamError, UnsupportedError
+from rlx_jax.ir.hir import Attention
+from rlx_jax.ir.region import Repeat
+from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
@@ -132,10 +140,171 @@ def test_named_tables_are_read_by_name() -> None:
         return np.asarray(rlx.compile(flow, weights)(x))
 
     slow, fast = RopeTables.theta(4, 1e6), RopeTables.theta(4, 3.0, name="fast")
-    alone = run("", RopeTables.theta(4, 3.0))
-    np.testing.assert_array_equal(run("fast", fast, slow), alone)
-    np.testing.assert_array_equal(run("fast", slow, fast), alone)
-    np.testing.assert_array_equal(run("", slow, fast), run("", slow))
-    assert np.abs(run("", slow) - alone).max() > 0.01
+    by_name, nameless = run("fast", fast, slow), run("", slow, fast)
+    np.testing.assert_array_equal(by_name, run("", RopeTables.theta(4, 3.0)))
+    np.testing.assert_array_equal(nameless, run("", slow))
+    assert np.abs(nameless - by_name).max() > 0.01
     with pytest.raises(UnboundStreamError, match=r"self_attn: nothing is registered as 'rope\.slow\.cos'"):
         run("slow", fast)
+
+
+# -- config ------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 8, "num_attention_heads": 4,
+}  # fmt: skip
+GEMMA2_9B: dict[str, Any] = SIZES | {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 6, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02, "max_position_embeddings": 8192,
+    "model_type": "gemma2", "num_key_value_heads": 2, "pad_token_id": 0, "query_pre_attn_scalar": 224,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 9, "sliding_window_size": 9,
+    "torch_dtype": "float32", "transformers_version": "4.42.0.dev0", "use_cache": True,
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = SIZES | {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 6, "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+    "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000000,
+    "sliding_window": 5, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0", "use_cache": True,
+}  # fmt: skip
+ROPES = {
+    "full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+PLAIN = {kind: SIZES | {"model_type": kind, "head_dim": 6, "num_key_value_heads": 2} for kind in STYLES}
+
+
+def test_the_files_of_gemma_2() -> None:
+    """Every second layer reads all keys; two softcaps; a scale of its own."""
+    c = GemmaConfig.from_hf(GEMMA2_9B)
+    assert c.windows == (9, None) * 4 and c.query_pre_attn_scalar == 224 and c.tie_word_embeddings
+    assert (c.attn_logit_softcapping, c.final_logit_softcapping) == (50.0, 30.0)
+    assert GemmaFlow(c).spec(1).mask == MaskKind.CAUSAL
+    assert GemmaFlow(c).spec(2).mask == MaskKind.sliding_window(9)
+    assert GemmaFlow(c).spec().score_scale == 224**-0.5
+
+
+def test_the_files_of_gemma_3() -> None:
+    """As transformers 4 and 5 write them: the scaling and the large base are of the layers that read all keys."""
+    c = GemmaConfig.from_hf(GEMMA3_1B)
+    new = {k: v for k, v in GEMMA3_1B.items() if "rope" not in k and "pattern" not in k}
+    new |= {"rope_parameters": ROPES, "_sliding_window_pattern": 6, "use_bidirectional_attention": False}
+    new |= {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}
+    assert GemmaConfig.from_hf(new) == c
+    assert c.windows == (5, 5, 5, 5, 5, None, 5, 5)
+    np.testing.assert_allclose(c.inv_freq, 1e6 ** -(np.arange(3) / 3) / 8, rtol=1e-6)
+    np.testing.assert_allclose(c.local_inv_freq, 1e4 ** -(np.arange(3) / 3), rtol=1e-6)
+    assert [GemmaFlow(c).spec(i).rope for i in (0, 5, 6)] == ["local", "", "local"]
+
+
+def test_gemma_1_says_gelu_and_means_tanh() -> None:
+    """As the reference does; later ones must say what they mean."""
+    plain = GemmaConfig.from_hf(PLAIN["gemma"])
+    for also in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}):
+        assert GemmaConfig.from_hf(PLAIN["gemma"] | also) == plain
+    assert plain.windows == () and plain.query_pre_attn_scalar is None and plain.final_logit_softcapping is None
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation"),
+    ("gemma", {"hidden_act": "silu"}, "hidden_act"),
+    ("gemma", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ("gemma", {"sliding_window": 4}, "sliding_window"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma2", {"hidden_act": "gelu"}, "hidden_act"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+    ("gemma2", {"rope_parameters": ROPES}, "full_attention"),
+    ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types.*chunked_attention"),
+    ("gemma2", {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters.*rope_type"),
+    ("gemma3_text", {"rope_parameters": ROPES | {"chunked_attention": {}}}, "chunked_attention"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("gemma3_text", {"num_experts": 4}, "num_experts"),
+    ("gemma4_text", {}, "gemma4_text.*gemma3_text"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, text", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_refused(kind: str, changes: dict[str, Any], text: str) -> None:
+    """What the reference computes and we do not, and what it reads and does not apply."""
+    with pytest.raises(UnsupportedError, match=text):
+        GemmaConfig.from_hf(SIZES | {"model_type": kind, "num_key_value_heads": 2} | changes)
+
+
+ABSURD: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {"sliding_window": 0}, "sliding_window.*at least 1"),
+    ("gemma2", {"sliding_window": None}, "layer_types.*no sliding_window"),
+    ("gemma2", {"sliding_window_size": 7}, "sliding_window is 4096, and sliding_window_size 7"),
+    ("gemma2", {"layer_types": ["full_attention"]}, "layer_types.*list of 8"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar.*over 0"),
+    ("gemma2", {"final_logit_softcapping": -30.0}, "final_logit_softcapping.*over 0"),
+    ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern.*at least 1"),
+    ("gemma3_text", {"rope_parameters": ROPES, "rope_theta": 1e5}, "rope_theta is 100000.0, and 1000000.0"),
+    ("gemma3_text", {"rope_parameters": ROPES, "rope_local_base_freq": 7.0}, "rope_local_base_freq is 7.0"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "full_attention.*expected an object"),
+    ("gemma3_text", {"rope_local_base_freq": 0.0}, "rope_local_base_freq.*over 0"),
+    ("gemma", {"attention_bias": "no"}, "attention_bias.*true or false"),
+    ("gemma", {"head_dim": 5}, "head_dim.*even"),
+    ("gemma", {"num_key_value_heads": 3}, "num_key_value_heads"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, text", ABSURD, ids=lambda v: v if isinstance(v, str) else None)
+def test_absurd(kind: str, changes: dict[str, Any], text: str) -> None:
+    """Values that make no sense, and pairs that contradict each other."""
+    with pytest.raises(ConfigError, match=text):
+        GemmaConfig.from_hf(SIZES | {"model_type": kind, "num_key_value_heads": 2} | changes)
+
+
+def test_the_models_that_see_say_what_is_built(tmp_path: Path) -> None:
+    """Gemma 3 with its vision tower is refused by the name of what is there."""
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(save({"a": np.zeros(1, np.float32)}))
+    with pytest.raises(UnsupportedError, match="config.json: model_type 'gemma3'.*gemma3_text.*Gemma3ForCausalLM"):
+        rlx.load(tmp_path)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", STYLES)
+@pytest.mark.parametrize("config", [{}, GEMMA2_9B, GEMMA3_1B], ids=["sparse", "gemma2", "gemma3"])
+def test_defaults_are_those_of_transformers(kind: str, config: dict[str, Any]) -> None:
+    """What a file leaves out, and what transformers 4 wrote, mean what transformers 5 makes of them."""
+    if config.get("model_type", kind) != kind:
+        config = {}
+    config = SIZES | {"model_type": kind} | config
+    if kind == "gemma":  # 16 key/value heads unless told
+        config |= {"num_attention_heads": 16}
+    classes = {"gemma": "GemmaConfig", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig"}
+    theirs = getattr(importlib.import_module("transformers"), classes[kind])(**config).to_dict()
+    assert GemmaConfig.from_hf(theirs) == GemmaConfig.from_hf(config)
+
+
+# -- the recipe --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, period, layers", [("gemma", 1, 4), ("gemma2", 2, 5), ("gemma3_text", 6, 13)])
+def test_layers_fold_by_their_period(kind: str, period: int, layers: int) -> None:
+    """A stack that alternates is a region of as many layers as repeat; what is left over stays plain."""
+    config = PLAIN[kind] | {"num_hidden_layers": layers}
+    hir = GemmaFlow.for_prefill(config).assemble().build().hir
+    (repeat,) = [node.op for node in hir.nodes if isinstance(node.op, Repeat)]
+    attentions = [sum(isinstance(node.op, Attention) for node in graph.nodes) for graph in (repeat.body, hir)]
+    assert (repeat.count, attentions) == (layers // period, [period, layers % period])
+
+
+def test_init_makes_the_norm_the_identity() -> None:
+    """Its weight starts at 0, since 1 is added."""
+    flow = rlx.ModelFlow("norm").input("x", ("batch", 8)).stage(blocks.GemmaRmsNorm("g"))
+    params = rlx.compile(flow, {"g": jax.ShapeDtypeStruct((8,), np.float32)}).init(jax.random.key(0))
+    np.testing.assert_array_equal(params["g"], np.zeros(8))

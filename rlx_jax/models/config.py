@@ -54,6 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "torchscript": (False,),
     "use_bfloat16": (False,),
+    "use_bidirectional_attention": (None, False),
     "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
@@ -118,6 +119,12 @@ class Fields:
                 f"{self.where}: field {quote(name)} is {value}; expected {'over' if above else '≥'} {low}"
             )
         return float(value)
+
+    def real_or_null(self, name: str, default: float | None) -> float | None:
+        """A finite number over 0, or None for null; an absent field is the default."""
+        null = self.values[name] is None if name in self.values else default is None
+        self.seen.add(name)
+        return None if null else self.real(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""

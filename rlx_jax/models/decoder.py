@@ -194,13 +194,23 @@ def mask_of(window: int | None) -> MaskKind:
 
 def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
     """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    group, old = c.group("rope_parameters"), c.group("rope_scaling")
-    theta = c.real("rope_theta", 10000.0)
+    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim)
+
+
+def frequencies_of(
+    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4
+) -> Frequencies:
+    """Those of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
+
+    Raises:
+        ConfigError: both are given and differ.
+    """
+    theta = c.real(base, default)
     if group is not None:
         if "rope_theta" in group.values:
             inner = group.real("rope_theta")
-            if "rope_theta" in c.values and theta != inner:
-                raise ConfigError(f"{c.where}: rope_theta is {theta}, and {inner} in rope_parameters")
+            if base in c.values and theta != inner:
+                raise ConfigError(f"{c.where}: {base} is {theta}, and {inner} in rope_parameters")
             theta = inner
         if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")

@@ -26,7 +26,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow, ModelRecipe
-from rlx_jax.models import bert, llama, mistral, qwen2, qwen3
+from rlx_jax.models import bert, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD
 from rlx_jax.weights.safetensors import close_names
@@ -71,8 +71,17 @@ def _bert(config: Fields, source: WeightSource) -> Pretrained:
     return Pretrained(bound, "encoder", c.vocab_size, c.max_position_embeddings)
 
 
+def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
+    raise UnsupportedError(
+        f"{config.where}: model_type 'gemma3' reads images too, which is not built; of Gemma 3 the text models are: "
+        "model_type 'gemma3_text', architecture 'Gemma3ForCausalLM'"
+    )
+
+
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
+
+_GEMMA = _decoder(gemma.GemmaConfig.from_hf, gemma.GemmaFlow, gemma.weight_specs)
 
 FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
     "llama": (
@@ -91,6 +100,10 @@ FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
         _decoder(qwen3.Qwen3Config.from_hf, qwen3.Qwen3Flow, qwen3.weight_specs),
         ("Qwen3ForCausalLM",),
     ),
+    "gemma": (_GEMMA, ("GemmaForCausalLM",)),
+    "gemma2": (_GEMMA, ("Gemma2ForCausalLM",)),
+    "gemma3_text": (_GEMMA, ("Gemma3ForCausalLM",)),
+    "gemma3": (_gemma3, ("Gemma3ForConditionalGeneration",)),
     "bert": (
         _bert,
         (

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 V4_LLAMA_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "pretraining_tp": 1}
 V4_SPARSE_DROPS = ("head_dim", "num_key_value_heads", "mlp_bias", "pretraining_tp", "attention_dropout", "rope_theta")
 
@@ -51,18 +51,21 @@ def _modules() -> tuple[Any, Any]:
 
 
 def randomise(model: Any, seed: int) -> None:
-    """Weights that show a mistake: no norm weight is 1, no bias is 0, no activation is tiny."""
+    """Weights that show a mistake: no norm scales by 1, no bias is 0, no activation is tiny. Gemma's norms add 1."""
     torch, _ = _modules()
     rng = np.random.default_rng(seed)
+    centre = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
             if "norm" in name.lower() and name.endswith("weight"):
-                value = rng.uniform(0.5, 1.5, shape)
+                value = rng.uniform(centre - 0.5, centre + 0.5, shape)
             elif name.endswith("bias"):
                 value = rng.normal(0.0, 0.3, shape)
             else:
                 value = rng.normal(0.0, 0.2, shape)
+                if not centre and "embed" in name:  # they are scaled by √H
+                    value /= shape[1] ** 0.5
             parameter.copy_(torch.from_numpy(value.astype(np.float32)))
 
 
@@ -99,13 +102,25 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
     config = dict(config)
     config["transformers_version"] = "4.46.3"
     config["torch_dtype"] = config.pop("dtype")
-    if config["model_type"] in CAUSAL:
+    if config["model_type"].startswith("gemma"):
+        config |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
+        config.pop("use_bidirectional_attention", None)
+    if config["model_type"] == "gemma3_text":
+        rope, kinds = config.pop("rope_parameters"), config.pop("layer_types")
+        config["rope_theta"] = rope["full_attention"].pop("rope_theta")
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["rope_scaling"] = None if rope["full_attention"]["rope_type"] == "default" else rope["full_attention"]
+        config.pop("_sliding_window_pattern")
+        config["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
+    elif config["model_type"] in CAUSAL:
         rope = dict(config.pop("rope_parameters"))
         config["rope_theta"] = rope.pop("rope_theta")
         kind = rope["rope_type"]
         if kind == "linear":  # the oldest spelling of all
             rope = {"type": "linear", "factor": rope["factor"]}
         config["rope_scaling"] = None if kind == "default" else rope
+        if config["model_type"] == "gemma2":  # layers alternated
+            config.pop("layer_types")
         if "max_window_layers" in config:  # which layers slide followed from it; a window stood there, used or not
             config.pop("layer_types")
             config["sliding_window"] = config["sliding_window"] or 4096
@@ -313,11 +328,36 @@ def random_qwen(family: str, seed: int) -> Checkpoint:
     return Checkpoint(f"{family.capitalize()}ForCausalLM", config, seed=seed, **storage)
 
 
+def random_gemma(family: str, seed: int) -> Checkpoint:
+    """A Gemma 1, 2 or 3 configuration drawn from `seed`; windows are shorter than most rows, softcaps bite."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"attention_bias": draw.random() < 0.4, "tie_word_embeddings": draw.random() < 0.7}
+    storage, rope = random_storage(draw), random_rope(draw)
+    if family == "gemma":
+        return Checkpoint("GemmaForCausalLM", config | {"rope_parameters": rope}, seed=seed, **storage)
+    config |= {"num_hidden_layers": draw.randint(2, 4), "query_pre_attn_scalar": draw.choice([5, 11, 24])}
+    config |= {"sliding_window": draw.choice([1, 3, 6]), "final_logit_softcapping": draw.choice([None, 0.8, 2.0])}
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
+    if draw.random() < 0.5:  # as transformers 4 could not say
+        config |= {"layer_types": kinds}
+        storage["spelling"] = "v5"
+    if family == "gemma2":
+        config |= {"rope_parameters": rope, "attn_logit_softcapping": draw.choice([None, 1.5, 6.0])}
+        return Checkpoint("Gemma2ForCausalLM", config, seed=seed, **storage)
+    config |= {"sliding_window_pattern": draw.choice([2, 3, 6])}
+    local = {"rope_theta": draw.choice([10000.0, 50.0]), "rope_type": "default"}
+    config |= {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    return Checkpoint("Gemma3ForCausalLM", config, seed=seed, **storage)
+
+
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "llama": random_llama,
     "mistral": random_mistral,
     "qwen2": functools.partial(random_qwen, "qwen2"),
     "qwen3": functools.partial(random_qwen, "qwen3"),
+    "gemma": functools.partial(random_gemma, "gemma"),
+    "gemma2": functools.partial(random_gemma, "gemma2"),
+    "gemma3_text": functools.partial(random_gemma, "gemma3_text"),
 }
 """Configurations of the decoder-only families by `model_type`."""
 

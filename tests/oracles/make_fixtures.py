@@ -325,7 +325,135 @@ QWEN3: dict[str, Checkpoint] = {
     ),
 }
 
-CAUSAL: dict[str, dict[str, Checkpoint]] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+GEMMA: dict[str, Checkpoint] = {
+    # grouped heads, tied by default, a base of its own
+    "tied_v4": Checkpoint(
+        "GemmaForCausalLM",
+        {
+            "vocab_size": 81,
+            "hidden_size": 26,
+            "intermediate_size": 44,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            **NO_IDS,
+        },
+        seed=41,
+        spelling="v4",
+    ),
+}
+
+GEMMA2: dict[str, Checkpoint] = {
+    # both softcaps, a scale that is not that of the head, windows on the even layers, stored in bfloat16
+    "caps_v5": Checkpoint(
+        "Gemma2ForCausalLM",
+        {
+            "vocab_size": 77,
+            "hidden_size": 28,
+            "intermediate_size": 38,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-4,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 0.5,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **NO_IDS,
+        },
+        seed=42,
+        dtype="bfloat16",
+    ),
+    # no softcap, biases, a head of its own, transformers 4 spelling
+    "bias_v4": Checkpoint(
+        "Gemma2ForCausalLM",
+        {
+            "vocab_size": 69,
+            "hidden_size": 30,
+            "intermediate_size": 34,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "sliding_window": 4,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+            **NO_IDS,
+        },
+        seed=43,
+        spelling="v4",
+    ),
+}
+
+GEMMA3: dict[str, Checkpoint] = {
+    # the pattern of transformers 4, two bases, the large one scaled
+    "pattern_v4": Checkpoint(
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 75,
+            "hidden_size": 24,
+            "intermediate_size": 36,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-3,
+            "query_pre_attn_scalar": 14,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            **NO_IDS,
+        },
+        seed=44,
+        spelling="v4",
+    ),
+    # two periods of six and one more layer; the bases that a config leaves out
+    "deep_v5": Checkpoint(
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 63,
+            "hidden_size": 20,
+            "intermediate_size": 22,
+            "num_hidden_layers": 13,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 3,
+            **NO_IDS,
+        },
+        seed=45,
+    ),
+}
+
+CAUSAL: dict[str, dict[str, Checkpoint]] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
 """The checkpoints of the decoder-only families, by directory."""
 
 BERT: dict[str, Checkpoint] = {

@@ -76,7 +76,12 @@ def rope_frequencies(config: dict[str, Any]) -> Array:
     """Inverse frequencies `[head_dim / 2]` of a Llama config in either spelling."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    return scaled_frequencies(head_dim, config.get("rope_theta", 10000.0), rope)
+
+
+def scaled_frequencies(head_dim: int, theta: float, rope: dict[str, Any]) -> Array:
+    """Those of a base, unless `rope` has one, and of the scaling in `rope`."""
+    theta = rope.get("rope_theta", theta)
     inverse: Array = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -110,6 +115,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
     """How many keys each layer reads, its own included; None is all."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if config["model_type"].startswith("gemma"):
+        every = config.get("sliding_window_pattern", 2)  # transformers 4 did not write the layers of Gemma 2
+        kinds = config.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
+        return [window if kind.startswith("sliding") else None for kind in kinds]
     if config["model_type"] == "mistral":
         return [window] * layers
     if not config.get("use_sliding_window"):
@@ -127,9 +136,11 @@ def queries_or_keys(w: Weights, name: str, x: Array, head_dim: int, eps: float) 
 
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
-    hidden = llama_states(config, w, ids)[-1]
-    tied = config.get("tie_word_embeddings", False)
-    return hidden, hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+    gemma = config["model_type"].startswith("gemma")
+    hidden = (gemma_states if gemma else llama_states)(config, w, ids)[-1]
+    tied = config.get("tie_word_embeddings", gemma)
+    logits = hidden @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+    return hidden, capped(logits, config.get("final_logit_softcapping"))
 
 
 def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> list[Array]:
@@ -162,6 +173,61 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
         gate = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.mlp.gate_proj", h))
         x = x + linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", h))
     return [*states, rms_norm(x, w["model.norm.weight"], eps)]
+
+
+# -- Gemma -------------------------------------------------------------------------------------
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """`cap tanh(x / cap)`, or x without a cap."""
+    return x if cap is None else np.asarray(cap * np.tanh(x / cap))
+
+
+def gemma_tables(config: dict[str, Any], window: int | None) -> Array:
+    """Inverse frequencies of a layer: in Gemma 3 those with a window have a base of their own, and no scaling."""
+    if config["model_type"] != "gemma3_text":
+        return rope_frequencies(config)
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if window is None:
+        return scaled_frequencies(config["head_dim"], config.get("rope_theta", 1e6), new.get("full_attention", old))
+    base = config.get("rope_local_base_freq", 1e4)
+    return scaled_frequencies(config["head_dim"], base, new.get("sliding_attention", {}))
+
+
+def gemma_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> list[Array]:
+    """As `llama_states`, for Gemma 1, 2 and 3."""
+    ids = np.asarray(ids)
+    first, d, eps = config["model_type"] == "gemma", config["head_dim"], config["rms_norm_eps"]
+    scale = d**-0.5 if first else config["query_pre_attn_scalar"] ** -0.5
+    behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
+
+    def norm(name: str, x: Array) -> Array:
+        return rms_norm(x, 1 + w[f"{name}.weight"], eps)
+
+    x = w["model.embed_tokens.weight"][ids] * math.sqrt(config["hidden_size"])
+    states = []
+    for i, window in enumerate(layer_windows(config) if not first else [None] * config["num_hidden_layers"]):
+        p = f"model.layers.{i}"
+        states.append(x)
+        angles = np.arange(len(ids))[:, None, None] * gemma_tables(config, window)
+        h = norm(f"{p}.input_layernorm", x)
+        q, k, v = (linear(w, f"{p}.self_attn.{n}_proj", h).reshape(len(ids), -1, d) for n in "qkv")
+        if config["model_type"] == "gemma3_text":
+            q, k = norm(f"{p}.self_attn.q_norm", q), norm(f"{p}.self_attn.k_norm", k)
+        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
+        unseen = (behind < 0) | (behind >= (window or len(ids)))
+        context = []
+        for head in range(q.shape[1]):
+            shared = head * k.shape[1] // q.shape[1]
+            scores = capped(q[:, head] @ k[:, shared].T * scale, config.get("attn_logit_softcapping"))
+            context.append(softmax(np.where(unseen, -np.inf, scores)) @ v[:, shared])
+        o = linear(w, f"{p}.self_attn.o_proj", np.concatenate(context, axis=-1))
+        x = x + (o if first else norm(f"{p}.post_attention_layernorm", o))
+        m = norm(f"{p}.post_attention_layernorm" if first else f"{p}.pre_feedforward_layernorm", x)
+        gate = ACTIVATIONS["gelu_new"](linear(w, f"{p}.mlp.gate_proj", m))
+        f = linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", m))
+        x = x + (f if first else norm(f"{p}.post_feedforward_layernorm", f))
+    return [*states, norm("model.norm", x)]
 
 
 def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:

@@ -1,0 +1,233 @@
+"""Gemma 1, Gemma 2 and the text models of Gemma 3: config → flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import (
+    BlockStage,
+    EmbedScale,
+    GemmaRmsNorm,
+    GemmaStyle,
+    LogitSoftcap,
+    Named,
+    RopeTables,
+    SelfAttnPrefillSpec,
+    gemma_attn_spec,
+    gemma_prefill_layer_composed,
+)
+from rlx_jax.blocks.rope import Frequencies
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models import decoder
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import Decode
+from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
+from rlx_jax.weights.source import WeightSource
+
+STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
+"""The style of layers by `model_type`."""
+
+KV_HEADS = {GemmaStyle.GEMMA: 16, GemmaStyle.GEMMA2: 4, GemmaStyle.GEMMA3: 4}
+MAX_POSITIONS = {GemmaStyle.GEMMA: 8192, GemmaStyle.GEMMA2: 8192, GemmaStyle.GEMMA3: 131072}
+SOFTCAPS = {GemmaStyle.GEMMA2: (50.0, 30.0)}
+"""Of the attention scores and of the logits, where a config leaves them out."""
+
+LOCAL = "local"
+"""The name of the rope tables of Gemma 3's sliding layers."""
+
+INERT = ("cache_implementation", "_sliding_window_pattern")
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """Sizes of a Gemma model, under the names of Hugging Face's config.
+
+    `windows[i]` is how many keys layer i reads, None for all; empty for none in any layer. `inv_freq` are the
+    frequencies of every layer, or of those without a window where `local_inv_freq` are those of the others (Gemma 3).
+    """
+
+    style: GemmaStyle
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    inv_freq: Frequencies
+    local_inv_freq: Frequencies = ()
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 8192
+    windows: decoder.Windows = ()
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    @staticmethod
+    def from_hf(config: Fields | Mapping[str, Any]) -> GemmaConfig:
+        """From `config.json`, in the spelling of transformers 4 or 5; `model_type` says which Gemma.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = decoder.fields(config)
+        kind = c.text("model_type", "gemma")
+        if kind not in STYLES:
+            raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is no Gemma; known are {', '.join(STYLES)}")
+        style = STYLES[kind]
+        sizes = decoder.sizes(
+            c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
+        )  # fmt: skip
+        _only_gelu_tanh(c, style)
+        full, local = _frequencies(c, style, sizes["head_dim"])
+        attention, final = SOFTCAPS.get(style, (None, None))
+        later = style is not GemmaStyle.GEMMA
+        result = GemmaConfig(
+            style,
+            **sizes,
+            inv_freq=full,
+            local_inv_freq=local,
+            windows=_windows(c, style, sizes["num_hidden_layers"]) if later else (),
+            query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if later else None,
+            attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if later else None,
+            final_logit_softcapping=c.real_or_null("final_logit_softcapping", final) if later else None,
+            attention_bias=c.flag("attention_bias", False),
+        )
+        if style is GemmaStyle.GEMMA3 and result.attn_logit_softcapping is not None:
+            raise UnsupportedError(
+                f"{c.where}: field 'attn_logit_softcapping' is {result.attn_logit_softcapping}; Gemma 3 has none: "
+                "the reference reads the field and does not apply it"
+            )
+        c.finish(INERT)
+        return result
+
+
+def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
+    """Refuse another activation. Old files of Gemma 1 say `gelu` and mean it with tanh, as the reference knows."""
+    tanh = {"gelu_pytorch_tanh": "gelu_tanh"}
+    c.choice("hidden_act", "gelu_pytorch_tanh", tanh | ({"gelu": "gelu_tanh"} if style is GemmaStyle.GEMMA else {}))
+    if c.raw("hidden_activation") is not None:
+        c.choice("hidden_activation", "gelu_pytorch_tanh", tanh)
+
+
+def _windows(c: Fields, style: GemmaStyle, layers: int) -> decoder.Windows:
+    """By `layer_types`, or in a pattern whose last layer reads all keys: of 2 layers in Gemma 2, of 6 in Gemma 3."""
+    pattern = 2 if style is GemmaStyle.GEMMA2 else c.whole("sliding_window_pattern", 6)
+    window = c.whole_or_null("sliding_window", 4096)
+    again = c.whole_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
+    if again != window:
+        raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {again}")
+    return decoder.layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
+
+
+def _frequencies(c: Fields, style: GemmaStyle, head_dim: int) -> tuple[Frequencies, Frequencies]:
+    """Those of the layers that read all keys, and of the others in Gemma 3."""
+    if style is not GemmaStyle.GEMMA3:
+        return decoder.rope_frequencies(c, head_dim), ()
+    both, old = c.group("rope_parameters"), c.group("rope_scaling")
+    full, local = (both.group(f"{kind}_attention") if both else None for kind in ("full", "sliding"))
+    if both is not None:
+        both.finish()
+    return (
+        decoder.frequencies_of(c, full, old, head_dim, "rope_theta", 1e6),
+        decoder.frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4),
+    )
+
+
+@dataclass(frozen=True)
+class GemmaFlow:
+    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
+
+    The fields are those of `Llama32Flow`; layers are always made of small stages. `inputs_embeds` are taken as they
+    are, not scaled, as in the reference.
+    """
+
+    config: GemmaConfig
+    batch: int | None = None
+    seq: int | None = None
+    name: str = "gemma"
+    hidden_only: bool = False
+    last_token_logits: bool = False
+    inputs_embeds: bool = False
+    export_kv: bool = False
+    decode: Decode | None = None
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+    profile_near = set_profile_near
+
+    @staticmethod
+    def for_prefill(
+        config: GemmaConfig | Mapping[str, Any], batch: int | None = None, seq: int | None = None
+    ) -> GemmaFlow:
+        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
+        return GemmaFlow(config if isinstance(config, GemmaConfig) else GemmaConfig.from_hf(config), batch, seq)
+
+    @staticmethod
+    def for_decode(
+        config: GemmaConfig | Mapping[str, Any],
+        batch: int | None = None,
+        past: int | None = None,
+        custom_mask: bool = False,
+    ) -> GemmaFlow:
+        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
+        return decoder.as_decode(GemmaFlow.for_prefill(config, batch), past, custom_mask)
+
+    def spec(self, index: int = 0) -> SelfAttnPrefillSpec:
+        """The attention of a layer: its window, its scale, its softcap, and which rope tables it reads."""
+        c = self.config
+        window = c.windows[index] if c.windows else None
+        spec = gemma_attn_spec(
+            index,
+            c.num_attention_heads,
+            c.head_dim,
+            c.num_key_value_heads,
+            decoder.mask_of(window),
+            None if c.query_pre_attn_scalar is None else c.query_pre_attn_scalar**-0.5,
+            c.attn_logit_softcapping,
+            c.attention_bias,
+        )
+        return replace(spec, rope=LOCAL) if c.local_inv_freq and window is not None else spec
+
+    def _layer(self, index: int, spec: SelfAttnPrefillSpec) -> Named:
+        return gemma_prefill_layer_composed(index, self.config.style, spec, self.config.rms_norm_eps)
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        c = self.config
+        cap = c.final_logit_softcapping
+        scale: list[BlockStage] = [] if self.inputs_embeds else [EmbedScale(c.hidden_size)]
+        local = [RopeTables(c.local_inv_freq, name=LOCAL)] if c.local_inv_freq else []
+        return decoder.decoder_flow(
+            self,
+            weight_specs(c),
+            decoder.layers(self, self.spec, self._layer),
+            GemmaRmsNorm("model.norm.weight", c.rms_norm_eps),
+            rope=[RopeTables(c.inv_freq), *local],
+            embedded=scale,
+            logits=[] if cap is None else [LogitSoftcap(cap)],
+        )
+
+
+def weight_specs(config: GemmaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    c = config
+    layer = decoder.layer_shapes(c, decoder.ATTENTION * c.attention_bias)
+    if c.style is not GemmaStyle.GEMMA:
+        layer["pre_feedforward_layernorm.weight"] = layer["post_feedforward_layernorm.weight"] = (c.hidden_size,)
+    if c.style is GemmaStyle.GEMMA3:
+        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (c.head_dim,)
+    return decoder.model_specs(c, layer, dtype)
