@@ -1,4 +1,4 @@
-"""Run the notebooks beside this file and store their outputs: `python notebooks/execute.py [train] [tour]`."""
+"""Run the notebooks beside this file and store their outputs: `python notebooks/execute.py [train] [tour] …`."""
 
 import sys
 import tempfile

@@ -17,6 +17,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["name"]
 CHECKS = {
     "train": lambda printed: float(re.findall(r"held out: ([\d.]+) nats per byte", printed)[-1]) <= 1.5,
+    "generate": lambda printed: "<|im_start|>assistant" in printed and "LimitError" in printed,
     "tour": lambda printed: "fused_mm_bias" in printed and "stablehlo" in printed.lower(),
 }
 """What the outputs of a run say, by notebook."""
@@ -34,8 +35,8 @@ def printed(outputs: list[dict[str, Any]]) -> str:
     return "".join(text if isinstance(text, str) else "".join(text) for text in texts)
 
 
-def test_both_are_there() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"train", "tour"}
+def test_all_are_there() -> None:
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"generate", "train", "tour"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
