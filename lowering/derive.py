@@ -54,6 +54,7 @@ class Derivation:
 
     program: str
     types: TypeCache
+    kv: np.dtype[Any] | None = None
     proofs: dict[tuple[Op, tuple[TensorType, ...], str], Verdict] = field(default_factory=dict)
     slots: set[tuple[Path, str]] = field(default_factory=set)
 
@@ -71,8 +72,11 @@ class Derivation:
 Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
 
 
-def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False) -> Graph:
-    """The HIR of `program`. With `last_only` outputs are those of each row's last token, `[B, 1, …]`.
+def derive(
+    graph: Graph, program: str, types: TypeCache, last_only: bool = False, kv: np.dtype[Any] | None = None
+) -> Graph:
+    """The HIR of `program`. With `last_only` outputs are those of each row's last token, `[B, 1, …]`. Keys and values
+    are cached as `kv`, or as they are.
 
     Raises:
         DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
@@ -90,7 +94,7 @@ def derive(graph: Graph, program: str, types: TypeCache, last_only: bool = False
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
     if any(i.input == LENGTHS.input for i in graph.inputs):
         raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
-    d = Derivation(program, types)
+    d = Derivation(program, types, kv)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         rule = RULES.get(type(node.op))
@@ -152,7 +156,9 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     t = b.type(k)
     if t.shape[1] != symbol("seq") or b.type(q).shape[1] != symbol("seq"):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
-    cache = TensorType((t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), t.dtype)
+    cache = TensorType(
+        (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
+    )
     leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
     leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)

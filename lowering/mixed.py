@@ -53,9 +53,9 @@ CLASSES: dict[type[Op], str] = {
 }
 """The class of each op; every other one is `compute`: products, attention, JAX functions."""
 
-NARROWED: dict[type[Op], int] = {AttentionOp: 3, RopeOp: 1, Gather: 0, CacheUpdate: 0, RingStep: 0}
+NARROWED: dict[type[Op], int] = {AttentionOp: 3, RopeOp: 1, Gather: 0}
 """How many of an op's first operands take the class's dtype, where not all do. Masks and rotary tables keep their
-range; a table is read before it is cast, and a cache is written in place."""
+range, and a table is read before it is cast. A cache is written in place, as it is."""
 
 
 def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
@@ -77,8 +77,10 @@ def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             op = node.op
-            if isinstance(op, Leaf) or op.regions():
+            if isinstance(op, Leaf) or op.regions() or isinstance(op, CacheUpdate | RingStep):
                 return None
+            if isinstance(op, CastTo) and op.dtype != F32:
+                return None  # to the dtype of a cache
             dtype, first = dtypes[CLASSES.get(type(op), "compute")], NARROWED.get(type(op), len(inputs))
             results = b.add(op, *(to(b, v, dtype) if i < first else v for i, v in enumerate(inputs)))
             return tuple(to(b, r, F32) for r in results)

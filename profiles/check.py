@@ -1,7 +1,8 @@
 """One checker for every table of a profile, driven by the types of the dataclass fields.
 
-A table is a frozen dataclass that derives from `Table`. Its fields are of five kinds: another table, a
-`Literal` of strings, `bool` (or a union of those), `str`, a tuple of one of these, or `Options`. TOML, `replace`
+A table is a frozen dataclass that derives from `Table`. Its fields are of six kinds: another table, a
+`Literal` of strings, `bool` (or a union of those), `str`, `int` (a size, at least 1), a tuple of one of these, or
+`Options`. TOML, `replace`
 and the constructors all go through here, so that they accept and refuse the same things with the same words.
 """
 
@@ -22,6 +23,9 @@ Scalar = str | bool | int | float
 
 MAX_STRING = 1024
 """Characters of one string in a profile."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest size in a profile, that of a dimension."""
 
 _OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
@@ -187,6 +191,8 @@ def _choices(hint: Any) -> list[str]:
 def _accepts(hint: Any, value: object) -> bool:
     if type(value) is str:
         return value in _choices(hint) or (str in _arms(hint) and value != "" and _plain(value))
+    if type(value) is int:
+        return int in _arms(hint) and 1 <= value <= MAX_SIZE
     return type(value) is bool and bool in _arms(hint)
 
 
@@ -199,6 +205,7 @@ def _expected(hint: Any) -> str:
     arms = _arms(hint)
     words = [quote(c) for c in _choices(hint)]
     words += ["true", "false"] if bool in arms else []
+    words += [f"an integer from 1 to {MAX_SIZE}"] if int in arms else []
     words += [f"a printable string of 1 to {MAX_STRING} characters"] if str in arms else []
     return f"expected {words[0]}" if len(words) == 1 else f"expected {', '.join(words[:-1])} or {words[-1]}"
 

@@ -19,10 +19,6 @@ from rlx_jax.profiles.check import At, Options, Table, build, field_types
 
 LATER = frozenset(
     {
-        "precision.kv",
-        "buckets.prompt",
-        "buckets.batch",
-        "buckets.on_recompile",
         "backend.metal",
         "backend.mlx",
         "backend.wgpu",
@@ -118,6 +114,8 @@ class Precision(_Table):
         else `auto_mixed`. Excludes a `compute` of bf16 or f16.
     weights: the dtype that floating parameters are stored in; the program casts where it reads. `keep` stores what
         the program computes in.
+    kv: the dtype of cached keys and values; `auto` is that of the keys themselves. They are cast when they are
+        written, and back when they are read.
     """
 
     PATH: ClassVar[str] = "precision"
@@ -125,6 +123,7 @@ class Precision(_Table):
     matmul: Literal["default", "high", "highest"] = "default"
     mixed: Literal["none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16"] = "none"
     weights: Literal["keep", "f32", "bf16"] = "keep"
+    kv: Literal["auto", "f32", "bf16", "f16"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,24 @@ class Attention(_Table):
 
     PATH: ClassVar[str] = "attention"
     implementation: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+@dataclass(frozen=True)
+class Buckets(_Table):
+    """Sizes that requests to a `CausalLM` are padded to, so that few programs serve all of them. Without a list, sizes
+    are rounded up to powers of two.
+
+    prompt: tokens of a prompt. A longer one is read in chunks. batch: rows. context: slots of the cache, for a prompt
+        and its new tokens.
+    on_recompile: what a size outside of the lists, and any compile after `warmup`, is: nothing, a warning, or an
+        error before anything runs.
+    """
+
+    PATH: ClassVar[str] = "buckets"
+    prompt: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    on_recompile: Literal["allow", "warn", "error"] = "allow"
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,7 @@ class CompileProfile(_Table):
     donation: Donation = field(default_factory=Donation)
     layers: Layers = field(default_factory=Layers)
     attention: Attention = field(default_factory=Attention)
+    buckets: Buckets = field(default_factory=Buckets)
     backend: Backends = field(default_factory=Backends)
 
     @classmethod

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from rlx_jax.errors import (
     FusionError,
     GraphError,
     ProfileError,
+    RecompileError,
     RequestError,
     RlxWarning,
     UnexpectedWeightError,
     listing,
+    quote,
     shown,
 )
 from rlx_jax.executable import Around, Arrays, Executable, Function, Progress, StateArrays, compile_program
@@ -38,7 +40,7 @@ from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.derive import derive
+from rlx_jax.lowering.derive import derive, ring_sizes
 from rlx_jax.lowering.donation import reusable_inputs
 from rlx_jax.lowering.fusion_report import FusionReport, fusion_report
 from rlx_jax.lowering.implementations import choose_all
@@ -79,6 +81,7 @@ class Template:
     mir: Graph
     bounds: Bounds
     state: Mapping[tuple[str, str], TensorType]
+    rings: Mapping[str, int]
     types: TypeCache
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
@@ -98,7 +101,7 @@ def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: 
         hir = verify(dce(orient(hir, settings.weight_layout, types), types), "hir", "orient", types)
     if settings.stored is not None:
         hir = verify(dce(store_in(hir, settings.stored, types), types), "hir", "store", types)
-    return verify(derive(hir, program, types, last_only), "hir", program, types)
+    return verify(derive(hir, program, types, last_only, settings.kv), "hir", program, types)
 
 
 def make_template(built: BuiltModel, settings: Settings, program: str, last_only: bool, build_s: float) -> Template:
@@ -124,7 +127,7 @@ def make_template(built: BuiltModel, settings: Settings, program: str, last_only
     if settings.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     state = state_types(mir, settings.scan)
-    return Template(built, hir, mir, bounds_of(built.hir), state, types, seconds, nodes, fusion)
+    return Template(built, hir, mir, bounds_of(built.hir), state, ring_sizes(hir), types, seconds, nodes, fusion)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
@@ -195,7 +198,16 @@ class Compiler:
     functions: dict[ProgramKey, Specialised] = field(default_factory=dict)
     executables: dict[ProgramKey, Executable] = field(default_factory=dict)
     progress: Progress | None = field(default=None, repr=False)
+    small: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
+    seen: set[Hashable] = field(default_factory=set)  # small functions with the types they were called with
+    warm: bool = False  # warm-up is over
+    recompiles: int = 0  # programs compiled since
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
+
+    @property
+    def compiles(self) -> int:
+        """Compiled programs, and small functions beside them."""
+        return len(self.executables) + len(self.seen)
 
     def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
         """The symbolic program; made once."""
@@ -224,6 +236,7 @@ class Compiler:
         """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
         with self.lock:
             if key not in self.executables:
+                self.admit(key)
                 what = f"compile {key.program} of {', '.join(f'{name} {size}' for name, size in key.binding)}"
                 self.tell(what, 0, 1)
                 program = self.function(key)
@@ -235,6 +248,44 @@ class Compiler:
         """Tell whoever asked for progress."""
         if self.progress is not None:
             self.progress(what, done, total)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A small function beside the programs, such as one that makes an empty state. It is compared by value, and
+        compiled once for each choice of types of its arguments, which are arrays."""
+        with self.lock:
+            key = (function, *((a.shape, a.dtype) for a in jax.tree.leaves(arguments)))
+            if key not in self.seen:
+                self.seen.add(key)
+                self.recompiles += self.warm
+            return self.small.setdefault(function, jax.jit(function))(*arguments)
+
+    def refusal(self, key: ProgramKey) -> str:
+        """Why this program should not be compiled now; empty if it may be."""
+        buckets, binding = self.settings.buckets, dict(key.binding)
+        if key in self.executables or not (self.warm or buckets.foreign(binding)):
+            return ""
+        sizes = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
+        told = ", ".join(text.format(binding[dim]) for dim, text in sizes.items() if dim in binding)
+        return (
+            f"{self.flow.name}: input {quote(self.flow.inputs[0].name)} with {told or 'no size'}: no {key.program} "
+            f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
+        )
+
+    def check_compiled(self, key: ProgramKey) -> None:
+        """Refuse a program that the profile does not want compiled now, before anything runs.
+
+        Raises:
+            RecompileError: `buckets.on_recompile` is `error`.
+        """
+        if self.settings.buckets.on_recompile == "error" and (refusal := self.refusal(key)):
+            raise RecompileError(f"{refusal}; ask for sizes that fit, or change the profile's buckets")
+
+    def admit(self, key: ProgramKey) -> None:
+        """As `check_compiled`, and count or warn of what is compiled all the same."""
+        self.check_compiled(key)
+        if self.settings.buckets.on_recompile == "warn" and (refusal := self.refusal(key)):
+            warnings.warn(f"{refusal}; compiling it", RlxWarning, stacklevel=2)
+        self.recompiles += self.warm
 
 
 def open_compiler(

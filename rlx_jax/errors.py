@@ -8,7 +8,7 @@ key, file), what was expected, what was found and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 MAX_MESSAGE = 2048
 MAX_QUOTED = 120
@@ -194,6 +194,10 @@ class MaskShapeError(RequestError):
     """A mask, position or type-id array has the wrong shape or dtype."""
 
 
+class RecompileError(RequestError):
+    """A request needs a program that is not compiled, and the profile says `buckets.on_recompile = "error"`."""
+
+
 class BatchMismatchError(RequestError):
     """Two arguments disagree about the batch size."""
 
@@ -206,7 +210,14 @@ class SamplingParamError(RequestError):
 
 
 class NumericsError(RlxError, ArithmeticError):
-    """Non-finite logits."""
+    """Non-finite logits. `rows` has the step (from 0) at which each failed row did; `outputs` is what the request would
+    have returned, failed rows cut off before that step. Other rows are whole."""
+
+    def __init__(
+        self, message: str = "", rows: Mapping[int, int] | None = None, outputs: Sequence[object] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rows, self.outputs = dict(rows or {}), outputs
 
 
 class ResourceError(RlxError, RuntimeError):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rlx_jax.built import InputDecl, Weights
 from rlx_jax.compile import (
@@ -40,7 +39,7 @@ from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_n
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, bound, check_elements
 from rlx_jax.lowering.buffers import activation_bytes
-from rlx_jax.lowering.derive import CACHED_PROGRAMS, ring_sizes
+from rlx_jax.lowering.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.plan import Lir, flops
 from rlx_jax.lowering.text import dump_lir
@@ -48,7 +47,7 @@ from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
 from rlx_jax.settings import default_target
-from rlx_jax.state import State, as_state, check_empty, check_room, check_state
+from rlx_jax.state import EmptyState, State, as_state, check_empty, check_room, check_state
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
@@ -172,23 +171,22 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state, last_only)
         if room and state is not None and self.program == "extend":
             check_room(state.length, values["lengths"], dict(key.binding).get("context"))
-        results = self._execute(key, params, arrays, values)
+        results = self.execute(key, params, arrays, values)
         return self._result(results, key)
 
-    def run_around(
-        self, around: Around, sizes: Mapping[str, int], inputs: Arrays, state: State
-    ) -> tuple[tuple[Any, ...], State]:
-        """The program with outputs of the last token, wrapped in `around` and compiled as one.
+    def bound(self, sizes: Mapping[str, int], around: Around | None = None) -> BoundProgram:
+        """The program with outputs of the last token, for these sizes; wrapped in `around`, and compiled as one.
 
-        `inputs` are those that `around` takes, checked by the caller; the state is consumed.
+        Raises:
+            RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        params, bound = self.require_params("generation"), dict(sizes)
-        arrays = self._state_arrays(self._template(frozenset(), True).state, state, bound)
-        key = ProgramKey(self.program, frozenset(), True, tuple(sorted(bound.items())), around)
-        outputs, after = self._execute(key, params, arrays, inputs)
-        return outputs, as_state(after)
+        rings = self._template(last_only=True).rings
+        slots = {name: min(sizes["context"], window) for name, window in rings.items()}
+        key = ProgramKey(self.program, frozenset(), True, tuple(sorted({**sizes, **slots}.items())), around)
+        self.compiler.check_compiled(key)
+        return BoundProgram(self, key, self.require_params("generation"))
 
-    def _execute(
+    def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
     ) -> tuple[tuple[Any, ...], StateArrays]:
         """Call the executable of `key`, made if this is its first call."""
@@ -347,7 +345,7 @@ class CompiledModel:
         if not types:
             raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
         check_length(binding.get("context", 0), self._template().bounds, f"{self.compiler.flow.name}: init_state")
-        rings = ring_sizes(self._template().hir)
+        rings = self._template().rings
         binding |= {name: min(context or window, window) for name, window in rings.items()}
         bound = {k: t.bind(binding) for k, t in types.items()}
         open_sizes = sorted({s for t in bound.values() for s in t.symbols})
@@ -358,7 +356,7 @@ class CompiledModel:
         what = f"{self.compiler.flow.name}: init_state(batch={batch}, context={context})"
         check_fits(sum(t.nbytes for t in bound.values()), what)
         with out_of_memory(what):
-            return as_state({k: jnp.zeros(t.shape, t.dtype) for k, t in bound.items()})
+            return as_state(self.compiler.call(EmptyState(tuple(bound.items()))))
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -405,7 +403,8 @@ class CompiledModel:
         common: dict[str, Any] = {
             "nodes": template.nodes,
             "parameter_bytes": sum(t.nbytes for t in self.compiler.layout.types().values()),
-            "compiles": len(self.compiler.executables),
+            "compiles": self.compiler.compiles,
+            "recompiles": self.compiler.recompiles,
             "refusals": template.built.refusals,
             "fusion": template.fusion,
         }
@@ -422,6 +421,18 @@ class CompiledModel:
             peak_bytes=executable.peak_bytes,
             estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A program for one choice of sizes. Whoever calls it has checked the arguments; the state is consumed."""
+
+    model: CompiledModel
+    key: ProgramKey
+    params: Arrays
+
+    def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
+        return self.model.execute(self.key, self.params, state, inputs)
 
 
 def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:

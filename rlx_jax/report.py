@@ -10,12 +10,16 @@ from rlx_jax.lowering.fusion_report import FusionReport
 
 @dataclass(frozen=True)
 class Report:
-    """What compiling cost and what the program needs. Times in seconds, sizes in bytes."""
+    """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
+
+    `compiles` counts compiled programs and small functions beside them, `recompiles` those made after warm-up.
+    """
 
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
     parameter_bytes: int
     compiles: int
+    recompiles: int
     refusals: tuple[str, ...]
     fusion: FusionReport
     attention: tuple[str, ...] = ()
@@ -27,6 +31,7 @@ class Report:
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
         rows += [f"{'parameters':<18} {self.parameter_bytes:,} bytes", f"{'compiles':<18} {self.compiles}"]
+        rows += [f"{'recompiles':<18} {self.recompiles}"] if self.recompiles else []
         for name in ("flops", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
             if (value := getattr(self, name)) is not None:
                 rows.append(f"{name:<18} {value:,}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.buckets import Buckets
 from rlx_jax.built import Buildable, BuiltModel
 from rlx_jax.errors import LevelError, ProfileError, RlxWarning, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Graph
@@ -39,6 +40,8 @@ class Settings:
     scan: bool
     remat: str
     attention: str
+    kv: np.dtype[Any] | None
+    buckets: Buckets
     donate_state: bool
     donate_inputs: tuple[str, ...]
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
@@ -89,6 +92,8 @@ def settings_for(
         scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
         remat=profile.layers.remat if train else "none",
         attention=profile.attention.implementation,
+        kv=None if precision.kv == "auto" else as_dtype(precision.kv),
+        buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(Buckets)}),
         donate_state=profile.donation.state,
         donate_inputs=profile.donation.inputs,
         compiler_options=tuple(sorted(backend.compiler_options.items())),
@@ -122,6 +127,8 @@ def settings_of(plan: Plan) -> Settings:
         scan=plan.scan,
         remat=plan.remat,
         attention=plan.implementation,
+        kv=None,
+        buckets=Buckets(),
         donate_state=plan.donate_state,
         donate_inputs=plan.donate_inputs,
         compiler_options=tuple(sorted(plan.compiler_options.items())),

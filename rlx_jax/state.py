@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import BatchMismatchError, SequenceLengthError, SessionStateError, listing
@@ -28,6 +29,16 @@ class State:
     def arrays(self) -> StateArrays:
         """All arrays, the length among them, as programs take them."""
         return {LENGTH: self.length, **self.leaves}
+
+
+@dataclass(frozen=True)
+class EmptyState:
+    """Makes the arrays of a state that holds nothing, all of them in one dispatch."""
+
+    types: tuple[tuple[tuple[str, str], TensorType], ...]
+
+    def __call__(self) -> StateArrays:
+        return {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
 
 
 def as_state(arrays: StateArrays) -> State:

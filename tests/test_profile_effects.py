@@ -16,7 +16,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError
+from rlx_jax.errors import ProfileError, RecompileError, RlxWarning, UnsupportedError
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
@@ -294,6 +294,38 @@ def test_weights_of_a_narrow_checkpoint() -> None:
     assert relative(models[1](IDS), models[0](IDS)) < 2e-6
 
 
+@pytest.mark.parametrize(("kv", "compute"), [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32")])
+def test_kv(kv: str, compute: str) -> None:
+    """The dtype of the cache, whatever the program computes in."""
+    model = llama("extend", precision={"kv": kv, "compute": compute})
+    assert {str(t.dtype) for t in model.compiler.template("extend").state.values() if t.rank > 1} == {
+        {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}[kv]
+    }
+    state = jax.eval_shape(lambda: model.init_state(2, 8))
+    text = model.lower(IDS[:, :1], np.ones(2, np.int32), state=state).as_text()
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+    assert model.compiler.template("prefill").state == model.compiler.template("extend").state
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"precision": {"kv": "bf16"}},
+        pytest.param({"precision": {"kv": "bf16"}, "layers": {"roll": "scan"}}, marks=pytest.mark.slow),
+        pytest.param({"precision": {"kv": "bf16", "mixed": "auto_mixed_bf16"}}, marks=pytest.mark.slow),
+        pytest.param({"precision": {"kv": "f32", "compute": "bf16"}}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_of_another_dtype_is_written_in_place(tables: dict[str, Any]) -> None:
+    """The proof of donation holds, the prompt is not rounded, and what is read back is rounded and no more."""
+    extend = loaded("extend", **tables)
+    got, state = extend(IDS[:, :4], np.full(2, 4, np.int32), state=extend.init_state(2, 8))
+    got, state = extend(IDS[:, 4:], np.full(2, 2, np.int32), state=state)
+    dtype = "float32" if tables["precision"]["kv"] == "f32" else "bfloat16"
+    assert {str(a.dtype) for a in state.leaves.values()} == {dtype}
+    assert 1e-6 < relative(got, logits()[:, 4:]) < 0.03
+
+
 # -- donation ----------------------------------------------------------------------------------
 
 
@@ -506,6 +538,25 @@ def test_cudnn_that_cannot_be_had_is_an_error() -> None:
 def test_cudnn_without_attention_warns() -> None:
     with pytest.warns(RlxWarning, match="small: attention.implementation = 'cudnn' has no effect"):
         small(attention={"implementation": "cudnn"})
+
+
+# -- buckets -----------------------------------------------------------------------------------
+
+
+def test_buckets() -> None:
+    """The sizes of the programs that a request runs; and a size outside is a warning, or an error."""
+    tables: dict[str, Any] = {"prompt": [5, 3], "batch": [2], "context": [12]}
+    lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=profile(buckets=tables))
+    lm.generate([[1, 2]], max_new_tokens=2)
+    assert {k.binding for k in lm.model.compiler.executables} == {
+        (("batch", 2), ("context", 12), ("seq", n)) for n in (3, 1)
+    }
+    told = llama(buckets={**tables, "on_recompile": "warn"})
+    with pytest.warns(RlxWarning, match="'input_ids' with 2 rows, length 6: no forward program.*compiling it"):
+        told.lower(IDS)
+    with pytest.raises(RecompileError, match="length 6"):
+        llama(buckets={**tables, "on_recompile": "error"}).lower(IDS)
+    assert llama(buckets=tables).lower(IDS).as_text() == llama().lower(IDS).as_text()
 
 
 # -- backends ----------------------------------------------------------------------------------

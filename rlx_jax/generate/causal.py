@@ -6,7 +6,7 @@ The cached programs are derived from the flow's forward program; nothing here kn
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -17,65 +17,47 @@ from rlx_jax.errors import (
     BatchMismatchError,
     RequestError,
     SequenceLengthError,
-    SessionStateError,
     ShapeError,
     number,
     shown,
 )
 from rlx_jax.executable import Progress
 from rlx_jax.generate.chat import chat_prompt
-from rlx_jax.generate.generation import Plan, append, generate
+from rlx_jax.generate.decode_state import DecodeState, cropped
+from rlx_jax.generate.generation import Generation, NewTokens, Plan, generate
 from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.generate.requests import (
     Prompts,
-    bucket,
+    Request,
     id_list,
+    moved_back,
+    moved_left,
     row_lengths,
     split_prompts,
     token_block,
     whole_number,
 )
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.serving import (
+    CONTEXT_BUCKET,
+    Sizes,
+    check_buckets,
+    check_warmup,
+    pad_block,
+    prefill_slots,
+    request_sizes,
+    warm_contexts,
+    warm_requests,
+)
 from rlx_jax.generate.tokenizer import Tokenizer
+from rlx_jax.inputs import random_key
 from rlx_jax.model import CompiledModel
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
-from rlx_jax.state import State
 
 GREEDY = Sampler()
-PROMPT_BUCKET = 16
-CONTEXT_BUCKET = 64
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
-
-
-@dataclass(eq=False)
-class DecodeState:
-    """The cache of a batch: what `prefill` returns and `extend` consumes.
-
-    `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is the number of slots.
-    """
-
-    state: State | None
-    lengths: np.ndarray[Any, Any]
-    capacity: int
-    owner: object
-
-    @property
-    def length(self) -> Any:
-        """Tokens in each row, int32 `[B]` on the device."""
-        return self.take(self.owner, peek=True).length
-
-    def take(self, owner: object, peek: bool = False) -> State:
-        """The state, once."""
-        if owner is not self.owner:
-            raise SessionStateError("this state belongs to another model; call prefill of the model you extend with")
-        if self.state is None:
-            raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
-        state = self.state
-        if not peek:
-            self.state = None
-        return state
 
 
 class CausalLM:
@@ -107,6 +89,8 @@ class CausalLM:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict, progress)
         self._check_width()
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
+        self.buckets = self.model.compiler.settings.buckets
+        check_buckets(self.buckets, self.max_positions)
         ends = id_list([eos_ids] if isinstance(eos_ids, int) else eos_ids, self.vocab_size, "eos_ids")
         self.eos_ids = tuple(ends) or (tokenizer.eos_ids if tokenizer else ())
         if bos_id is not None:
@@ -115,33 +99,42 @@ class CausalLM:
 
     # -- programs ----------------------------------------------------------------------------
 
-    def logits(self, tokens: Any, lengths: Any = None) -> jax.Array:
-        """Logits of every position: tokens `[B, S]` ints → `[B, S, V]` float32.
+    def logits(self, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> jax.Array:
+        """Logits of every position: tokens `[B, S]` ints → `[B, S, V]` float32. At padding they mean nothing.
 
-        `lengths` `[B]`: valid tokens of right-padded rows; what stands behind them means nothing.
+        Args:
+            lengths: `[B]`, valid tokens of right-padded rows.
+            attention_mask: `[B, S]`, 1 at the valid tokens of rows padded on the left or on the right; in place of
+                `lengths`. Positions count valid tokens.
         """
         block = token_block(tokens, self.vocab_size)
-        row_lengths(lengths, block, low=1)
+        block, valid, starts = moved_left(block, lengths, attention_mask)
         self._check_positions(block.shape[1], "tokens")
-        return primary(self.model(block))
+        out = primary(self.model(pad_block(self.buckets, block)))
+        return moved_back(cropped(out, *block.shape), starts)
 
     def prefill(
-        self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all"
-    ) -> tuple[jax.Array, DecodeState]:
+        self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
+        attention_mask: Any = None,
+    ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
         """Read prompts into a new state: tokens `[B, S]` right-padded, `lengths` `[B]` ≥ 1 → (`[B, S, V]`, state).
 
         Args:
-            max_len: slots of the cache; by default room for 256 more tokens, within the model's positions.
+            max_len: tokens that a row may hold; by default room for 256 more, within the model's positions.
             logits: "last" gives those of each row's last token only, `[B, V]`.
+            attention_mask: as in `logits`, for rows padded on the left.
         """
         block = token_block(tokens, self.vocab_size)
-        batch, seq = block.shape
-        valid = row_lengths(lengths, block, low=1)
+        block, valid, starts = moved_left(block, lengths, attention_mask)
         self._check_positions(int(valid.max()), "the prompt")
-        capacity = self._capacity(seq, int(valid.max()), max_len)
-        empty = self._program("prefill").init_state(batch, capacity)
-        fresh = DecodeState(empty, np.zeros(batch, np.int64), capacity, self.model.compiler)
-        return self._run("prefill", fresh, block, valid, logits)
+        wanted = self._capacity(block.shape[1], int(valid.max()), max_len)
+        slots = prefill_slots(self.buckets, wanted, int(valid.max()), fixed=max_len is not None)
+        padded = pad_block(self.buckets, block)
+        empty = self._program("prefill").init_state(len(padded), slots)
+        capacity = slots if max_len is None else wanted
+        fresh = DecodeState(empty, np.zeros(len(block), np.int64), capacity, self.model.compiler)
+        out, state = self._run("prefill", fresh, block, valid, logits)
+        return (out if logits == "last" else moved_back(out, starts)), state
 
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
@@ -174,9 +167,16 @@ class CausalLM:
         if logits not in ("all", "last"):
             raise RequestError(f"logits is {logits!r}; expected 'all' or 'last'")
         program, arrays = self._program(name), state.take(self.model.compiler)
-        lengths = np.asarray(valid, np.int32)
-        out, after = program.run((tokens,), {"lengths": lengths}, arrays, last_only=logits == "last")
-        result = primary(out)[:, 0] if logits == "last" else primary(out)
+        block = pad_block(self.buckets, tokens, rows=arrays.length.shape[0])
+        idle = np.full(len(block) - len(tokens), 1 if name == "prefill" else 0)
+        lengths = np.concatenate([valid, idle]).astype(np.int32)
+        try:
+            out, after = program.run((block,), {"lengths": lengths}, arrays, last_only=logits == "last")
+        except BaseException:
+            if not arrays.length.is_deleted():  # it did not begin: the state is as it was
+                state.state = arrays
+            raise
+        result = primary(out)[: len(tokens), 0] if logits == "last" else cropped(primary(out), *tokens.shape)
         return result, DecodeState(after, state.lengths + valid, state.capacity, state.owner)
 
     # -- generation --------------------------------------------------------------------------
@@ -202,18 +202,15 @@ class CausalLM:
         Raises:
             RequestError: see `rlx_jax.errors`; `NumericsError` for logits that are not finite.
         """
-        budget = whole_number("max_new_tokens", max_new_tokens, 0)
         asked = split_prompts(prompts)
-        rows = self._rows(asked)
-        words, ends = self._stops(stop)
-        new: list[list[int]] = [[] for _ in rows]
-        if rows and budget:
-            for _ in self._blocks(rows, new, budget, sampler, ends, words, seed):
-                pass
-        if asked.texts is None:
-            return new[0] if asked.single else new
-        texts = [_cut(self._decode(ids), words) for ids in new]
-        return texts[0] if asked.single else texts
+        request = self._request(asked, max_new_tokens, sampler, stop, seed)
+        new = NewTokens([[] for _ in request.rows])
+        for _ in self._blocks(request, new):
+            pass
+        texts = asked.texts is not None
+        outputs: list[Any] = [self._text(ids, request.words) for ids in new.rows] if texts else [*new.rows]
+        new.check(outputs)
+        return outputs[0] if asked.single else outputs
 
     def stream(
         self,
@@ -228,13 +225,10 @@ class CausalLM:
         Joined together the pieces are what `generate` returns. Text is held back while it may still change: half of a
         character, or the beginning of a stop string.
         """
-        budget = whole_number("max_new_tokens", max_new_tokens, 0)
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        rows = self._rows(asked)
-        words, ends = self._stops(stop)
-        return self._pieces(asked.texts is not None, rows, budget, sampler, ends, words, seed)
+        return self._pieces(self._request(asked, max_new_tokens, sampler, stop, seed), asked.texts is not None)
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -264,13 +258,11 @@ class CausalLM:
         """
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
-        budget = whole_number("max_new_tokens", max_new_tokens, 0)
-        words, ends = self._stops(stop)
         ids = self.apply_chat_template(
             messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
         )
-        rows = self._rows(Prompts(None, [ids], True))
-        pieces = self._pieces(True, rows, budget, sampler, ends, words, seed)
+        request = self._request(Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed)
+        pieces = self._pieces(request, text=True)
         return pieces if stream else "".join(pieces)
 
     def apply_chat_template(
@@ -311,51 +303,95 @@ class CausalLM:
             variables=variables,
         )
 
-    def _pieces(
-        self, text: bool, rows: list[list[int]], budget: int, sampler: Sampler, ends: set[int],
-        words: tuple[str, ...], seed: int,
-    ) -> Iterator[Any]:  # fmt: skip
-        new: list[list[int]] = [[]]
-        sent: int = 0
-        for _ in self._blocks(rows, new, budget, sampler, ends, words, seed) if budget else ():
-            if not text:
-                yield from new[0][sent:]
-                sent = len(new[0])
-                continue
-            known = _settled(self._decode(new[0]), words)
-            if len(known) > sent:
-                yield known[sent:]
-                sent = len(known)
-        rest = _cut(self._decode(new[0]), words)[sent:] if text else ""
-        if rest:
-            yield rest
+    def warmup(self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None) -> None:
+        """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
-    def _blocks(
-        self, rows: list[list[int]], new: list[list[int]], budget: int, sampler: Sampler, ends: set[int],
-        words: tuple[str, ...], seed: int,
-    ) -> Iterator[None]:  # fmt: skip
-        """Generate: the new tokens of each row are appended to `new`, block by block."""
-        longest = max(map(len, rows))
+        `generate`, `stream` and `chat` are covered, and `prefill` and `extend` with `logits="last"`. What compiles
+        later all the same is counted in `report().recompiles`, and is as the profile's `buckets.on_recompile` says.
+
+        Args:
+            max_new_tokens: what requests will ask for at most, where the profile has no `buckets.context`.
+            samplers: those that requests will use; None stands for every kind.
+
+        Raises:
+            RequestError: the profile has no buckets for prompts and batches.
+        """
+        budget = whole_number("max_new_tokens", max_new_tokens, 1)
+        chosen, compiler = check_warmup(self.buckets, samplers), self.model.compiler
+        self.buckets = replace(self.buckets, context=warm_contexts(self.buckets, budget, self.max_positions))
+        compiler.warm = False
+        for rows, length, slots, sampler in warm_requests(self.buckets, chosen):
+            request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32)
+            sizes = replace(request_sizes(self.buckets, [length] * rows, 1, self.max_positions), slots=slots)
+            for step, _ in enumerate(self._generation(request, sizes)):
+                if step == 1:  # the first token, and a block of the loop
+                    break
+        compiler.warm = True
+
+    # -- a request ---------------------------------------------------------------------------
+
+    def _request(
+        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int
+    ) -> Request:
+        """What was asked for, checked; nothing has run yet."""
+        budget = whole_number("max_new_tokens", max_new_tokens, 0)
+        rows = self._rows(asked)
+        words, ends = self._stops(stop)
         if not isinstance(sampler, Sampler):
             raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
+        sampler.knobs(self.vocab_size)
+        random_key("seed", seed)
         for i, row in enumerate(rows):
             self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
             if len(row) + budget > MAX_SLOTS:
                 raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
-        width = bucket(longest, PROMPT_BUCKET, self.max_positions)
-        slots = bucket(max(longest + budget, width), CONTEXT_BUCKET, self.max_positions)
-        cpu = self.model.compiler.settings.target == "cpu"
-        plan = Plan(
-            sampler, tuple(sorted(ends)), seed, width, slots, budget,
-            steps=4 if cpu else 16, early=cpu,
-        )  # fmt: skip
-        generation = generate(self.model, self.vocab_size, rows, plan)
+        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed)
+
+    def _pieces(self, request: Request, text: bool) -> Iterator[Any]:
+        ids: list[int] = []
+        new = NewTokens([ids])
+        sent: int = 0
+        for _ in self._blocks(request, new):
+            if not text:
+                yield from ids[sent:]
+                sent = len(ids)
+                continue
+            known = _settled(self._decode(ids), request.words)
+            if len(known) > sent:
+                yield known[sent:]
+                sent = len(known)
+        whole = self._text(ids, request.words) if text else ids
+        if text and whole[sent:]:
+            yield whole[sent:]
+        new.check([whole])
+
+    def _blocks(self, request: Request, new: NewTokens) -> Iterator[None]:
+        """Generate: the new tokens of each row are appended to `new`, block by block."""
+        if not (request.rows and request.budget):
+            return
+        sizes = request_sizes(self.buckets, [len(r) for r in request.rows], request.budget, self.max_positions)
+        generation = self._generation(request, sizes)
         for block in generation:
-            append(new, block)
-            done = [i for i, ids in enumerate(new) if words and any(w in self._decode(ids) for w in words)]
+            new.append(block)
+            words = request.words
+            done = [i for i, ids in enumerate(new.rows) if words and any(w in self._decode(ids) for w in words)]
             if done:
                 generation.stop(done)
             yield
+
+    def _generation(self, request: Request, sizes: Sizes) -> Generation:
+        """The request begins to run: prompts are read, and the first token of each row is chosen."""
+        method = request.sampler.method(self.vocab_size)
+        method = method.widened() if self.buckets.prompt or self.buckets.batch else method
+        ends = np.zeros(self.vocab_size, bool)
+        ends[list(request.ends)] = True
+        cpu = self.model.compiler.settings.target == "cpu"
+        knobs = request.sampler.knobs(self.vocab_size, method.biased)
+        plan = Plan(
+            method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
+            steps=4 if cpu else 16, early=cpu,
+        )  # fmt: skip
+        return generate(self.model, request.rows, plan)
 
     def _rows(self, asked: Prompts) -> list[list[int]]:
         """Prompts as ids, each with at least one."""
@@ -371,6 +407,9 @@ class CausalLM:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer().decode(ids)
+
+    def _text(self, ids: list[int], words: tuple[str, ...]) -> str:
+        return _cut(self._decode(ids), words)
 
     def _stops(self, stop: str | int | Iterable[str | int]) -> tuple[tuple[str, ...], set[int]]:
         if isinstance(stop, bytes | bytearray) or not isinstance(stop, str | int | Iterable):

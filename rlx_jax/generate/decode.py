@@ -1,8 +1,9 @@
 """The loop that generates: read the prompt and choose a token, then several tokens in one program.
 
 While the tokens of a step depend only on what is on the device, the loop stays there: one dispatch gives `steps`
-tokens, and the host's time does not show. Both programs are wrapped around the derived ones, with the same
-signature, so that they are compiled, donated and proved in the same place as those.
+tokens, and the host's time does not show. The loop is wrapped around the derived program, with the same signature, so
+that it is compiled, donated and proved in the same place. Around it are two small functions: one makes the rows of a
+request, one chooses the first token of each row after its prompt has been read.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from rlx_jax.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, choose, finite_rows
-from rlx_jax.inputs import random_key
 
 Array = jax.Array
 
@@ -49,46 +48,55 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """What both programs share: how to choose, and the flow's name for its ids."""
+class StartRows:
+    """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
 
-    ids_input: str
+    def __call__(self, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
+        """`key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`."""
+        batch = running.shape[0]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.int32))
+        zeros = jnp.zeros(batch, jnp.int32)
+        return Rows(ids=zeros, running=running, left=zeros + budget, new=jnp.int32(0), seen=seen, keys=keys)
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How to choose a token, wherever that is done."""
+
     method: Method
 
-    def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array) -> tuple[Array, Rows]:
-        """Choose a token for every running row: logits `[B, V]` → the tokens `[B]` int32, and the rows after it."""
+    def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array, now: Array) -> tuple[Array, Rows]:
+        """Choose a token for the rows `now` `[B]` bool: logits `[B, V]` → the tokens `[B]` int32, and the rows after.
+
+        `ends` `[V]` bool: ids that end a row.
+        """
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new)
         chosen = choose(self.method, knobs, logits, rows.seen, keys)
         fine = finite_rows(logits)
-        shown = jnp.where(rows.running, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
-        left = rows.left - rows.running.astype(jnp.int32)
-        ended = (chosen[:, None] == ends[None, :]).any(axis=1) | (left <= 0) | ~fine
+        shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
+        left = rows.left - now.astype(jnp.int32)
+        ended = now & (ends[chosen] | (left <= 0) | ~fine)
         seen = rows.seen
         if self.method.penalised:
-            seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), chosen].set(True)
-        ids = jnp.where(rows.running, chosen, rows.ids)
+            seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), chosen].max(now)
+        ids = jnp.where(now, chosen, rows.ids)
         return shown, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + 1, seen=seen)
 
 
 @dataclass(frozen=True)
-class ReadPrompt(Choosing):
-    """Around `prefill` with logits of the last token: (tokens `[B, 1]`, rows), state.
+class FirstTokens(Choosing):
+    """The first token of rows whose prompts have been read: (tokens `[B, 1]`, rows).
 
-    Inputs: `tokens` `[B, S]` and `lengths` `[B]` int32, `rows`, `knobs`, `ends` `[E]` int32 (−1 matches nothing).
+    `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; `first` `[B, 1]`, what other rows have. Prompts of
+    different lengths may end in different chunks, so this is called once for each chunk in which one does.
     """
 
-    def __call__(self, prefill: Function) -> Function:
-        def function(
-            params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
-        ) -> tuple[tuple[Any, ...], StateArrays]:
-            tokens, lengths, rows = inputs["tokens"], inputs["lengths"], inputs["rows"]
-            outputs, state = prefill(params, state, {self.ids_input: tokens, "lengths": lengths})
-            if self.method.penalised:
-                rows = replace(rows, seen=_mark(rows.seen, tokens, lengths))
-            shown, rows = self.next(outputs[0][:, 0], rows, inputs["knobs"], inputs["ends"])
-            return (shown[:, None], rows), state
-
-        return function
+    def __call__(
+        self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array
+    ) -> tuple[Array, Rows]:
+        rows = replace(rows, new=jnp.zeros_like(rows.new))  # a row's first draw, whichever chunk its prompt ends in
+        shown, rows = self.next(logits[:, 0], rows, knobs, ends, now)
+        return jnp.where(now[:, None], shown[:, None], first), rows
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class DecodeLoop(Choosing):
     host thread need not wait for the loop: it prepares the next call meanwhile. Rows that have ended change nothing.
     """
 
+    ids_input: str
     steps: int
     early: bool
 
@@ -111,7 +120,7 @@ class DecodeLoop(Choosing):
                 i, rows, state, out = carry
                 fed = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
                 outputs, state = extend(params, state, fed)
-                shown, rows = self.next(outputs[0][:, 0], rows, inputs["knobs"], inputs["ends"])
+                shown, rows = self.next(outputs[0][:, 0], rows, inputs["knobs"], inputs["ends"], rows.running)
                 return i + 1, rows, state, lax.dynamic_update_slice(out, shown[:, None], (jnp.int32(0), i))
 
             rows = inputs["rows"]
@@ -124,24 +133,3 @@ class DecodeLoop(Choosing):
             return (out, rows), state
 
         return function
-
-
-def _mark(seen: Array, tokens: Array, lengths: Array) -> Array:
-    """`seen` with the valid tokens `[B, S]` of each row."""
-    batch, seq = tokens.shape
-    valid = jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None]
-    at = jnp.where(valid, tokens, seen.shape[1])
-    return seen.at[jnp.arange(batch, dtype=jnp.int32)[:, None], at].set(True, mode="drop")
-
-
-def start_rows(batch: int, budget: int, method: Method, vocab_size: int, seed: int) -> Rows:
-    """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(random_key("seed", seed), jnp.arange(batch, dtype=jnp.int32))
-    return Rows(
-        ids=np.zeros(batch, np.int32),
-        running=np.ones(batch, bool),
-        left=np.full(batch, budget, np.int32),
-        new=np.int32(0),
-        seen=np.zeros((batch, vocab_size if method.penalised else 0), bool),
-        keys=keys,
-    )

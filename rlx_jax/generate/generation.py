@@ -3,83 +3,145 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, ReadPrompt, Rows, start_rows
+from rlx_jax.executable import StateArrays
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, Rows, StartRows
 from rlx_jax.generate.requests import pad_rows
-from rlx_jax.generate.sampler import Knobs, Sampler
-from rlx_jax.model import CompiledModel
-from rlx_jax.state import State
+from rlx_jax.generate.sampler import Knobs, Method
+from rlx_jax.inputs import random_key
+from rlx_jax.model import BoundProgram, CompiledModel
 
-MAX_ENDS = 8  # ids that end a row, padded to this many so that their number compiles nothing
+Array = Any
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for, checked: sizes, how to choose, when to stop.
+    """How a request runs, every size chosen.
 
     Attributes:
-        width: tokens that prompts are padded to.
+        method, knobs: how to choose tokens.
+        ends: `[V]` bool, ids that end a row.
+        batch: rows of the programs, at least those of the request; the others hold nothing.
+        widths: tokens of the programs that read the prompts, one after the other.
         slots: of the cache.
         budget: new tokens of each row, at least 1.
         steps: tokens that one dispatch of the loop gives.
         early: see `DecodeLoop`.
     """
 
-    sampler: Sampler
-    ends: tuple[int, ...]
+    method: Method
+    knobs: Knobs
+    ends: np.ndarray[Any, Any]
     seed: int
-    width: int
+    batch: int
+    widths: tuple[int, ...]
     slots: int
     budget: int
     steps: int
     early: bool
 
 
-def generate(model: CompiledModel, vocab_size: int, prompts: Sequence[Sequence[int]], plan: Plan) -> Generation:
-    """Read the prompts, each with at least one token, and choose the first new one of each."""
-    method, knobs = plan.sampler.method(vocab_size), plan.sampler.knobs(vocab_size)
-    ids = model.compiler.flow.inputs[0].name
+def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Plan) -> Generation:
+    """Read the prompts, each with at least one token, and choose the first new one of each.
+
+    Raises:
+        RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
+    """
+    sizes = {"batch": plan.batch, "context": plan.slots}
     prefill, extend = (replace(model, program=program) for program in ("prefill", "extend"))
-    size = -(-max(len(plan.ends), 1) // MAX_ENDS) * MAX_ENDS
-    ends = np.full(size, -1, np.int32)
-    ends[: len(plan.ends)] = plan.ends
-    knobs, ends = jax.device_put((knobs, ends))  # once, not with every block
-    batch = len(prompts)
-    inputs = {
-        "tokens": pad_rows(prompts, plan.width),
-        "lengths": np.array([len(p) for p in prompts], np.int32),
-        "rows": start_rows(batch, plan.budget, method, vocab_size, plan.seed),
-        "knobs": knobs,
-        "ends": ends,
-    }
-    around = ReadPrompt(ids, method)
-    state = prefill.init_state(batch, plan.slots)
-    (tokens, rows), state = prefill.run_around(around, {"batch": batch, "seq": plan.width}, inputs, state)
-    loop = DecodeLoop(ids, method, plan.steps, plan.early)
-    return Generation(extend, loop, knobs, ends, plan.budget, rows, state, tokens)
+    readers = [
+        (extend if at else prefill).bound({**sizes, "seq": width}) for at, width in enumerate(plan.widths)
+    ]  # fmt: skip
+    loop = DecodeLoop(plan.method, model.compiler.flow.inputs[0].name, plan.steps, plan.early)
+    decode = extend.bound({**sizes, "seq": 1}, loop)
+    knobs, ends = jax.device_put((plan.knobs, plan.ends))  # once, not with every block
+    state = prefill.init_state(plan.batch, plan.slots).arrays()
+    rows, state, first = read_prompts(readers, plan, prompts, state, knobs, ends)
+    return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
+
+
+def read_prompts(
+    readers: Sequence[BoundProgram], plan: Plan, prompts: Sequence[Sequence[int]], state: StateArrays, knobs: Knobs,
+    ends: Array,
+) -> tuple[Rows, StateArrays, Array]:  # fmt: skip
+    """The rows, the state after the prompts, and the first tokens `[B, 1]`.
+
+    A row that holds nothing reads one token, and never chooses one.
+    """
+    compiler, ids = readers[0].model.compiler, readers[0].model.compiler.flow.inputs[0].name
+    filled = [*prompts, *([0] for _ in range(plan.batch - len(prompts)))]
+    lengths, live = np.array([len(p) for p in filled]), np.arange(plan.batch) < len(prompts)
+    seen = np.zeros((plan.batch, len(plan.ends) if plan.method.penalised else 0), bool)
+    if plan.method.penalised:
+        for row, prompt in enumerate(prompts):
+            seen[row, list(prompt)] = True
+    rows = compiler.call(StartRows(), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
+    first: Array = np.full((plan.batch, 1), STOPPED, np.int32)
+    at = 0
+    for reader, width in zip(readers, plan.widths, strict=True):
+        new = np.clip(lengths - at, 0, width)
+        tokens = pad_rows([p[at : at + width] for p in filled], width)
+        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32)}, state)
+        now = live & (at < lengths) & (lengths <= at + width)
+        if now.any():
+            first, rows = compiler.call(FirstTokens(plan.method), logits, rows, now, first, knobs, ends)
+        at += width
+    return rows, state, first
+
+
+@dataclass
+class NewTokens:
+    """The new tokens of each row, as the host has them so far; `failed` has the step at which a row's logits were not
+    finite."""
+
+    rows: list[list[int]]
+    failed: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+
+    def append(self, block: np.ndarray[Any, Any]) -> None:
+        """Add a block."""
+        for ids, row in zip(self.rows, block, strict=True):
+            ids.extend(int(t) for t in row if t >= 0)
+        self.failed |= {int(row): self.steps + int(step) for row, step in np.argwhere(block == NOT_FINITE)}
+        self.steps += block.shape[1]
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise the error for rows that failed, with what there is of all of them: `outputs`.
+
+        Raises:
+            NumericsError.
+        """
+        if self.failed:
+            raise NumericsError(
+                f"the logits are not finite in rows {[*self.failed][:8]} at steps {[*self.failed.values()][:8]}; "
+                "`outputs` of this error has what came before, and the other rows whole",
+                self.failed,
+                outputs,
+            )
 
 
 @dataclass(eq=False)
 class Generation:
-    """Tokens of a request, block by block: `[B, n]` int32, `STOPPED` where a row had ended before.
+    """Tokens of a request, block by block: `[count, n]` int32, `STOPPED` where a row had ended before.
 
-    The next block is computed while the host looks at the last one.
+    `NOT_FINITE` stands where a row's logits were not, and ended it. The next block is computed while the host looks at
+    the last one.
     """
 
-    extend: CompiledModel
-    loop: DecodeLoop
-    knobs: Knobs
-    ends: Any
+    decode: BoundProgram
+    count: int
     budget: int
+    knobs: Knobs
+    ends: Array
     rows: Rows
-    state: State
-    tokens: jax.Array
+    state: StateArrays
+    tokens: Array
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
@@ -88,8 +150,7 @@ class Generation:
             last = done + tokens.shape[1] >= self.budget
             if not last:
                 self._advance()
-            block = np.asarray(tokens)
-            _check_finite(block, done)
+            block = np.asarray(tokens)[: self.count]
             yield block
             if last or not np.asarray(rows.running).any():
                 return
@@ -103,19 +164,4 @@ class Generation:
 
     def _advance(self) -> None:
         inputs = {"rows": self.rows, "knobs": self.knobs, "ends": self.ends}
-        sizes = {"batch": len(self.rows.ids), "seq": 1}
-        (self.tokens, self.rows), self.state = self.extend.run_around(self.loop, sizes, inputs, self.state)
-
-
-def _check_finite(block: np.ndarray[Any, Any], step: int) -> None:
-    rows, columns = np.nonzero(block == NOT_FINITE)
-    if len(rows):
-        raise NumericsError(
-            f"the logits of step {step + int(columns.min())} are not finite in rows {rows[:8].tolist()}"
-        )
-
-
-def append(new: list[list[int]], block: np.ndarray[Any, Any]) -> None:
-    """Add a block to the new tokens of each row."""
-    for ids, row in zip(new, block, strict=True):
-        ids.extend(int(t) for t in row if t != STOPPED)
+        (self.tokens, self.rows), self.state = self.decode(inputs, self.state)

@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, TokenIdError, number, shown
+from rlx_jax.errors import (
+    BatchMismatchError,
+    MaskShapeError,
+    RequestError,
+    SequenceLengthError,
+    TokenIdError,
+    number,
+    shown,
+)
+from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inputs import as_host_array, token_ids
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -57,6 +67,19 @@ class Prompts:
     single: bool
 
 
+@dataclass(frozen=True)
+class Request:
+    """One call of `generate` or `stream`, checked: prompts as ids, each with at least one; new tokens for each; how to
+    choose them; ids and texts that end a row."""
+
+    rows: tuple[tuple[int, ...], ...]
+    budget: int
+    sampler: Sampler
+    ends: tuple[int, ...]
+    words: tuple[str, ...]
+    seed: int
+
+
 def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Prompts:
     """Tell a string, a list of strings, an id list (where `flat`) and a list of id lists apart.
 
@@ -97,6 +120,42 @@ def row_lengths(lengths: Any, block: Ids, low: int) -> np.ndarray[Any, Any]:
     if (array < low).any() or (array > seq).any():
         raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
     return array.astype(np.int64)
+
+
+def moved_left(block: Ids, lengths: Any, mask: Any) -> tuple[Ids, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A block `[B, S]` with the valid tokens of each row first, how many they are, and where they began, `[B]` each.
+
+    Raises:
+        MaskShapeError: a mask of another shape, with other values than 0 and 1, with holes, or that hides a whole row.
+        RequestError: `lengths` too. Others as `row_lengths`.
+    """
+    starts = np.zeros(len(block), np.int64)
+    if mask is None:
+        return block, row_lengths(lengths, block, low=1), starts
+    if lengths is not None:
+        raise RequestError("lengths and attention_mask say the same; pass one of them")
+    array = as_host_array("attention_mask", mask)
+    if array.shape != block.shape:
+        raise MaskShapeError(f"attention_mask: expected {list(block.shape)}, as the tokens, got {list(array.shape)}")
+    if array.dtype.kind not in "biu" or ((array != 0) & (array != 1)).any():
+        raise MaskShapeError(f"attention_mask: expected 0 and 1, integers or bools, got {array.dtype}")
+    keep = array.astype(bool)
+    valid, starts = keep.sum(axis=1), keep.argmax(axis=1)
+    at = np.arange(block.shape[1])[None]
+    span = (at >= starts[:, None]) & (at < (starts + valid)[:, None])
+    for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
+        what = "hides every token" if valid[row] == 0 else "has a hole"
+        raise MaskShapeError(f"attention_mask: row {row} {what}; a row's valid tokens stand together, and are not none")
+    moved = np.take_along_axis(block, (at + starts[:, None]) % block.shape[1], axis=1)
+    return np.where(at < valid[:, None], moved, 0).astype(np.int32), valid.astype(np.int64), starts
+
+
+def moved_back(array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
+    """`[B, S, …]` with each row where it began."""
+    if not starts.any():
+        return array
+    at = (np.arange(array.shape[1])[None] - starts[:, None]) % array.shape[1]
+    return jnp.take_along_axis(array, at.reshape(*at.shape, *(1,) * (array.ndim - 2)), axis=1)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> Ids:

@@ -74,14 +74,14 @@ class Sampler:
             min_p=draws and bool(self.min_p),
         )
 
-    def knobs(self, vocab_size: int) -> Knobs:
-        """The values as operands.
+    def knobs(self, vocab_size: int, biased: bool = False) -> Knobs:
+        """The values as operands; `biased`: with a bias for every token, whether the sampler has one or not.
 
         Raises:
             TokenIdError: `logit_bias` names an id out of range. SamplingParamError: one of its values is NaN, +inf
             or over float32, or it bans every token.
         """
-        bias = np.zeros(vocab_size if self.logit_bias else 0, np.float32)
+        bias = np.zeros(vocab_size if self.logit_bias or biased else 0, np.float32)
         for i, value in (self.logit_bias or {}).items():
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
                 raise TokenIdError(f"logit_bias: id {quote(i)} is not an integer in [0, {vocab_size})")
@@ -96,7 +96,8 @@ class Sampler:
         return Knobs(
             temperature=np.float32(self.temperature),
             top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
-            top_p=np.float32(1.0 if self.top_p is None else self.top_p),
+            # A sum of probabilities may round to 1 before the last token.
+            top_p=np.float32(2.0 if self.top_p in (None, 1.0) else self.top_p),
             min_p=np.float32(self.min_p or 0.0),
             penalty=np.float32(self.repetition_penalty),
             bias=bias,
@@ -113,6 +114,14 @@ class Method:
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+
+    def widened(self) -> Method:
+        """One of four methods that gives the same tokens, so that few programs serve every sampler."""
+        logits = self.penalised or self.biased
+        filters = logits or self.top_k or self.top_p or self.min_p
+        if self.draws and filters:
+            return Method(True, True, True, True, True, True)
+        return Method(draws=self.draws, penalised=logits, biased=logits)
 
 
 @jax.tree_util.register_dataclass

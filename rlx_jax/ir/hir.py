@@ -6,7 +6,7 @@ Whatever depends on the sequence is one of these blocks, so that `derive` has on
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from rlx_jax.errors import ArityError, GraphError, ShapeError, did_you_mean, quo
 from rlx_jax.ir.graph import Builder, Hir, Origin, Value, constant
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable, check_heads
 from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
-from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, CastTo, Unary
 from rlx_jax.ir.ops.shaping import Gather, Iota, Narrow, RepeatHeads, Reshape, Slice, TakeRow, merge_axes, split_axis
 from rlx_jax.ir.types import DimLike, TensorType, symbol
 
@@ -295,7 +295,7 @@ class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
-    (tokens already in the cache) and lengths `[B]` (new valid tokens).
+    (tokens already in the cache) and lengths `[B]` (new valid tokens). The caches may have a dtype of their own.
     Results: the context, and both caches with the new rows written at `start`.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
     With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
@@ -313,7 +313,7 @@ class CachedAttention(Hir):
         q, k, v, cache_k, cache_v, start, lengths = operands
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
-        new_k, new_v = b(split, k), b(split, v)
+        new_k, new_v = (_as_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
         extra: tuple[str, ...] = ()
         rows: tuple[Value, ...] = ()
         if self.ring:
@@ -326,7 +326,7 @@ class CachedAttention(Hir):
         if self.block_only:
             extra, rows = (), ()
         else:
-            k, v = (b(merge_axes(4, 2), x) for x in (keys, values))
+            k, v = (_as_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
             steps = b(Reshape((1, -1)), b(Iota(1), q))
             extra = ("positions", *extra)
             rows = (b(Binary("add"), b(Reshape((-1, 1)), start), steps), *rows)
@@ -337,6 +337,10 @@ class CachedAttention(Hir):
     def text(self) -> str:
         notes = [", block_only"] * self.block_only + [", ring"] * self.ring
         return f"cached_{self.attend.text()}{''.join(notes)}"
+
+
+def _as_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
+    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,344 @@
+"""Buckets, warm-up, long prompts, padding on the left, rows that fail, and interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.executable import Executable
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+
+VOCAB = 41
+CONFIG = LlamaConfig.from_hf(
+    {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "hidden_act": "silu",
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }
+)  # fmt: skip
+BUCKETS = {"prompt": [4, 8], "batch": [4], "context": [32]}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
+SAMPLERS = [
+    rlx.Sampler(),
+    rlx.Sampler(temperature=0.7),
+    rlx.Sampler(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+    rlx.Sampler(temperature=0.9, top_p=0.8),
+    rlx.Sampler(repetition_penalty=1.5),
+    rlx.Sampler(logit_bias={3: -np.inf, 7: 1.5}),
+]
+
+
+def weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Random parameters, norms around 1."""
+    rng = np.random.default_rng(seed)
+    shapes = {k: s.shape for k, s in weight_specs(CONFIG).items()}
+    return {k: (rng.normal(0, 0.3, s) + (len(s) == 1)).astype(np.float32) for k, s in shapes.items()}
+
+
+def model(**buckets: Any) -> Any:
+    """A tiny Llama with these buckets, and no programs yet."""
+    profile = rlx.CompileProfile().replace(buckets=buckets)
+    return rlx.CausalLM(Llama32Flow(CONFIG), weights(), profile=profile, max_positions=128)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """Without buckets."""
+    return model()
+
+
+@pytest.fixture(scope="module")
+def warm() -> Any:
+    """With buckets, warmed up: from here on a compile is an error."""
+    lm = model(**BUCKETS, on_recompile="error")
+    lm.warmup(samplers=(SAMPLERS[0], SAMPLERS[2]))
+    return lm
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[list[str]]:
+    """What XLA compiles inside, by its own events."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# -- buckets and warm-up -----------------------------------------------------------------------
+
+
+def test_after_warm_up_no_request_compiles(plain: Any, warm: Any) -> None:
+    """Lengths, rows, values of samplers, seeds, end tokens; the tokens are those of a model without buckets."""
+    before, ends = warm.report().compiles, list(range(12))
+    with compiled() as events:
+        alone = [warm.generate([p], max_new_tokens=9) for p in PROMPTS]
+        together = warm.generate(PROMPTS, max_new_tokens=9, stop=ends)
+        drawn = [warm.generate(PROMPTS, 9, sampler=s, seed=2**40 + 7) for s in (SAMPLERS[2], SAMPLERS[3])]
+        streamed = list(warm.stream(PROMPTS[1], max_new_tokens=5))
+    assert not events
+    assert warm.report().compiles == before and warm.report().recompiles == 0
+    want = plain.generate(PROMPTS, max_new_tokens=9)
+    assert [row for (row,) in alone] == want
+    assert together == [row[: 1 + next((i for i, t in enumerate(row) if t in ends), 9)] for row in want]
+    assert drawn[0] == plain.generate(PROMPTS, 9, sampler=SAMPLERS[2], seed=2**40 + 7) != drawn[1]
+    assert streamed == want[1][:5]
+
+
+def test_a_long_prompt_is_read_in_chunks(plain: Any, warm: Any) -> None:
+    """Rows that end in the first chunk, in the second, on an edge, and one whose first token ends it."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, 3, 16, 23)]
+    with compiled() as events:
+        got = warm.generate(prompts, max_new_tokens=7)
+        drawn = warm.generate(prompts, max_new_tokens=7, sampler=SAMPLERS[2], seed=5)
+        ended = warm.generate(prompts, max_new_tokens=7, stop=[got[1][0]])
+        streamed = list(warm.stream(prompts[3], max_new_tokens=7))
+    assert not events
+    assert got == plain.generate(prompts, max_new_tokens=7)
+    assert drawn == plain.generate(prompts, max_new_tokens=7, sampler=SAMPLERS[2], seed=5)
+    assert ended[1] == got[1][:1] and streamed == got[3]
+
+
+@pytest.mark.slow
+def test_warm_up_for_every_sampler(plain: Any) -> None:
+    """Several sizes of each kind, and no word about samplers."""
+    lm = model(prompt=[4, 8], batch=[1, 4], context=[16, 32], on_recompile="error")
+    lm.warmup()
+    rng = np.random.default_rng(0)
+    for n, sampler in enumerate(SAMPLERS):
+        prompts = [rng.integers(0, VOCAB, k).tolist() for k in rng.integers(1, 25, 1 + n % 4)]
+        with compiled() as events:
+            got = lm.generate(prompts, 6, sampler=sampler, seed=n)
+        assert not events
+        assert got == plain.generate(prompts, 6, sampler=sampler, seed=n)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (lambda lm: lm.generate([[1]] * 5, 2), r"prompts: 5 rows, and buckets.batch = \[4\]"),
+        (lambda lm: lm.generate([[1], [2] * 30], 3), r"prompts\[1\]: 30 tokens \+ 3 new, .* \[32\] slots"),
+        (lambda lm: lm.logits([[1] * 9]), r"input 'input_ids' with 4 rows, length 9: no forward program .* \[4, 8\]"),
+        (lambda lm: lm.prefill([[1] * 9]), r"input 'input_ids' with 4 rows, length 9, a cache of 32 slots"),
+        (lambda lm: lm.logits([[1] * 3]), "no forward program is compiled for that; buckets.prompt"),
+    ],
+)
+def test_a_surprise_is_an_error(warm: Any, request_: Any, message: str) -> None:
+    """It names the input, the length and the buckets; nothing is compiled, and the model goes on."""
+    before = warm.report().compiles
+    with pytest.raises(errors.RecompileError, match=message):
+        request_(warm)
+    assert warm.report().compiles == before
+    assert len(warm.generate([[1]], 2)[0]) == 2
+
+
+def test_a_surprise_consumes_no_state(warm: Any) -> None:
+    """`extend` with logits of all positions was not warmed up; with those of the last one it was."""
+    _, state = warm.prefill([[1, 2, 3]], logits="last")
+    with pytest.raises(errors.RecompileError, match="no extend program"):
+        warm.extend(state, [[4]])
+    logits, after = warm.extend(state, [[4, 5]], logits="last")
+    assert logits.shape == (1, VOCAB) and after.lengths.tolist() == [5] and after.length.tolist() == [5]
+    with pytest.raises(errors.SessionStateError):
+        warm.extend(state, [[4]])
+
+
+def test_warnings_and_counts() -> None:
+    """`warn` says what is compiled; `allow` counts it. Sizes in the buckets are no surprise before warm-up."""
+    lm = model(**BUCKETS, on_recompile="warn")
+    lm.logits([[1, 2]])
+    with pytest.warns(rlx.errors.RlxWarning, match="with 4 rows, length 9.*compiling it"):
+        lm.logits([[1] * 9])
+    allowed = model(prompt=[4], batch=[1])
+    allowed.warmup(max_new_tokens=4, samplers=rlx.Sampler())
+    compiles = allowed.report().compiles
+    assert len(allowed.generate([1, 2], 60)) == 60 and allowed.report().recompiles == 0
+    assert allowed.report().compiles == compiles
+    allowed.logits([[1]])
+    assert allowed.report().recompiles == 1 and "recompiles" in str(allowed.report())
+
+
+def test_programs_of_requests_are_padded(plain: Any) -> None:
+    """The logits of padded programs are those of the bare ones, cut to what was asked for."""
+    lm = model(**BUCKETS)
+    tokens = np.array([[3, 1, 4], [1, 5, 9]])
+    np.testing.assert_allclose(lm.logits(tokens), plain.logits(tokens), atol=1e-6)
+    logits, state = lm.prefill(tokens, [3, 2], max_len=9)
+    want, other = plain.prefill(tokens, [3, 2], max_len=9)
+    np.testing.assert_allclose(logits[0], want[0], atol=1e-6)
+    assert {k.binding for k in lm.model.compiler.executables} == {
+        (("batch", 4), ("seq", 4)), (("batch", 4), ("context", 32), ("seq", 4))
+    }  # fmt: skip
+    assert (logits.shape, state.capacity, state.length.tolist()) == ((2, 3, VOCAB), 9, [3, 2])
+    more, _ = lm.extend(state, [[7, 8], [2, 0]], [2, 1])
+    expected, _ = plain.extend(other, [[7, 8], [2, 0]], [2, 1])
+    np.testing.assert_allclose(more[0], expected[0], atol=1e-6)
+    np.testing.assert_allclose(more[1, 0], expected[1, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "error", "message"),
+    [
+        ({"prompt": [129]}, errors.ProfileError, "buckets.prompt: 129 tokens, and the model knows 128"),
+        ({"context": [256]}, errors.ProfileError, "buckets.context: 256 tokens"),
+        (
+            {"prompt": [64], "context": [32]},
+            errors.ProfileError,
+            "smallest, 64, is over the largest of buckets.context",
+        ),
+        ({"prompt": [0]}, errors.ProfileError, r"buckets.prompt\[0\]: expected an integer from 1 to 2147483647"),
+        ({"batch": [1.5]}, errors.ProfileError, r"buckets.batch\[0\]: expected an integer"),
+        ({"batch": 4}, errors.ProfileError, "buckets.batch: expected an array"),
+    ],
+)
+def test_buckets_are_checked(buckets: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        model(**buckets)
+
+
+def test_warm_up_is_checked(plain: Any) -> None:
+    with pytest.raises(errors.RequestError, match="no buckets.prompt and buckets.batch"):
+        plain.warmup()
+    lm = model(prompt=[4], batch=[1])
+    with pytest.raises(errors.RequestError, match="samplers"):
+        lm.warmup(samplers=[])
+    with pytest.raises(errors.RequestError, match="max_new_tokens"):
+        lm.warmup(max_new_tokens=0)
+
+
+# -- padding on the left -----------------------------------------------------------------------
+
+
+def test_left_padding_is_right_padding_is_none(plain: Any) -> None:
+    """Logits at valid tokens, the state after a prompt, and what is generated."""
+    width = 8
+    left, right = np.full((3, width), 7), np.full((3, width), 7)
+    for row, prompt in enumerate(PROMPTS):
+        left[row, width - len(prompt) :] = prompt
+        right[row, : len(prompt)] = prompt
+    lengths = [len(p) for p in PROMPTS]
+    keep = np.arange(width)[None] < np.array(lengths)[:, None]
+    want = [np.asarray(plain.logits([p]))[0] for p in PROMPTS]
+    flipped = np.asarray(plain.logits(left, attention_mask=keep[:, ::-1].astype(np.int64)))
+    straight = np.asarray(plain.logits(right, attention_mask=keep))
+    _, a = plain.prefill(left, attention_mask=keep[:, ::-1], max_len=16)
+    _, b = plain.prefill(right, lengths, max_len=16)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(flipped[row, width - n :], want[row], atol=1e-5)
+        np.testing.assert_allclose(straight[row, :n], want[row], atol=1e-5)
+    assert a.lengths.tolist() == b.lengths.tolist() == lengths
+    after = [np.asarray(plain.extend(state, [[1], [2], [3]])[0]) for state in (a, b)]
+    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        ([[1, 0, 1]], errors.MaskShapeError, "row 0 has a hole"),
+        ([[0, 0, 0]], errors.MaskShapeError, "row 0 hides every token"),
+        ([[1, 1]], errors.MaskShapeError, r"expected \[1, 3\]"),
+        ([[2, 1, 1]], errors.MaskShapeError, "expected 0 and 1"),
+        ([[1.0, 1.0, 1.0]], errors.MaskShapeError, "expected 0 and 1, integers or bools, got float"),
+    ],
+)
+def test_masks_are_checked(plain: Any, mask: Any, error: type[Exception], message: str) -> None:
+    for call in (plain.logits, plain.prefill):
+        with pytest.raises(error, match=message):
+            call([[1, 2, 3]], attention_mask=mask)
+    with pytest.raises(errors.RequestError, match="pass one of them"):
+        plain.logits([[1, 2, 3]], lengths=[3], attention_mask=[[1, 1, 1]])
+
+
+# -- rows that fail ----------------------------------------------------------------------------
+
+
+def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
+    """The error names rows and steps, and has what there is; the model goes on."""
+    want = plain.generate(PROMPTS, max_new_tokens=12)
+    bad = next(t for t in want[0][2:11] if t not in want[1] + want[2] + PROMPTS[1] + PROMPTS[2])
+    at = want[0].index(bad) + 1  # the logits behind it
+    lm = copy.copy(plain)
+    table = lm.model.params["model.embed_tokens.weight"].at[bad].set(np.nan)
+    lm.model = lm.model.replace(params={**lm.model.params, "model.embed_tokens.weight": table})
+    with pytest.raises(errors.NumericsError, match=rf"rows \[0\] at steps \[{at}\]") as caught:
+        lm.generate(PROMPTS, max_new_tokens=12)
+    assert caught.value.rows == {0: at}
+    assert caught.value.outputs == [want[0][:at], want[1], want[2]]
+    pieces, stream = [], lm.stream(PROMPTS[0], max_new_tokens=12)
+    with pytest.raises(errors.NumericsError, match=rf"rows \[0\] at steps \[{at}\]") as caught:
+        for piece in stream:
+            pieces.append(piece)
+    assert caught.value.outputs == [want[0][:at]] == [pieces]
+    assert lm.generate(PROMPTS[1], max_new_tokens=12) == want[1]
+    with pytest.raises(errors.NumericsError) as caught:
+        lm.generate([PROMPTS[1], [bad]], max_new_tokens=3)
+    assert caught.value.rows == {1: 0} and caught.value.outputs == [want[1][:3], []]
+
+
+# -- interrupts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_an_interrupt_leaves_the_model_as_it_was(plain: Any, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the prompt is read or a block is computed; the next request is right."""
+    want = plain.generate(PROMPTS, max_new_tokens=14)
+    run, calls = Executable.run, iter(range(100))
+
+    def interrupted(self: Executable, *arguments: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Executable, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plain.generate(PROMPTS, max_new_tokens=14)
+    assert plain.generate(PROMPTS, max_new_tokens=14) == want
+
+
+def test_an_interrupted_extend(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it began, the state is as it was; after, it is gone, and says so."""
+    _, state = plain.prefill([[1, 2]], max_len=8)
+    want = np.asarray(plain.extend(plain.prefill([[1, 2]], max_len=8)[1], [[3]])[0])
+    run = Executable.run
+
+    def before(self: Executable, *arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def after(self: Executable, *arguments: Any) -> Any:
+        run(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Executable, "run", before)
+    with pytest.raises(KeyboardInterrupt):
+        plain.extend(state, [[3]])
+    monkeypatch.setattr(Executable, "run", run)
+    np.testing.assert_array_equal(plain.extend(state, [[3]])[0], want)
+    _, state = plain.prefill([[1, 2]], max_len=8)
+    monkeypatch.setattr(Executable, "run", after)
+    with pytest.raises(KeyboardInterrupt):
+        plain.extend(state, [[3]])
+    monkeypatch.setattr(Executable, "run", run)
+    with pytest.raises(errors.SessionStateError):
+        plain.extend(state, [[3]])
+
+
+def test_a_stream_that_is_dropped(plain: Any) -> None:
+    want = plain.generate(PROMPTS[0], max_new_tokens=20)
+    stream = plain.stream(PROMPTS[0], max_new_tokens=20)
+    assert [next(stream), next(stream)] == want[:2]
+    stream.close()
+    assert plain.generate(PROMPTS[0], max_new_tokens=20) == want
