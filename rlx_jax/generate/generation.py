@@ -119,7 +119,7 @@ class NewTokens:
         """
         if self.failed:
             raise NumericsError(
-                f"the logits are not finite in rows {[*self.failed][:8]} at steps {[*self.failed.values()][:8]}; "
+                f"the logits are not finite in rows {[*self.failed][:8]}, first at step {min(self.failed.values())}; "
                 "`outputs` of this error has what came before, and the other rows whole",
                 self.failed,
                 outputs,
