@@ -204,11 +204,6 @@ class Compiler:
     recompiles: int = 0  # programs compiled since
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
 
-    @property
-    def compiles(self) -> int:
-        """Compiled programs, and small functions beside them."""
-        return len(self.executables) + len(self.seen)
-
     def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
         """The symbolic program; made once."""
         key = (program, given, last_only)

@@ -403,7 +403,7 @@ class CompiledModel:
         common: dict[str, Any] = {
             "nodes": template.nodes,
             "parameter_bytes": sum(t.nbytes for t in self.compiler.layout.types().values()),
-            "compiles": self.compiler.compiles,
+            "compiles": len(self.compiler.executables),
             "recompiles": self.compiler.recompiles,
             "refusals": template.built.refusals,
             "fusion": template.fusion,

@@ -12,7 +12,7 @@ from rlx_jax.lowering.fusion_report import FusionReport
 class Report:
     """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
 
-    `compiles` counts compiled programs and small functions beside them, `recompiles` those made after warm-up.
+    `compiles` counts compiled programs, `recompiles` those made after warm-up, small functions beside them included.
     """
 
     seconds: Mapping[str, float]
