@@ -10,7 +10,7 @@ from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import FullLike
@@ -118,6 +118,7 @@ def self_attention(
     """The context `[B,S,N·D]` of a normalised `x`, with the keys (rotated) and values `[B,S,K·D]` that it reads."""
     with emit.scope("self_attn"):
         q, k, v = projections(emit, x, spec)
+        check_heads(emit, spec, stage, q, k, v)
         mask = mask_kind(spec.mask)
         extra = mask_operand(emit, mask, spec.mask_input, stage)
         return emit.add(spec.block(mask), q, k, v, *extra), k, v
@@ -144,6 +145,21 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
     cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
     rope = hir.Rope(s.head_dim, s.head_dim)
     return [made[name] if name == "v" else emit.add(rope, made[name], cos, sin) for name in wanted]
+
+
+def check_heads(emit: Emit, spec: SelfAttnPrefillSpec, stage: str, q: FlowValue, k: FlowValue, v: FlowValue) -> None:
+    """Hold the widths of the projections against the spec.
+
+    Raises:
+        WeightShapeError: block path, weight, expected heads, got.
+    """
+    s = spec
+    for key, heads, value in ((s.q_key, s.num_heads, q), (s.k_key, s.num_kv_heads, k), (s.v_key, s.num_kv_heads, v)):
+        if value.type.shape[-1] != heads * s.head_dim:
+            raise WeightShapeError(
+                f"{emit.path}: {stage}: weight {quote(key)} gives {value.type}; expected {heads * s.head_dim} columns, "
+                f"{heads} heads of width {s.head_dim}"
+            )
 
 
 def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str) -> tuple[FlowValue, ...]:

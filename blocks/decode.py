@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract, Shape
 from rlx_jax.blocks.rope import positions_of
 from rlx_jax.emit import DecodeBindings, Emit, FlowValue
@@ -165,6 +165,7 @@ class SelfAttnDecode:
         with emit.scope("self_attn"):
             past = cached(emit, self.layer, "SelfAttnDecode")
             q, *new = projections(emit, x, self.spec)
+            check_heads(emit, self.spec, "SelfAttnDecode", q, *new)
             k, v = (self._grown(emit, name, *pair) for name, *pair in zip("kv", past, new, strict=True))
             side_outputs(emit, f"kv.{self.layer}", k, v)
             block, keep = self._block(emit)

@@ -20,6 +20,7 @@ from rlx_jax.errors import ProfileError, RlxError, UnsupportedError
 from rlx_jax.ir.types import MAX_DIM
 from tests.oracles.checkpoints import FIXTURES, copy
 from tests.oracles.fuzzing import bounded_memory, case, corpus, seed_of
+from tests.oracles.numpy_reference import layer_windows
 
 INDEX = "model.safetensors.index.json"
 SHARDS = {"a.safetensors": {"w": np.arange(6, dtype=np.float32)}, "b.safetensors": {"b": np.ones(3, np.float32)}}
@@ -48,7 +49,9 @@ WHOLE: list[Any] = [
 ]
 NAMES = ["a.safetensors", "b.safetensors", "../m.safetensors", "/etc/passwd", "A.safetensors", "", ".", "NUL", "m.bin",
          "a.safetensors/", "a\0", "sub/../a.safetensors", "a.safetensors ", "é" * 200, 3, None, ["a"]]  # fmt: skip
-FIELDS = ["a_field", "auto_map", "sliding_window", "quantization_config", "head_dim", "rope_scaling", "\ud83d\ude00"]
+FIELDS = ["a_field", "auto_map", "sliding_window", "quantization_config", "head_dim", "rope_scaling", "\ud83d\ude00",
+          "layer_types", "use_sliding_window", "max_window_layers"]  # fmt: skip
+TYPES = ["sliding_attention", "full_attention", "full_attention"]
 PIECES = [b"{", b"}", b"[", b"]", b'"', b"'", b"\\", b",", b":", b"=", b".", b"#", b"\n", b"\0", b"\xff", b"NaN",
           b"nan", b"inf", b"-", b"1", b"9" * 5000, b"[" * 200, b"a." * 40, b"true", b"0x", b"\\ud800", b"1e999",
           b"\xef\xbb\xbf", "é".encode(), b'"""', b"[fusion]", b"1979-05-27", b"{a=1}"]  # fmt: skip
@@ -110,7 +113,7 @@ def config_mutant(rng: random.Random, base: dict[str, Any]) -> bytes:
             case 2 if isinstance(config.get(field), int):
                 config[field] = config[field] + rng.choice([-1, 1, 8])
             case _:
-                config[field] = rng.choice([*WHOLE, "gelu", "llama", "bert", base.get(field)])
+                config[field] = rng.choice([*WHOLE, "gelu", "llama", "bert", base.get(field), TYPES])
     raw = json.dumps(config).encode()
     return scramble(raw, rng) if rng.random() < 0.4 else raw
 
@@ -120,13 +123,16 @@ def judge_config(raw: bytes, here: Path) -> str:
     (here / "config.json").write_bytes(raw)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flow = rlx.from_pretrained(here)
-    said = json.loads(raw)
-    table = next(k for k in flow.weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))  # type: ignore[union-attr]
-    rows, width = flow.weights.spec(table).shape  # type: ignore[union-attr]
+        recipe = rlx.recipe_for(here)
+    said, flow = json.loads(raw), recipe.assemble()
+    table = next(k for k in flow.weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))
+    rows, width = flow.weights.spec(table).shape
     assert (said["vocab_size"], said["hidden_size"]) == (rows, width)
     assert 1 <= said["num_hidden_layers"] <= 1024
     assert 1 <= said.get("max_position_embeddings", 512) <= MAX_DIM
+    if said["model_type"] in SLIDING:
+        windows = [recipe.spec(i).mask.window for i in range(said["num_hidden_layers"])]
+        assert windows == layer_windows({"sliding_window": 4096, "max_window_layers": 28} | said)
     return said["model_type"]
 
 
@@ -175,8 +181,15 @@ def outcome(raw: bytes, judge: Callable[[bytes], str]) -> str:
         return type(error).__name__
 
 
-KINDS = ["index", "config_llama", "config_bert", "profile"]
-BASES = {"config_llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "config_bert": FIXTURES / "bert" / "bare_v5"}
+SLIDING = ("mistral", "qwen2", "qwen3")
+BASES = {
+    "config_llama": FIXTURES / "llama" / "gqa_tied_llama3_v5",
+    "config_bert": FIXTURES / "bert" / "bare_v5",
+    "config_mistral": FIXTURES / "mistral" / "window_v5",
+    "config_qwen2": FIXTURES / "qwen2" / "window_v4",
+    "config_qwen3": FIXTURES / "qwen3" / "window_bias_v5",
+}
+KINDS = ["index", *BASES, "profile"]
 FULL = rlx.CompileProfile().replace(
     name="all",
     precision={"compute": "bf16"},
@@ -201,14 +214,15 @@ def bench(kind: str, here: Path) -> tuple[Callable[[random.Random], bytes], Call
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutants(kind: str, tmp_path: Path) -> None:
-    run(kind, 300, seed_of("fixed"), *bench(kind, tmp_path))
+    run(kind, 100 if kind.endswith(SLIDING) else 300, seed_of("fixed"), *bench(kind, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutants(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        run(kind, 10_000 if kind.startswith("config") else 20_000, seed_of("new"), *bench(kind, tmp_path))
+        count = 3_000 if kind.endswith(SLIDING) else 10_000 if kind.startswith("config") else 20_000
+        run(kind, count, seed_of("new"), *bench(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -193,13 +193,18 @@ def config_of(family: str, fields: dict[str, Any]) -> Any:
     return transformers.AutoConfig.for_model(family, **fields)
 
 
-def llama_greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
-    """`count` greedy tokens, the row recomputed for each; and the least relative lead of a winner over the second."""
+def llama_greedy(model: Any, prompt: Sequence[int], count: int, clear: float = 0.0) -> tuple[list[int], float]:
+    """`count` greedy tokens, the row recomputed for each; and the least relative lead of a winner over the second.
+
+    It stops early where a winner leads by less than `clear`.
+    """
     ids, lead = [int(t) for t in prompt], np.inf
     for _ in range(count):
         logits = llama_rows(model, [ids])[0][1][-1]
         second, first = np.sort(logits)[-2:]
         lead = min(lead, float((first - second) / np.abs(logits).max()))
+        if lead < clear:
+            break
         ids.append(int(np.argmax(logits)))
     return ids[len(prompt) :], lead
 
@@ -232,7 +237,7 @@ def clear_prompts(
     for length in lengths:
         for _ in range(200):
             prompt = [draw.randrange(model.config.vocab_size) for _ in range(length)]
-            out, lead = llama_greedy(model, prompt, count)
+            out, lead = llama_greedy(model, prompt, count, clear=2e-3)
             if lead > 2e-3 and len(set(out)) >= distinct:
                 prompts.append(prompt)
                 tokens.append(out)
