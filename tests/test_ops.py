@@ -54,6 +54,7 @@ from tests.oracles.op_formulas import (
     REDUCE_REFERENCE,
     UNARY_REFERENCE,
     attention,
+    cache_fill,
     cache_update,
     layer_norm,
     ring_step,
@@ -259,6 +260,7 @@ def sequence_samples() -> Iterator[Sample]:
     for cache in ("f32 batch keys 3", "f32 batch keys 2 3"):
         new = cache.replace("keys", "4")
         yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
+        yield Sample(CacheUpdate(fresh=True), (cache, new, "i32 batch", "i32 batch"), cache_fill, below=5)
     yield Sample(CacheUpdate(), ("bf16 2 6 4", "bf16 2 3 4", "i32 2", "i32 2"), cache_update, below=4)
     for ring in ("f32 batch keys 3", "f32 batch 2 2 3"):
         for block in ("seq", "1"):

@@ -321,8 +321,9 @@ class CachedAttention(Hir):
             values, _, cache_v = b.add(RingStep(), cache_v, new_v, start, lengths)
             extra, rows = ("key_positions",), (at,)
         else:
-            keys = cache_k = b(CacheUpdate(), cache_k, new_k, start, lengths)
-            values = cache_v = b(CacheUpdate(), cache_v, new_v, start, lengths)
+            update = CacheUpdate(fresh=self.block_only)
+            keys = cache_k = b(update, cache_k, new_k, start, lengths)
+            values = cache_v = b(update, cache_v, new_v, start, lengths)
         if self.block_only:
             extra, rows = (), ()
         else:

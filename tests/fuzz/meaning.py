@@ -201,7 +201,7 @@ MIR: dict[type[Op], Meaning] = {
     AttentionOp: attend,
     RopeTable: rope_table,
     RopeOp: rotate,
-    CacheUpdate: lambda op, *arrays: formula.cache_update(*arrays),
+    CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     RingStep: lambda op, *arrays: formula.ring_step(*arrays),
 }
 """What each tensor op means."""

@@ -404,7 +404,7 @@ def cache_update(s: Sketch) -> object:
     dtype = s.choice(FLOATS)
     cache = s.leaf((batch, s.choice((4, 6, 3)), width), dtype, kind="state")
     rows = packed(s, batch, new, width, dtype)
-    return s.one(CacheUpdate(), cache, rows, integers(s, (batch,), 5), integers(s, (batch,), new + 1))
+    return s.one(CacheUpdate(s.coin()), cache, rows, integers(s, (batch,), 5), integers(s, (batch,), new + 1))
 
 
 def ring_step(s: Sketch) -> object:

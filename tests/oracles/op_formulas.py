@@ -125,6 +125,11 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: 
     return out
 
 
+def cache_fill(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """As `cache_update`, from slot 0 on."""
+    return cache_update(cache, new, np.zeros_like(start), lengths)
+
+
 def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Row i of batch b goes to slot start + i, if it is valid and there is such a slot."""
     out = cache.copy()

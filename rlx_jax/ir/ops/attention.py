@@ -221,7 +221,10 @@ class CacheUpdate(Mir):
     """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
 
     Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped.
+    With `fresh` the cache is empty and every row begins at slot 0: a slice is written, nothing is scattered.
     """
+
+    fresh: bool = False
 
     def check(self, *operands: TensorType) -> None:
         cache, new, start, lengths = operands
@@ -232,7 +235,12 @@ class CacheUpdate(Mir):
             raise ShapeError(f"cache_update: start and lengths are i32[{rows[0]}], got {new}, {start}, {lengths}")
 
     def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
+        if self.fresh:
+            new = new[:, : cache.shape[1]]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+        if self.fresh:
+            valid = (step < lengths[:, None]).reshape(*new.shape[:2], *(1,) * (new.ndim - 2))
+            return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, cache[:, : new.shape[1]]))
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, jnp.iinfo(jnp.int32).max)
         row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
         return cache.at[row, slot].set(new, mode="drop")
