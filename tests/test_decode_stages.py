@@ -439,6 +439,13 @@ def test_a_decode_flow_has_no_derived_programs() -> None:
         rlx.compile(stepper("llama").compiler.flow, program="extend").text("hir")
 
 
+def test_a_decode_flow_is_stored() -> None:
+    """As JSON and back, the mask's dimension included."""
+    module = stepper("llama", custom_mask=True).compiler.flow.build().into_graph_module()
+    text = module.to_json()
+    assert "seq + past" in text and rlx.GraphModule.from_json(text).to_json() == text
+
+
 def test_layers_as_stages() -> None:
     """The DSL, the stage and its contract."""
     spec = LlamaDecodeLayerSpec.of(LlamaDecoderSpec(4, DIM, 2, eps=1e-3, attention_bias=True), use_custom_mask=True)
@@ -464,6 +471,6 @@ def test_sums_of_dimensions() -> None:
     assert model(ones[:, :2], ones[:, :3], ones[0, :6]).shape == (1, 1)
     with pytest.raises(ShapeError, match="input c: axis 0 is 5, expected .*, which is 6"):
         model(ones[:, :2], ones[:, :3], ones[0, :5])
-    for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2"):
+    for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2", "a + b + c + d + e"):
         with pytest.raises(ShapeError):
             rlx.ModelFlow("s").input("a", (wrong,))

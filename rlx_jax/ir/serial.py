@@ -47,7 +47,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops import attention, contract, fused, pointwise, shaping
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, tensor_type, terms_of
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
@@ -148,9 +148,11 @@ def encode(value: Any) -> Any:
 
 
 def _dim(dim: Any) -> int | str:
-    if isinstance(dim, int) or str(dim).isidentifier():
-        return dim if isinstance(dim, int) else str(dim)
-    raise UnsupportedError(f"dimension {dim}: only sizes and plain symbols can be stored")
+    if isinstance(dim, int):
+        return dim
+    if terms := terms_of(dim):
+        return " + ".join(terms)
+    raise UnsupportedError(f"dimension {dim}: only sizes, symbols and sums of them can be stored")
 
 
 def _fields(value: Any) -> dict[str, Any]:

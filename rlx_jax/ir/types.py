@@ -34,6 +34,8 @@ MAX_DIM = 2**31 - 1
 """One dimension of a tensor."""
 MAX_RANK = 8
 """Dimensions of a tensor."""
+MAX_TERMS = 4
+"""Symbols and numbers of a dimension that is a sum."""
 MAX_ELEMENTS = 2**40
 """Elements of a tensor."""
 
@@ -124,8 +126,8 @@ def as_dim(dim: Any, where: str) -> DimLike:
         return dim.expr
     if isinstance(dim, str):
         first, *rest = (term.strip() for term in dim.split("+"))
-        if len({first, *rest}) <= len(rest):
-            raise ShapeError(f"{where}: a name stands twice in dimension {quote(dim)}")
+        if len({first, *rest}) <= len(rest) or len(rest) >= MAX_TERMS:
+            raise ShapeError(f"{where}: a sum has up to {MAX_TERMS} terms, each of them once; got {quote(dim)}")
         return sum((_term(term) for term in rest), start=symbol(first))
     if export.is_symbolic_dim(dim):
         return dim
