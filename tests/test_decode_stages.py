@@ -16,12 +16,15 @@ from rlx_jax.blocks import (
     BindDecodeInputs,
     Custom,
     DecodeRopeParams,
+    GemmaDecodeLayerSpec,
     LlamaDecodeLayer,
     LlamaDecodeLayerSpec,
     LlamaDecoderSpec,
     RopeTables,
     SelfAttnDecode,
     SelfAttnPrefillSpec,
+    gemma_decode_layer,
+    gemma_prefill_layer_kv,
 )
 from rlx_jax.blocks.rope import frequencies
 from rlx_jax.errors import (
@@ -37,9 +40,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.hir import Attention
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.passes.cse import cse
-from rlx_jax.models.decoder import Decode
+from rlx_jax.models.decoder import Decode, as_decode
 
 BATCH, SEQ, VOCABULARY = 2, 7, 53
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -108,6 +112,15 @@ def past_of(outputs: Mapping[str, Any]) -> Arrays:
 def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
     assert got.shape == want.shape and got.dtype == np.float32
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+def tensor_ops(recipe: Any, policy: str, passes: Sequence[Any] = ()) -> list[str]:
+    """The tensor ops of a flow by name, after `passes`."""
+    types = TypeCache()
+    graph = lower(expand_composites(recipe.assemble().build().hir, types), policy, types)
+    for fn in passes:
+        graph = fn(graph, types)
+    return sorted(node.op.name() for _, node in graph.walk() if isinstance(node.op, Mir))
 
 
 def names(layers: int = 2) -> list[str]:
@@ -187,19 +200,28 @@ def test_one_flow_serves_every_length() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_cost_nothing(family: str, policy: str) -> None:
     """A tap projects again what its layer projects; after cse the program does it once."""
-    recipe, types = FAMILIES[family](), TypeCache()
-
-    def ops(recipe: Any, passes: Sequence[Any]) -> list[str]:
-        graph = lower(expand_composites(recipe.assemble().build().hir, types), policy, types)
-        for fn in passes:
-            graph = fn(graph, types)
-        return sorted(node.op.name() for _, node in graph.walk() if isinstance(node.op, Mir))
-
+    recipe = FAMILIES[family]()
     tapped = replace(recipe, export_kv=True)
     assert len(tapped.assemble().build().output_names) == 5
-    assert ops(tapped, [cse]) == ops(recipe, [cse])
+    assert tensor_ops(tapped, policy, [cse]) == tensor_ops(recipe, policy, [cse])
     if family == "llama":  # the others give what they have
-        assert len(ops(tapped, [])) > len(ops(recipe, []))
+        assert len(tensor_ops(tapped, policy)) > len(tensor_ops(recipe, policy))
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_gemmas_named_layers(family: str) -> None:
+    """`gemma_decode_layer` and `gemma_prefill_layer_kv` are what the recipe makes of its own layers."""
+    recipe = FAMILIES[family]()
+    style, eps = recipe.config.style, recipe.config.rms_norm_eps
+
+    def step(ctx: Any) -> Any:
+        return gemma_decode_layer(ctx.index, GemmaDecodeLayerSpec.of(style, ctx.spec, eps, use_custom_mask=True))
+
+    stock = as_decode(recipe, custom_mask=True)
+    texts = [str(r.assemble().build().into_graph_module()) for r in (stock, stock.layer(step))]
+    assert texts[0] == texts[1]
+    tap = recipe.layer(lambda ctx: gemma_prefill_layer_kv(ctx.index, style, ctx.spec, eps))
+    assert tensor_ops(tap, "direct", [cse]) == tensor_ops(replace(recipe, export_kv=True), "direct", [cse])
 
 
 # -- the cache as arithmetic -----------------------------------------------------------------------
@@ -431,6 +453,15 @@ def test_what_a_mask_covers() -> None:
     past = past_of(arrays(forward("llama")(TOKENS[:, :3])))
     with pytest.raises(ShapeError, match=r"input mask: axis 1 is 3, expected .*past.*, which is 4"):
         stepper("llama", custom_mask=True)(TOKENS[:, 3:4], mask=np.ones((BATCH, 3), np.int32), **past)
+
+
+def test_an_optional_mask() -> None:
+    """One that is not given leaves causality alone."""
+    flow = two_layers(mask=None).input("mask", ("batch", "past + seq"), default=None)
+    flow = flow.stage(BIND, SelfAttnDecode(ATTENTION, 0, use_custom_mask=True))
+    for given, extra in (((), ()), (("mask",), ("keep",))):
+        ops = [n.op for _, n in flow.build(ATTENTION_WEIGHTS, given).hir.walk() if isinstance(n.op, Attention)]
+        assert [op.extra for op in ops] == [extra] and ops[0].causal
 
 
 def test_a_decode_flow_has_no_derived_programs() -> None:
