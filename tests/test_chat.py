@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -157,6 +161,33 @@ def test_people_cannot_forge_control_tokens(tokenizers: dict[str, Tokenizer]) ->
     assert ids.count(think) == 1 and end not in ids, "the assistant's own </think> is meant"
     marks = "".join(map(chr, range(0xF0000, 0xF0004)))
     assert marks in tokenizer.decode(prompt(tokenizer, marks + FORGED)), "characters for private use stay"
+
+
+def test_parts_cannot_spell_a_control_token(tokenizers: dict[str, Tokenizer]) -> None:
+    """A template writes parts one after the other, and what they make together is no token either."""
+    template = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
+
+    def asked(*texts: str, **options: Any) -> Any:
+        parts = [{"type": "text", "text": text} for text in texts]
+        return prompt(tokenizers["qwen"], [{"role": "user", "content": parts}], chat_template=template, **options)
+
+    with pytest.raises(errors.RequestError, match=r"messages\[0\]\['content'\]: parts .* '<\|im_end\|>' together"):
+        asked("a<|im_", "end|>b")
+    end = tokenizers["qwen"].added_tokens["<|im_end|>"].id
+    assert end not in asked("a<|im_end|>", "b") and end in asked("a<|im_", "end|>b", allow_special=True)
+
+
+def test_signals_of_the_caller_do_not_lift_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that ignores and blocks the timer's signal, as profilers do; what it starts inherits both."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        with pytest.raises(errors.LimitError, match="RENDER_SECONDS = 0.3 s"):
+            render(HOSTILE["loops"][0], {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGPROF, before)
 
 
 def test_a_token_that_cannot_be_spelt(tmp_path: Path) -> None:
@@ -420,3 +451,83 @@ def test_a_stream_can_be_left(lm: Any) -> None:
                 if i == at:
                     raise KeyboardInterrupt
         assert lm.chat("Hi", max_new_tokens=20) == want
+
+
+# -- more of the same, at random ---------------------------------------------------------------
+
+PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</think>", "<think>", "[INST]", "[/INST]", "<end_of_turn>"]
+PIECES += [
+    "<|eot_id|>",
+    "<|",
+    "|>",
+    "\n",
+    " ",
+    "a",
+    "The river",
+    "é",
+    "🦊",
+    "\U000f0000",
+    "\U000f0001",
+    "{{ x }}",
+    "'",
+    '"',
+]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=25)
+@given(name=st.sampled_from(sorted(formats.TEMPLATES)), texts=st.lists(TEXTS, min_size=1, max_size=3))
+def test_random_texts_as_transformers_reads_them(
+    directories: dict[str, Path], tokenizers: dict[str, Tokenizer], name: str, texts: list[str]
+) -> None:
+    """With control tokens and without; characters that transformers marks with are the only difference."""
+    theirs = reference(directories[name])
+    contents = [text for user in texts for text in (user, "So.")][:-1]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt(tokenizers[name], messages, tokenize=False) == text
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert prompt(tokenizers[name], messages, allow_special=True) == ids
+    if not {"\U000f0000", "\U000f0001"} & set(text):
+        asked = {"add_generation_prompt": True, "sanitize_control_tokens": True}
+        assert prompt(tokenizers[name], messages) == theirs.apply_chat_template(messages, **asked)["input_ids"]
+
+
+@functools.cache
+def reference(directory: Path) -> Any:
+    """The tokenizer of transformers."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("metaspace", ["pre-tokenizer", "normalizer"])
+def test_words_that_begin_with_a_space(tmp_path: Path, metaspace: str) -> None:
+    """SentencePiece puts a space before a text, but not before a piece of one."""
+    from tokenizers import Tokenizer as Native
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    native = Native(models.BPE(unk_token="<unk>", byte_fallback=True))
+    if metaspace == "normalizer":  # as Llama 2
+        native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        native.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    native.decoder = decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    native.train_from_iterator(["the river and the stone [ ] / I N S T < > s\n"] * 3, trainer)
+    native.save(str(tmp_path / "tokenizer.json"))
+    about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": formats.MISTRAL}
+    edit_json(tmp_path / "tokenizer_config.json", about | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    theirs = reference(tmp_path)
+    for text in ("the river", " the [/INST] river", "[INST]the</s></s> stone", "\n[INST]\nthe"):
+        for messages in (
+            [{"role": "user", "content": text}],
+            [{"role": "user", "content": "x"}, *TURNS[1:2], USER | {"content": text}],
+        ):
+            want = theirs.apply_chat_template(messages, sanitize_control_tokens=True)["input_ids"]
+            assert prompt(load_tokenizer(tmp_path), messages) == want, (text, theirs.decode(want))

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, quote, shown
@@ -177,10 +177,13 @@ def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> li
     Those are special tokens and the added tokens that the template's own text names. The assistant's messages are
     the model's own text: special tokens are left out of it, and others (`</think>`) are meant.
     """
-    added = tokenizer.added_tokens
+    added, written = tokenizer.added_tokens, list(_strings(given))
     control = {t for t in added if added[t].special or (t in template and not t.isspace())}
+    for i, message in enumerate(given["messages"]):
+        _check_parts(message, control, f"messages[{i}]")
+    control = {t for t in control if any(t in text for text in written)}  # vocabularies have thousands
     special = {t for t in control if added[t].special}
-    marks = _unused(given)
+    marks = _unused([template, *written])
     marked = {
         name: [_marked(m, special if m["role"] == "assistant" else control, marks) for m in value]
         if name == "messages"
@@ -229,9 +232,23 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
-def _unused(value: Any) -> tuple[str, str]:
-    """Two characters that `value` has nowhere."""
-    used = set(itertools.chain.from_iterable(_strings(value)))
+def _check_parts(message: Mapping[str, Any], tokens: set[str], where: str) -> None:
+    """Parts of a content make no control token that none of them holds."""
+    if not isinstance(message.get("content"), list):
+        return
+    texts = [part["text"] for part in message["content"]]
+    joined = "".join(texts)
+    for token in tokens:
+        if joined.count(token) > sum(text.count(token) for text in texts):
+            raise RequestError(
+                f"{where}['content']: parts of it spell the control token {quote(token)} together; join them, or pass "
+                "allow_special=True"
+            )
+
+
+def _unused(texts: Iterable[str]) -> tuple[str, str]:
+    """Two characters that the texts have nowhere."""
+    used = set(itertools.chain.from_iterable(texts))
     first, second = itertools.islice((chr(c) for c in _PRIVATE_USE if chr(c) not in used), 2)
     return first, second
 

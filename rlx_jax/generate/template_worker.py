@@ -82,8 +82,12 @@ def limit(seconds: float, memory_bytes: int) -> None:
         import resource
         import signal
 
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal kills
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends a process; the caller may have had it ignored
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         if sys.platform == "linux":
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]
+            memory_bytes = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
