@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.blocks import (
@@ -44,6 +46,8 @@ from rlx_jax.ir.hir import Attention
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.passes.cse import cse
 from rlx_jax.models.decoder import Decode, as_decode
+from tests.oracles import checkpoints, hugging_face
+from tests.oracles.comparing import assert_close
 
 BATCH, SEQ, VOCABULARY = 2, 7, 53
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -148,6 +152,22 @@ def test_steps_are_the_forward_program(family: str, custom_mask: bool) -> None:
         done += new
         for name in names()[1:]:
             close(outputs[name], want[name][:, :done])
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=5), st.sampled_from(["llama", "gemma3"]))
+def test_any_steps(steps: list[int], family: str) -> None:
+    """However the tokens are cut, every position has the logits of the forward program."""
+    tokens = TOKENS[:, : sum(steps)]
+    first, *rest = steps
+    outputs, done = arrays(forward(family)(tokens[:, :first])), first
+    for new in rest:
+        new = min(new, tokens.shape[1] - done)
+        if new:
+            outputs = arrays(stepper(family)(tokens[:, done : done + new], **past_of(outputs)))
+            close(outputs["logits"], whole(family)["logits"][:, done : done + new])
+            done += new
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -459,8 +479,8 @@ def test_an_optional_mask() -> None:
     """One that is not given leaves causality alone."""
     flow = two_layers(mask=None).input("mask", ("batch", "past + seq"), default=None)
     flow = flow.stage(BIND, SelfAttnDecode(ATTENTION, 0, use_custom_mask=True))
-    for given, extra in (((), ()), (("mask",), ("keep",))):
-        ops = [n.op for _, n in flow.build(ATTENTION_WEIGHTS, given).hir.walk() if isinstance(n.op, Attention)]
+    for inputs, extra in (((), ()), (("mask",), ("keep",))):
+        ops = [n.op for _, n in flow.build(ATTENTION_WEIGHTS, inputs).hir.walk() if isinstance(n.op, Attention)]
         assert [op.extra for op in ops] == [extra] and ops[0].causal
 
 
@@ -505,3 +525,28 @@ def test_sums_of_dimensions() -> None:
     for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2", "a + b + c + d + e"):
         with pytest.raises(ShapeError):
             rlx.ModelFlow("s").input("a", (wrong,))
+
+
+# -- against transformers --------------------------------------------------------------------------
+
+RECORDED = (
+    "llama/gqa_plain_attnbias_v5", "mistral/window_v5", "qwen2/window_v4", "qwen3/window_bias_v5", "gemma/tied_v4",
+    "gemma2/caps_v5", "gemma3_text/pattern_v4",
+)  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_cache_of_transformers(name: str) -> None:
+    """Its keys and values are ours, and three tokens behind its cache have its logits."""
+    directory = checkpoints.FIXTURES / name
+    model, recipe = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.recipe_for(directory)
+    tokens = np.random.default_rng(5).integers(0, recipe.config.vocab_size, (2, 12)).astype(np.int32)
+    want = hugging_face.cached(model, tokens[:, :9])
+    got = rlx.compile(replace(recipe, export_kv=True))(tokens[:, :9])
+    assert set(got) == set(want)
+    for output, value in want.items():
+        assert_close(got[output], value)
+    step: Any = rlx.compile(as_decode(recipe))
+    assert_close(step(tokens[:, 9:], **past_of(want))["logits"], hugging_face.cached(model, tokens)["logits"][:, 9:])

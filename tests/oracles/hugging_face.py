@@ -176,6 +176,22 @@ def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
     return result.hidden_states[-1].numpy(), result.logits.numpy()
 
 
+def cached(model: Any, tokens: npt.NDArray[Any]) -> dict[str, Floats]:
+    """Logits of a batch `[B, S]` and the keys and values of every layer `[B, S, K·D]`, windows not applied.
+
+    The names are those of the library's outputs: `logits`, `kv.0.k`, `kv.0.v`, `kv.1.k` …
+    """
+    torch, transformers = _modules()
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        result = model(torch.from_numpy(tokens.astype(np.int64)), past_key_values=cache, use_cache=True)
+    found = {"logits": result.logits.numpy()}
+    for i, layer in enumerate(cache.layers):
+        for kind, heads in (("k", layer.keys), ("v", layer.values)):
+            found[f"kv.{i}.{kind}"] = heads.transpose(1, 2).flatten(2).numpy()
+    return found
+
+
 def bf16_logits(directory: Path, tokens: npt.NDArray[Any]) -> Floats:
     """Logits `[B, S, V]` of the checkpoint computed in bfloat16, as float32."""
     torch, transformers = _modules()
