@@ -19,7 +19,7 @@ from rlx_jax.emit import DecodeBindings, Emit, FlowValue
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, path_text
 
 # -- the inputs ----------------------------------------------------------------------------------
 
@@ -51,6 +51,7 @@ class BindDecodeInputs:
             mask = emit.optional_input("mask") if self.use_custom_mask else None
             past = tuple((_past(emit, f"past_k_{i}", x), _past(emit, f"past_v_{i}", x)) for i in range(self.num_layers))
             _check_lengths(emit, past)
+            _check_mask(emit, mask, x, past[0][0])
             emit.state.decode = DecodeBindings(past, mask, self.use_custom_mask)
             _count_on(emit, x)
             _place_tables(emit, x, given)
@@ -86,10 +87,24 @@ def _check_lengths(emit: Emit, past: tuple[tuple[FlowValue, FlowValue], ...]) ->
                 )
 
 
+def _check_mask(emit: Emit, mask: FlowValue | None, x: FlowValue, past: FlowValue) -> None:
+    """The mask covers cached and new tokens."""
+    keys = past.type.shape[1] + x.type.shape[1]
+    if mask is not None and (mask.ndim != 2 or mask.type.shape[1] != keys):
+        raise ShapeError(
+            f"{emit.path}: input mask is {mask.type}; expected [{x.type.shape[0]},{keys}]: cached and new tokens, such "
+            "as ('batch', 'past + seq')"
+        )
+
+
 def _count_on(emit: Emit, x: FlowValue) -> None:
     """Where `position_ids` are counted by default, count from behind the cache."""
     ids = emit.state.inputs.get("position_ids")
     if ids is not None and isinstance(emit.builder.nodes[ids.value.node].op, hir.Positions):
+        for node in emit.builder.nodes:
+            if ids.value in node.inputs and not isinstance(node.op, hir.RopeAngles | hir.RopeRows):
+                reader = path_text(node.origin.path)
+                raise GraphError(f"{emit.path}: {reader} read position_ids from 0 on: put BindDecodeInputs before it")
         del emit.state.inputs["position_ids"]
         emit.state.inputs["position_ids"] = positions_of(emit, x)
 

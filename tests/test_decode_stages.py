@@ -327,6 +327,10 @@ def test_every_source_of_tables_gives_the_same() -> None:
         (attention_flow(inputs=("rope_cos", "rope_sin")), {"rope_cos": cos[3:4], "rope_sin": sin[3:4]}),
     ):
         close(run(flow, **inputs), want)
+    other = attention_flow(RopeTables.theta(DIM, 7.0))
+    after = replace(other, stages=(*other.stages[:-1], made, other.stages[-1]))
+    close(run(after), want)
+    assert np.abs(run(other) - want).max() > 0.01
     assert np.abs(run(attention_flow(DecodeRopeParams(cos[0], sin[0], DIM // 2))) - want).max() > 0.01
 
 
@@ -382,6 +386,11 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
         r"decode_inputs: no input 'past_k_1'",
     ),
     "no mask": (lambda: two_layers(mask=None).stage(BIND), UnboundInputError, r"no input 'mask'"),
+    "length of the mask": (
+        lambda: two_layers(mask=("batch", "keys")).stage(BIND),
+        ShapeError,
+        r"input mask is f32\[batch,keys\]; expected \[batch,seq \+ past\].*'past \+ seq'",
+    ),
     "no tables": (
         lambda: rlx.ModelFlow("f").input("x", ("batch", "seq", 4)).bind_decode_inputs(1),
         UnboundInputError,
@@ -448,6 +457,16 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
         ShapeError,
         r"DecodeRopeParams: cos has shape \[4\], expected \[S, 3\]",
     ),
+    "positions from 0": (
+        lambda: (
+            two_layers()
+            .input("position_ids", ("batch", "seq"), dtype="int32", default="positions")
+            .gather_add("position_ids", "table")
+            .stage(BIND)
+        ),
+        GraphError,
+        r"position_ids read position_ids from 0 on: put BindDecodeInputs before it",
+    ),
     "no layers": (lambda: two_layers().bind_decode_inputs(0), GraphError, r"BindDecodeInputs of 0 layers"),
 }
 LAYER = {f"model.layers.{i}.{key}": value for i in range(3) for key, value in {
@@ -463,6 +482,7 @@ def test_errors(name: str) -> None:
     make, kind, match = WRONG[name]
     specs = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in LAYER.items()}
     specs |= {key: jax.ShapeDtypeStruct(value.shape, np.float32) for key, value in ATTENTION_WEIGHTS.items()}
+    specs["table"] = jax.ShapeDtypeStruct((9, WIDTH), np.float32)
     with pytest.raises(kind, match=match) as caught:
         make().build(specs)
     assert type(caught.value) is kind
