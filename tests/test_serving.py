@@ -19,7 +19,7 @@ from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 VOCAB = 41
 CONFIG = LlamaConfig.from_hf(
     {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "hidden_act": "silu",
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "hidden_act": "silu",
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     }
 )  # fmt: skip
@@ -101,16 +101,16 @@ def test_after_warm_up_no_request_compiles(plain: Any, warm: Any) -> None:
 def test_a_long_prompt_is_read_in_chunks(plain: Any, warm: Any) -> None:
     """Rows that end in the first chunk, in the second, on an edge, and one whose first token ends it."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, 3, 16, 23)]
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (16, 3, 23)]
     with compiled() as events:
         got = warm.generate(prompts, max_new_tokens=7)
         drawn = warm.generate(prompts, max_new_tokens=7, sampler=SAMPLERS[2], seed=5)
         ended = warm.generate(prompts, max_new_tokens=7, stop=[got[1][0]])
-        streamed = list(warm.stream(prompts[3], max_new_tokens=7))
+        streamed = list(warm.stream(prompts[2], max_new_tokens=7))
     assert not events
     assert got == plain.generate(prompts, max_new_tokens=7)
     assert drawn == plain.generate(prompts, max_new_tokens=7, sampler=SAMPLERS[2], seed=5)
-    assert ended[1] == got[1][:1] and streamed == got[3]
+    assert ended[1] == got[1][:1] and streamed == got[2]
 
 
 @pytest.mark.slow
@@ -157,12 +157,17 @@ def test_a_surprise_consumes_no_state(warm: Any) -> None:
         warm.extend(state, [[4]])
 
 
-def test_warnings_and_counts() -> None:
-    """`warn` says what is compiled; `allow` counts it. Sizes in the buckets are no surprise before warm-up."""
+def test_warnings() -> None:
+    """`warn` says what is compiled. Sizes in the buckets are no surprise before warm-up."""
     lm = model(**BUCKETS, on_recompile="warn")
     lm.logits([[1, 2]])
     with pytest.warns(rlx.errors.RlxWarning, match="with 4 rows, length 9.*compiling it"):
         lm.logits([[1] * 9])
+
+
+@pytest.mark.slow
+def test_what_compiles_after_warm_up_is_counted() -> None:
+    """Without buckets for the context, the caches are those of the warm-up."""
     allowed = model(prompt=[4], batch=[1])
     allowed.warmup(max_new_tokens=4, samplers=rlx.Sampler())
     compiles = allowed.report().compiles
@@ -172,6 +177,7 @@ def test_warnings_and_counts() -> None:
     assert allowed.report().recompiles == 1 and "recompiles" in str(allowed.report())
 
 
+@pytest.mark.slow
 def test_programs_of_requests_are_padded(plain: Any) -> None:
     """The logits of padded programs are those of the bare ones, cut to what was asked for."""
     lm = model(**BUCKETS)
@@ -232,14 +238,14 @@ def test_left_padding_is_right_padding_is_none(plain: Any) -> None:
         right[row, : len(prompt)] = prompt
     lengths = [len(p) for p in PROMPTS]
     keep = np.arange(width)[None] < np.array(lengths)[:, None]
-    want = [np.asarray(plain.logits([p]))[0] for p in PROMPTS]
+    alone = np.asarray(plain.logits([PROMPTS[1]]))[0]
     flipped = np.asarray(plain.logits(left, attention_mask=keep[:, ::-1].astype(np.int64)))
     straight = np.asarray(plain.logits(right, attention_mask=keep))
     _, a = plain.prefill(left, attention_mask=keep[:, ::-1], max_len=16)
     _, b = plain.prefill(right, lengths, max_len=16)
     for row, n in enumerate(lengths):
-        np.testing.assert_allclose(flipped[row, width - n :], want[row], atol=1e-5)
-        np.testing.assert_allclose(straight[row, :n], want[row], atol=1e-5)
+        np.testing.assert_allclose(flipped[row, width - n :], straight[row, :n], atol=1e-6)
+    np.testing.assert_allclose(straight[1, : lengths[1]], alone, atol=1e-5)
     assert a.lengths.tolist() == b.lengths.tolist() == lengths
     after = [np.asarray(plain.extend(state, [[1], [2], [3]])[0]) for state in (a, b)]
     np.testing.assert_allclose(after[0], after[1], atol=1e-6)
@@ -285,8 +291,8 @@ def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
     assert caught.value.outputs == [want[0][:at]] == [pieces]
     assert lm.generate(PROMPTS[1], max_new_tokens=12) == want[1]
     with pytest.raises(errors.NumericsError) as caught:
-        lm.generate([PROMPTS[1], [bad]], max_new_tokens=3)
-    assert caught.value.rows == {1: 0} and caught.value.outputs == [want[1][:3], []]
+        lm.generate([PROMPTS[1], [bad], PROMPTS[2]], max_new_tokens=3)
+    assert caught.value.rows == {1: 0} and caught.value.outputs == [want[1][:3], [], want[2][:3]]
 
 
 # -- interrupts --------------------------------------------------------------------------------
