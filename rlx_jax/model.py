@@ -195,6 +195,12 @@ class CompiledModel:
         leaves = jax.tree.leaves((state, inputs))
         if any(isinstance(v, jax.core.Tracer) for v in leaves):
             return self.compiler.function(key).jitted(params, state, inputs)
+        return self.launch(key, params, state, inputs)
+
+    def launch(
+        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
+    ) -> tuple[tuple[Any, ...], StateArrays]:
+        """`execute` where no argument is traced, which to look for takes longer than all the rest."""
         executable = self._executable(key, params, state, inputs)
         what = f"{self.compiler.flow.name}: {self.program} of {dict(key.binding)}"
         check_fits(executable.peak_bytes, what)
@@ -432,7 +438,8 @@ class BoundProgram:
     params: Arrays
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
-        return self.model.execute(self.key, self.params, state, inputs)
+        run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
+        return run(self.key, self.params, state, inputs)
 
 
 def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:

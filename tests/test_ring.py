@@ -70,9 +70,11 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.concatenate(out)
 
 
-def windowed(window: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
-    """Llama layers with a window in all but the last, and random weights."""
-    specs = [LlamaDecoderSpec(HEADS, DIM, KV, mask=m) for m in (f"sliding:{window}", f"sliding:{window}", "causal")]
+def windowed(window: int, everywhere: bool = False) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """Llama layers with a window, in all but the last or `everywhere`, and random weights."""
+    sliding = f"sliding:{window}"
+    masks = (sliding, sliding, sliding if everywhere else "causal")
+    specs = [LlamaDecoderSpec(HEADS, DIM, KV, mask=m) for m in masks]
     flow = (
         rlx.ModelFlow("windows").input("input_ids", ("batch", "seq"), dtype="int32")
         .rope_tables(RopeTables.theta(DIM)).token_embed()
