@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -120,6 +122,22 @@ def test_what_differs_from_llama_shows(name: str) -> None:
 
 
 # -- equalities --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral/window_v5", "qwen3/window_bias_v5"])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**16), lengths=st.tuples(*[st.integers(1, 8)] * 3))
+def test_alone_is_in_batch_and_padding_is_not_seen(name: str, seed: int, lengths: tuple[int, ...]) -> None:
+    """A row's valid logits depend neither on the other rows nor on what stands behind its end."""
+    lm, count, rng = case(name).lm, np.array(lengths, np.int32), np.random.default_rng(seed)
+    tokens, other = rng.integers(0, 79, (2, 3, 8)).astype(np.int32)
+    together = np.asarray(lm.logits(tokens, count))
+    repadded = np.where(np.arange(8)[None] < count[:, None], tokens, other)
+    assert_rows_close(lm.logits(repadded, count), together, count, tolerance=1e-6)
+    for b in range(3):
+        alone = np.asarray(lm.logits(tokens[b : b + 1], count[b : b + 1]))
+        assert_rows_close(alone, together[b : b + 1], count[b : b + 1], tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -307,6 +325,7 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (ODD, "layer_types", {"sliding_window": None}),
     (ODD, "qk_norm", {"qk_norm": False}),
     (ODD, "head_dim", {"head_dim": 7}),
+    (ODD, "head_dim", {"head_dim": None}),
     (ODD, "final_logit_softcapping", {"final_logit_softcapping": 30.0}),
     (ODD, "num_experts", {"num_experts": 4}),
     (CAPS, "use_bidirectional_attention", {"use_bidirectional_attention": True}),

@@ -128,6 +128,8 @@ def sizes(
     heads = c.whole("num_attention_heads", high=2**16)
     if head_dim is None and "head_dim" not in c.values and hidden % heads:
         raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if head_dim is not None and c.values.get("head_dim", head_dim) is None:
+        raise ConfigError(f"{c.where}: field 'head_dim' is null; expected an integer")
     width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
     if width % 2:
         raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")

@@ -45,6 +45,7 @@ class Checkpoint:
 def _modules() -> tuple[Any, Any]:
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
+    torch.set_num_threads(1)  # models this small only wait for each other's threads
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return torch, transformers
