@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load_file, save
 
 import rlx_jax as rlx
 from rlx_jax import blocks
@@ -25,10 +25,21 @@ from rlx_jax.blocks import (
     gemma_prefill_layer_composed,
     gemma_strided_layer_mask,
 )
-from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnboundStreamError, UnsupportedError
+from rlx_jax.errors import (
+    ConfigError,
+    GraphError,
+    MissingWeightError,
+    RlxWarning,
+    ShapeError,
+    UnboundStreamError,
+    UnsupportedError,
+)
 from rlx_jax.ir.hir import Attention
 from rlx_jax.ir.region import Repeat
-from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow
+from rlx_jax.models.config import Fields
+from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow, text_model
+from tests.oracles import checkpoints, hugging_face
+from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
@@ -265,13 +276,90 @@ def test_absurd(kind: str, changes: dict[str, Any], text: str) -> None:
         GemmaConfig.from_hf(SIZES | {"model_type": kind, "num_key_value_heads": 2} | changes)
 
 
-def test_the_models_that_see_say_what_is_built(tmp_path: Path) -> None:
-    """Gemma 3 with its vision tower is refused by the name of what is there."""
-    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(save({"a": np.zeros(1, np.float32)}))
-    with pytest.raises(UnsupportedError, match="config.json: model_type 'gemma3'.*gemma3_text.*Gemma3ForCausalLM"):
-        rlx.load(tmp_path)
+# -- the text model of one that reads images -----------------------------------------------------
+
+PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"
+
+
+def with_images(target: Path, prefix: str, **changes: Any) -> Path:
+    """The recorded text model inside a larger checkpoint, whose keys begin with `prefix`."""
+    text = json.loads((PATTERN / "config.json").read_text())
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    config |= {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}
+    tensors = {prefix + k.removeprefix("model."): v for k, v in load_file(PATTERN / "model.safetensors").items()}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config | changes))
+    tower = {"vision_tower.a.weight": np.ones(3, np.float32), "multi_modal_projector.b": np.ones(2, np.float32)}
+    (target / "model.safetensors").write_bytes(save(tensors | tower))
+    return target
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) -> None:
+    """Files of both layouts give the text model alone, with a warning that says how much is left."""
+    directory = with_images(tmp_path / "m", prefix)
+    with pytest.warns(RlxWarning, match="the text model alone is built, and 2 weights of the others are left"):
+        recipe = rlx.recipe_for(directory)
+    alone = rlx.recipe_for(PATTERN)
+    assert recipe.config == alone.config and sorted(recipe.weights.keys()) == sorted(alone.weights.keys())
+    for key in alone.weights.keys():
+        np.testing.assert_array_equal(recipe.weights.read(key), alone.weights.read(key))
+        assert recipe.weights.spec(key) == alone.weights.spec(key) and "model.safetensors" in recipe.weights.where(key)
+    assert not recipe.weights.has("vision_tower.a.weight")
+    with pytest.raises(MissingWeightError, match=r"vision_tower\.a\.weight"):
+        recipe.weights.read("vision_tower.a.weight")
+
+
+def test_what_a_text_config_leaves_out() -> None:
+    """The files of the 4B model say five things."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = Fields({"model_type": "gemma3", "text_config": text, "image_token_index": 262144}, "config.json")
+    with pytest.warns(RlxWarning, match="config.json: model_type 'gemma3' reads images too"):
+        c = GemmaConfig.from_hf(text_model(config, rlx.open_weights({}))[0])
+    sizes = (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.tie_word_embeddings)
+    assert sizes == (262208, 8, 4, 256, True) and c.windows[4:6] == (1024, None)
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        ({"text_config": None}, ConfigError, "config.json: field 'text_config' is missing"),
+        ({"text_config": {"model_type": "gemma2"}}, UnsupportedError, "text_config: model_type 'gemma2'"),
+        ({"text_config": {"hidden_size": 0}}, ConfigError, "config.json, text_config: field 'hidden_size'"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantization_config"),
+        ({"audio_config": {}}, UnsupportedError, "audio_config"),
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, UnsupportedError, "Gemma3ForSequenceClassification"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*reads images too")
+def test_larger_models_that_are_refused(changes: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=text):
+        rlx.load(with_images(tmp_path / "m", "language_model.model.", **changes))
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_text_of_one_that_reads_images(tmp_path: Path) -> None:
+    """Text through the whole model of transformers is text through its text model."""
+    transformers, torch = (importlib.import_module(name) for name in ("transformers", "torch"))
+    text = PLAIN["gemma3_text"] | {"sliding_window": 3, "pad_token_id": 0}
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_index=60)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    hugging_face.randomise(model, 0)
+    model.save_pretrained(tmp_path / "m")
+    model = type(model).from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
+    tokens = np.random.default_rng(0).integers(0, 60, (2, 13))
+    with torch.no_grad():
+        want = model(torch.from_numpy(tokens)).logits.numpy()
+    assert_close(rlx.load(tmp_path / "m").logits(tokens), want)
 
 
 @pytest.mark.oracle
