@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow, text_model
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
@@ -389,6 +391,16 @@ def test_layers_fold_by_their_period(kind: str, period: int, layers: int) -> Non
     (repeat,) = [node.op for node in hir.nodes if isinstance(node.op, Repeat)]
     attentions = [sum(isinstance(node.op, Attention) for node in graph.nodes) for graph in (repeat.body, hir)]
     assert (repeat.count, attentions) == (layers // period, [period, layers % period])
+
+
+def test_given_embeddings_are_not_scaled() -> None:
+    """They enter as they are, as in the reference; the head stays tied, and the softcap behind it."""
+    directory = checkpoints.FIXTURES / "gemma2" / "caps_v5"
+    record = load_record(directory)
+    recipe = replace(rlx.recipe_for(directory), inputs_embeds=True)
+    table = np.asarray(recipe.weights.read("model.embed_tokens.weight"), np.float32)
+    scaled = table[record["tokens"]] * np.float32(28**0.5)
+    assert_close(rlx.compile(recipe)(scaled), record["logits"])
 
 
 def test_init_makes_the_norm_the_identity() -> None:
