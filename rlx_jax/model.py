@@ -184,7 +184,7 @@ class CompiledModel:
         slots = {name: min(sizes["context"], window) for name, window in rings.items()}
         key = ProgramKey(self.program, frozenset(), True, tuple(sorted({**sizes, **slots}.items())), around)
         self.compiler.check_compiled(key)
-        return BoundProgram(self, key, self.require_params("generation"))
+        return BoundProgram(self, key)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -435,11 +435,10 @@ class BoundProgram:
 
     model: CompiledModel
     key: ProgramKey
-    params: Arrays
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
         run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
-        return run(self.key, self.params, state, inputs)
+        return run(self.key, self.model.require_params("generation"), state, inputs)
 
 
 def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import GraphError
 from rlx_jax.executable import compile_program
+from rlx_jax.generate.decode import DecodeLoop, StartRows
+from rlx_jax.generate.sampler import Method, Sampler
 from rlx_jax.ir.ops.attention import CacheUpdate
 from rlx_jax.lowering.donation import cache_copies
 from rlx_jax.lowering.plan import state_types
@@ -53,6 +57,24 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     assert donation.aliased_bytes == donation.state_bytes
     assert not donation.copies and not donation.problems()
     assert donation.temp_bytes < donation.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("roll", ["unroll", pytest.param("scan", marks=pytest.mark.slow)])
+def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
+    """Compiled as `generate` does it, around the extend program; nothing runs."""
+    profile = rlx.CompileProfile().replace(layers={"roll": roll})
+    model = rlx.compile(rlx.Llama32Flow(CONFIG), profile=profile, program="extend")
+    loop = DecodeLoop(Method(), "input_ids", steps=4, early=True)
+    key = model.bound({"batch": batch, "context": 512, "seq": 1}, loop).key
+    state = jax.eval_shape(partial(model.init_state, batch, 512)).arrays()
+    rows = jax.eval_shape(
+        StartRows(), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
+    )  # fmt: skip
+    inputs = {"rows": rows, "knobs": Sampler().knobs(61), "ends": np.zeros(61, bool)}
+    donation: Any = model.compiler.executable(key, model.param_specs(), state, inputs).donation
+    assert donation.state_bytes == 4 * (2 * batch * 512 * 2 * 8 * 4) + 4 * batch
+    assert donation.aliased_bytes >= donation.state_bytes and not donation.copies and not donation.problems()
 
 
 @pytest.mark.parametrize("roll", ["unroll", "scan"])

@@ -247,6 +247,8 @@ def test_left_padding_is_right_padding_is_none(plain: Any) -> None:
         np.testing.assert_allclose(flipped[row, width - n :], straight[row, :n], atol=1e-6)
     np.testing.assert_allclose(straight[1, : lengths[1]], alone, atol=1e-5)
     assert a.lengths.tolist() == b.lengths.tolist() == lengths
+    want = plain.generate(PROMPTS, max_new_tokens=9)
+    assert plain.generate(left, max_new_tokens=9, attention_mask=keep[:, ::-1]) == want
     after = [np.asarray(plain.extend(state, [[1], [2], [3]])[0]) for state in (a, b)]
     np.testing.assert_allclose(after[0], after[1], atol=1e-6)
 

@@ -57,6 +57,7 @@ from rlx_jax.report import Report
 
 GREEDY = Sampler()
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
+TAIL = 32  # tokens without text of their own that may stand in a stop string
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 
@@ -188,6 +189,7 @@ class CausalLM:
         sampler: Sampler = GREEDY,
         stop: str | int | Iterable[str | int] = (),
         seed: int = 0,
+        attention_mask: Any = None,
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
@@ -198,10 +200,15 @@ class CausalLM:
             sampler: how tokens are chosen; greedy by default. See `Sampler`.
             stop: strings that end a row before them, or token ids that end it as an end token does.
             seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
+            attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
 
         Raises:
-            RequestError: see `rlx_jax.errors`; `NumericsError` for logits that are not finite.
+            RequestError: see `rlx_jax.errors`.
+            NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
+        if attention_mask is not None:
+            block, lengths, _ = moved_left(token_block(prompts, self.vocab_size, "prompts"), None, attention_mask)
+            prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
         request = self._request(asked, max_new_tokens, sampler, stop, seed)
         new = NewTokens([[] for _ in request.rows])
@@ -373,8 +380,7 @@ class CausalLM:
         generation = self._generation(request, sizes)
         for block in generation:
             new.append(block)
-            words = request.words
-            done = [i for i, ids in enumerate(new.rows) if words and any(w in self._decode(ids) for w in words)]
+            done = [i for i in new.grown if self._may_stop(new.rows[i], block.shape[1], request.words)]
             if done:
                 generation.stop(done)
             yield
@@ -407,6 +413,13 @@ class CausalLM:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer().decode(ids)
+
+    def _may_stop(self, ids: list[int], new: int, words: tuple[str, ...]) -> bool:
+        """Whether a stop string ends in the last `new` tokens: in the text of some more, not of all."""
+        if not words:
+            return False
+        text = self._decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])
+        return any(word in text for word in words)
 
     def _text(self, ids: list[int], words: tuple[str, ...]) -> str:
         return _cut(self._decode(ids), words)

@@ -97,17 +97,19 @@ def read_prompts(
 
 @dataclass
 class NewTokens:
-    """The new tokens of each row, as the host has them so far; `failed` has the step at which a row's logits were not
-    finite."""
+    """The new tokens of each row, as the host has them so far. `grown` are rows that the last block added to; `failed`
+    has the step at which a row's logits were not finite."""
 
     rows: list[list[int]]
     failed: dict[int, int] = field(default_factory=dict)
+    grown: list[int] = field(default_factory=list)
     steps: int = 0
 
     def append(self, block: np.ndarray[Any, Any]) -> None:
         """Add a block."""
-        for ids, row in zip(self.rows, block, strict=True):
-            ids.extend(int(t) for t in row if t >= 0)
+        self.grown = np.flatnonzero((block >= 0).any(axis=1)).tolist()
+        for i in self.grown:
+            self.rows[i].extend(block[i][block[i] >= 0].tolist())
         self.failed |= {int(row): self.steps + int(step) for row, step in np.argwhere(block == NOT_FINITE)}
         self.steps += block.shape[1]
 

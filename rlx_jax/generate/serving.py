@@ -51,6 +51,11 @@ def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
         )
 
 
+def largest_chunk(buckets: Buckets) -> int | None:
+    """The largest bucket for prompts that a cache holds; None without buckets."""
+    return max((p for p in buckets.prompt if not buckets.context or p <= buckets.context[-1]), default=None)
+
+
 def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_positions: int | None) -> Sizes:
     """The sizes for prompts of these lengths and `budget` new tokens each: buckets where there are any that hold them,
     else powers of two. A prompt over the largest bucket is read in chunks of it.
@@ -59,7 +64,7 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
         RecompileError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
     """
     longest = max(lengths)
-    chunk = max((p for p in buckets.prompt if not buckets.context or p <= buckets.context[-1]), default=None)
+    chunk = largest_chunk(buckets)
     if chunk is None:
         widths: tuple[int, ...] = (bucket(longest, PROMPT_BUCKET, max_positions),)
     else:
@@ -114,16 +119,15 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
 
     Programs that read prompts do not depend on the sampler, so that the first one reads all lengths.
     """
+    chunk = largest_chunk(buckets)
     for rows in buckets.batch:
-        for slots in buckets.context:
-            widths = [p for p in buckets.prompt if p <= slots]
-            if not widths or slots < 2:
-                continue
-            lengths = [min(p, slots - 1) for p in widths]
-            # Behind one whole chunk, a rest of each width: read by `extend`.
-            lengths += [min(widths[-1] + p, slots - 1) for p in widths if widths[-1] + 1 < slots]
+        for slots in (size for size in buckets.context if size > 1):
+            # A short prompt leaves room for the loop; then one of each width, and behind a whole chunk a rest of each.
+            lengths = {1, *(min(p, slots - 1) for p in buckets.prompt if p <= slots)}
+            if chunk is not None and chunk + 1 < slots:
+                lengths |= {min(chunk + p, slots - 1) for p in buckets.prompt}
             for n, sampler in enumerate(samplers):
-                for length in sorted(set(lengths)) if n == 0 else lengths[:1]:
+                for length in sorted(lengths) if n == 0 else (1,):
                     yield rows, length, slots, sampler
 
 
