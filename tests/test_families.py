@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -447,17 +446,28 @@ def test_live_bf16(live: tuple[Path, Any, int]) -> None:
     assert rms(ours - exact) <= 1.5 * rms(theirs - exact)
 
 
+WINDOWS: list[dict[str, Any]] = [
+    {},
+    {"rms_norm_eps": 0.5, "sliding_window": None},
+    {"use_sliding_window": True, "max_window_layers": 1},
+    {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"] * 2},
+]
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("extra", [{}, {"num_key_value_heads": None}, {"rms_norm_eps": 0.5}])
-def test_live_defaults(family: str, extra: dict[str, Any]) -> None:
-    """What a config leaves out is what the class of `transformers` makes of it."""
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("mistral", e) for e in WINDOWS[:2]]
+    + [(f, e) for f in ("qwen2", "qwen3") for e in (*WINDOWS, {"num_key_value_heads": None})],
+)
+def test_live_configs(family: str, extra: dict[str, Any]) -> None:
+    """What a config says and leaves out is what the class of `transformers` makes of it."""
     ours: Any = {"mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
-    theirs = hugging_face.config_of(family, SMALL | extra)
-    got = ours.from_hf(SMALL | extra)
-    names = [f.name for f in dataclasses.fields(got) if f.name not in ("inv_freq", "windows")]
-    want = {n: getattr(theirs, n) for n in names if hasattr(theirs, n)}
-    assert {n: getattr(got, n) for n in want} == want and len(want) > 9
+    theirs, got = hugging_face.config_of(family, SMALL | extra), ours.from_hf(SMALL | extra)
+    names = [f.name for f in dataclasses.fields(got) if hasattr(theirs, f.name)]
+    assert {n: getattr(got, n) for n in names} == {n: getattr(theirs, n) for n in names} and len(names) >= 9
     assert theirs.rope_parameters["rope_theta"] == 10000.0
-    assert json.loads(theirs.to_json_string())["model_type"] == family
+    if family != "mistral":
+        slides = [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert got.windows == tuple(theirs.sliding_window if s else None for s in slides)

@@ -76,6 +76,7 @@ def test_the_formula(spec: Qwen3DecoderSpec) -> None:
     assert np.abs(got - want).max() <= 3e-6 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_a_keep_mask_and_registers_of_older_flows() -> None:
     """A keep mask of ones is none; `zero_beta` and `zero_beta.head` may be declared."""
     stage = Qwen3Decoder.layer(0, replace(SPEC, mask="custom"), mask_input="keep")
@@ -88,6 +89,7 @@ def test_a_keep_mask_and_registers_of_older_flows() -> None:
     assert np.abs(got[0, 3:] - want[0, 3:]).max() > 1e-3 and np.abs(got[0, :2] - want[0, :2]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_the_norm_of_one_side_and_its_offset() -> None:
     """`SelfAttnPrefillSpec` norms queries and keys by themselves; the offset is added to the weight."""
     keys = blocks.SelfAttnPrefillSpec.hf_layer(P, HEADS, DIM, KV)
