@@ -290,6 +290,7 @@ SLOW_CASES = (
     "llama, composed",
     "qwen3, composed",
     "gemma",
+    "gemma 3",
     "llama, tap",
     "qwen, decode",
     "attention, decode",
