@@ -13,7 +13,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.buckets import Buckets
 from rlx_jax.executable import Executable
+from rlx_jax.generate.serving import warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 VOCAB = 41
@@ -163,6 +165,24 @@ def test_warnings() -> None:
     lm.logits([[1, 2]])
     with pytest.warns(rlx.errors.RlxWarning, match="with 4 rows, length 9.*compiling it"):
         lm.logits([[1] * 9])
+
+
+@pytest.mark.parametrize(
+    ("tables", "want"),
+    [
+        ({"prompt": [8], "batch": [2], "context": [9]}, {(1, 9), (8, 9)}),  # room for one token, or for a loop
+        ({"prompt": [8, 64], "batch": [1, 2], "context": [16, 256]},
+         {(1, 16), (8, 16), (1, 256), (8, 256), (64, 256), (72, 256), (128, 256)}),
+        ({"prompt": [4], "batch": [1], "context": [4]}, {(1, 4), (3, 4)}),
+    ],
+)  # fmt: skip
+def test_what_warm_up_runs(tables: Any, want: set[tuple[int, int]]) -> None:
+    """Prompt lengths and caches; each for every number of rows, and a short prompt for every other sampler."""
+    buckets = Buckets.ordered(**tables, on_recompile="allow")
+    requests = list(warm_requests(buckets, SAMPLERS[:2]))
+    assert {(length, slots) for _, length, slots, _ in requests} == want
+    assert {rows for rows, *_ in requests} == set(tables["batch"])
+    assert {length for _, length, _, sampler in requests if sampler == SAMPLERS[1]} == {1}
 
 
 @pytest.mark.slow
