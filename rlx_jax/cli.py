@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -35,10 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
     try:
-        with warnings.catch_warnings():
+        with Interrupt() as interrupt, warnings.catch_warnings():
             warnings.showwarning = _warn
-            for piece in args.run(args):
+            for piece in args.run(args, interrupt):
                 _write(piece)
+                interrupt.check()
         return 0
     except KeyboardInterrupt:
         print()
@@ -88,14 +89,14 @@ def parser() -> argparse.ArgumentParser:
 # -- commands ----------------------------------------------------------------------------------
 
 
-def _generate(args: argparse.Namespace) -> Iterator[str]:
+def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     """Write the continuation of a prompt, token by token as they come."""
     sampler = rlx.Sampler(
         args.temperature, args.top_k, args.top_p, args.min_p, repetition_penalty=args.repetition_penalty
     )
     profile = None if args.profile is None else _profile(args.profile)
     prompt = _stdin() if args.prompt == "-" else args.prompt
-    status = Status(shown=sys.stderr.isatty() and not args.quiet)
+    status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
     try:
         lm = rlx.load(args.directory, profile=profile, dtype=args.dtype, progress=status)
         if not isinstance(lm, rlx.CausalLM):
@@ -118,7 +119,7 @@ def _generate(args: argparse.Namespace) -> Iterator[str]:
     yield "\n"
 
 
-def _inspect(args: argparse.Namespace) -> Iterator[str]:
+def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer. Reads no weights."""
     directory = model_directory(args.directory)
     pretrained = open_pretrained(directory)
@@ -152,17 +153,53 @@ def _stdin() -> str:
         raise RequestError(f"stdin: not UTF-8 at byte {cause.start}") from cause
 
 
+# -- Ctrl-C ------------------------------------------------------------------------------------
+
+
+class Interrupt:
+    """Ctrl-C, heard where the work may stop: between weights, programs and pieces of text. A second one counts at once.
+
+    A KeyboardInterrupt at any place may come within a hook of JAX, which drops it, or cut the import of a native module
+    short, which crashes when Python ends.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else someone wants it otherwise
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self._heard:
+            raise KeyboardInterrupt
+        self._heard = True
+
+    def check(self) -> None:
+        """Stop here if Ctrl-C was pressed."""
+        if self._heard:
+            raise KeyboardInterrupt
+
+
 # -- what is written ---------------------------------------------------------------------------
 
 
 class Status:
     """One line on stderr that is written over: how far loading and compiling are."""
 
-    def __init__(self, shown: bool) -> None:
-        self._shown, self._line, self._lock = shown, "", threading.Lock()
+    def __init__(self, interrupt: Interrupt, shown: bool) -> None:
+        self._interrupt, self._shown, self._line, self._lock = interrupt, shown, "", threading.Lock()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """See `rlx_jax.executable.Progress`."""
+        self._interrupt.check()
         amount = f" {_bytes(done)} of {_bytes(total)}" if what == "load" else " …" if done < total else ""
         self._write(f"{what}{amount}" if done < total else "")
 

@@ -198,6 +198,31 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == "a\ufffd[2J\tb\nc\ufffd1m\ufffd"
 
 
+# -- Ctrl-C ------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_heard_where_the_work_may_stop() -> None:
+    """The first one at the next check, the second one at once; afterwards all is as it was."""
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with cli.Interrupt() as interrupt:
+            interrupt.check()
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                interrupt.check()
+            with pytest.raises(KeyboardInterrupt):
+                cli.Status(interrupt, shown=False)("load", 1, 2)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background of a shell
+        with cli.Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            interrupt.check()
+    finally:
+        signal.signal(signal.SIGINT, outer)
+
+
 # -- progress ----------------------------------------------------------------------------------
 
 
