@@ -248,6 +248,12 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(errors.LimitError, match="MAX_TEMPLATE_BYTES = 262144"):
         load_tokenizer(directory)
     (directory / "chat_template.jinja").unlink()
+    (directory / "additional_chat_templates").mkdir()
+    for i in range(64):
+        (directory / "additional_chat_templates" / f"{i}.jinja").touch()
+    with pytest.raises(errors.LimitError, match="65, over the limit MAX_TEMPLATES = 64"):
+        load_tokenizer(directory)
+    (directory / "additional_chat_templates" / "0.jinja").unlink()
     (tmp_path / "secret").write_text("s", "utf-8")
     (directory / "chat_template.jinja").symlink_to(tmp_path / "secret")
     with pytest.raises(errors.PathEscapeError):
@@ -390,6 +396,12 @@ def test_a_worker_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(errors.ResourceError, match="'/nowhere/python'"):
         render("x", {})
+
+
+def test_modules_that_python_imports_late() -> None:
+    """What templates may use is there before the limits: the worker opens no file after that."""
+    template = "{{ '\\N{BULLET}' }}{{ [1]|pprint }}{{ 'é'|upper }}{{ 1.5|round|tojson }}{{ strftime_now('%Y')|length }}"
+    assert render(template, {}) == "•[1]É2.04"
 
 
 def test_long_messages_are_no_bomb() -> None:

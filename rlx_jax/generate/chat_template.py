@@ -30,6 +30,8 @@ from rlx_jax.weights import files, limits
 
 MAX_TEMPLATE_BYTES = 256 * 2**10
 """One chat template in UTF-8."""
+MAX_TEMPLATES = 64
+"""Chat templates of one checkpoint."""
 MAX_RENDERED_CHARS = 2**20
 """The rendered text, beyond what the messages hold themselves."""
 RENDER_SECONDS = 2.0
@@ -58,12 +60,14 @@ def load_templates(directory: Path, settings: Mapping[str, Any], where: str) -> 
 
     Raises:
         ConfigError: another kind of value. TokenizerError: a file is not UTF-8.
-        LimitError: a file of more than `MAX_TEMPLATE_BYTES`. PathEscapeError: a file is a link that leads out.
+        LimitError: a file of more than `MAX_TEMPLATE_BYTES`, or more than `MAX_TEMPLATES`.
+        PathEscapeError: a file is a link that leads out.
     """
     extra = directory / TEMPLATE_FOLDER
     names = files.list_directory(os.fspath(extra)) if extra.is_dir() else []
     paths = {DEFAULT: TEMPLATE_FILE}
     paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
+    limits.at_most(len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{quote(extra)}: the number of chat templates")
     found = {name: text for name, path in paths.items() if (text := _read(directory, path)) is not None}
     if found:
         return found

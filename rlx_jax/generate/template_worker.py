@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata  # noqa: F401  (Python imports it for "\N{BULLET}", and then no file can be opened)
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     sys.path.extend(sys.argv[1:])
 
 import jinja2
-import jinja2.debug  # noqa: F401  (jinja2 imports it when a template fails, and then no file can be opened)
+import jinja2.debug  # noqa: F401  (jinja2 imports it when a template fails)
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
