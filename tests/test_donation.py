@@ -69,7 +69,7 @@ def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
     key = model.bound({"batch": batch, "context": 512, "seq": 1}, loop).key
     state = jax.eval_shape(partial(model.init_state, batch, 512)).arrays()
     rows = jax.eval_shape(
-        StartRows(), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
+        StartRows(draws=False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
     )  # fmt: skip
     inputs = {"rows": rows, "knobs": Sampler().knobs(61), "ends": np.zeros(61, bool)}
     donation: Any = model.compiler.executable(key, model.param_specs(), state, inputs).donation

@@ -36,7 +36,7 @@ class Rows:
         left: `[B]` int32, tokens that each row may still get.
         new: `[]` int32, tokens chosen so far for rows that run.
         seen: `[B, V]` bool, tokens that a row holds; `[B, 0]` where no penalty asks for it.
-        keys: `[B]` random keys, one for each row; the draw of token n uses fold_in(key, n).
+        keys: `[B]` random keys, one for each row; the draw of token n uses fold_in(key, n). `[B, 0]` without draws.
     """
 
     ids: Any
@@ -51,10 +51,13 @@ class Rows:
 class StartRows:
     """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
 
+    draws: bool
+
     def __call__(self, key: Array, running: Array, budget: Array, seen: Array) -> Rows:
         """`key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`."""
         batch = running.shape[0]
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.int32))
+        numbers = jnp.arange(batch, dtype=jnp.int32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if self.draws else jnp.zeros((batch, 0))
         zeros = jnp.zeros(batch, jnp.int32)
         return Rows(ids=zeros, running=running, left=zeros + budget, new=jnp.int32(0), seen=seen, keys=keys)
 
@@ -70,7 +73,7 @@ class Choosing:
 
         `ends` `[V]` bool: ids that end a row.
         """
-        keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new) if self.method.draws else rows.keys
         chosen = choose(self.method, knobs, logits, rows.seen, keys)
         fine = finite_rows(logits)
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)

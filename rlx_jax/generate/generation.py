@@ -81,7 +81,7 @@ def read_prompts(
     if plan.method.penalised:
         for row, prompt in enumerate(prompts):
             seen[row, list(prompt)] = True
-    rows = compiler.call(StartRows(), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
+    rows = compiler.call(StartRows(plan.method.draws), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
     first: Array = np.full((plan.batch, 1), STOPPED, np.int32)
     at = 0
     for reader, width in zip(readers, plan.widths, strict=True):
