@@ -36,6 +36,10 @@ class Refusal(Exception):
     """The template called `raise_exception`: it does not take these messages."""
 
 
+class Overlong(Exception):
+    """The text has more characters than it may have."""
+
+
 class Generation(Extension):
     """`{% generation %} … {% endgeneration %}`, which marks the assistant's text for training: here its body alone."""
 
@@ -100,24 +104,21 @@ def pieces(template: str, variables: dict[str, Any], most: int) -> Iterator[str]
     for piece in environment().from_string(template).generate(variables):
         length += len(piece)
         if length > most:
-            raise OverflowError
+            raise Overlong
         yield piece
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
     """The text, or what went wrong."""
-    parts: list[str] = []
     try:
-        for piece in pieces(request["template"], request["variables"], request["output_chars"]):
-            parts.append(piece)
-        return {"text": "".join(parts)}
+        return {"text": "".join(pieces(request["template"], request["variables"], request["output_chars"]))}
     except Refusal as error:
         return {"error": "refused", "message": str(error)[:2000]}
+    except Overlong:
+        return {"error": "output", "message": ""}
     except MemoryError:
         return {"error": "memory", "message": ""}
     except Exception as error:
-        if type(error) is OverflowError and not error.args:
-            return {"error": "output", "message": ""}
         where = f"line {line}: " if (line := template_line(error)) else ""
         return {"error": "failed", "message": f"{where}{type(error).__name__}: {error}"[:2000]}
 
