@@ -38,7 +38,7 @@ from rlx_jax.executable import Around, Arrays, Executable, Function, Progress, S
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.derive import derive, ring_sizes
 from rlx_jax.lowering.donation import reusable_inputs
@@ -57,6 +57,7 @@ from rlx_jax.lowering.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.specialise import specialise
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.settings import Settings, check_inputs, choose_settings, warn_without_effect
+from rlx_jax.state import EmptyState
 
 # -- the pipeline ------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class Compiler:
     functions: dict[ProgramKey, Specialised] = field(default_factory=dict)
     executables: dict[ProgramKey, Executable] = field(default_factory=dict)
     progress: Progress | None = field(default=None, repr=False)
+    empty: dict[tuple[str, DimLike, DimLike | None], EmptyState] = field(default_factory=dict)
     small: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)  # small functions with the types they were called with
     warm: bool = False  # warm-up is over
@@ -252,7 +254,9 @@ class Compiler:
             if key not in self.seen:
                 self.seen.add(key)
                 self.recompiles += self.warm
-            return self.small.setdefault(function, jax.jit(function))(*arguments)
+            if function not in self.small:
+                self.small[function] = jax.jit(function)
+        return self.small[function](*arguments)
 
     def refusal(self, key: ProgramKey) -> str:
         """Why this program should not be compiled now; empty if it may be."""

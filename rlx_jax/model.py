@@ -37,7 +37,7 @@ from rlx_jax.errors import (
 from rlx_jax.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.inputs import Bounds, bind_names, bind_sizes, check_length, check_new_tokens, host_value, random_key
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import TensorType, as_dim, bound, check_elements
+from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
 from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lower import expand_composites
@@ -47,7 +47,7 @@ from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
 from rlx_jax.settings import default_target
-from rlx_jax.state import EmptyState, State, as_state, check_empty, check_room, check_state
+from rlx_jax.state import EmptyState, State, as_state, check_empty, check_room, check_state, empty_state
 from rlx_jax.weights.execute import by_key, load_leaf
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
@@ -345,24 +345,23 @@ class CompiledModel:
 
         A layer that attends in a window of w keys holds min(context, w) of them.
         """
-        binding = {**self.compiler.flow.binding, "batch": as_dim(batch, "init_state: batch")}
-        binding |= {} if context is None else {"context": as_dim(context, "init_state: context")}
-        types = self._template().state
-        if not types:
-            raise GraphError(f"program {self.program} of {self.compiler.flow.name} has no state")
-        check_length(binding.get("context", 0), self._template().bounds, f"{self.compiler.flow.name}: init_state")
-        rings = self._template().rings
-        binding |= {name: min(context or window, window) for name, window in rings.items()}
-        bound = {k: t.bind(binding) for k, t in types.items()}
-        open_sizes = sorted({s for t in bound.values() for s in t.symbols})
-        if open_sizes:
-            raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
-        for (path, slot), t in bound.items():
-            check_elements(t.shape, f"init_state: {path}.{slot} {t}")
-        what = f"{self.compiler.flow.name}: init_state(batch={batch}, context={context})"
-        check_fits(sum(t.nbytes for t in bound.values()), what)
-        with out_of_memory(what):
-            return as_state(self.compiler.call(EmptyState(tuple(bound.items()))))
+        batch = as_dim(batch, "init_state: batch")
+        context = None if context is None else as_dim(context, "init_state: context")
+        key = (self.program, batch, context)
+        if key not in self.compiler.empty:
+            self.compiler.empty[key] = self._empty_state(batch, context)
+        with out_of_memory(f"{self.compiler.flow.name}: init_state(batch={batch}, context={context})"):
+            return as_state(self.compiler.call(self.compiler.empty[key]))
+
+    def _empty_state(self, batch: DimLike, context: DimLike | None) -> EmptyState:
+        template, name = self._template(), self.compiler.flow.name
+        if not template.state:
+            raise GraphError(f"program {self.program} of {name} has no state")
+        binding: dict[str, Any] = {**self.compiler.flow.binding, "batch": batch}
+        binding |= {} if context is None else {"context": context}
+        check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
+        binding |= {dim: min(context or window, window) for dim, window in template.rings.items()}
+        return empty_state(template.state, binding, f"{name}: init_state(batch={batch}, context={context})")
 
     # -- looking -----------------------------------------------------------------------------
 

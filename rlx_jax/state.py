@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, SequenceLengthError, SessionStateError, listing
+from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.executable import StateArrays
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.types import TensorType, check_elements, is_static
+from rlx_jax.memory import check_fits
 
 LENGTH = ("", "length")
 """The key of the tokens that each row holds."""
@@ -31,7 +32,7 @@ class State:
         return {LENGTH: self.length, **self.leaves}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EmptyState:
     """Makes the arrays of a state that holds nothing, all of them in one dispatch."""
 
@@ -39,6 +40,22 @@ class EmptyState:
 
     def __call__(self) -> StateArrays:
         return {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
+
+
+def empty_state(types: Mapping[tuple[str, str], TensorType], binding: Mapping[str, int], what: str) -> EmptyState:
+    """An empty state of these sizes.
+
+    Raises:
+        GraphError: a size is not given. ShapeError, DeviceOutOfMemoryError: too large.
+    """
+    bound = {k: t.bind(binding) for k, t in types.items()}
+    open_sizes = sorted({s for t in bound.values() for s in t.symbols})
+    if open_sizes:
+        raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
+    for (path, slot), t in bound.items():
+        check_elements(t.shape, f"init_state: {path}.{slot} {t}")
+    check_fits(sum(t.nbytes for t in bound.values()), what)
+    return EmptyState(tuple(bound.items()))
 
 
 def as_state(arrays: StateArrays) -> State:
