@@ -11,8 +11,9 @@ from rlx_jax.executable import Progress
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.encoder import Encoder
+from rlx_jax.generate.json_files import read_optional
 from rlx_jax.generate.sentence import load_pipeline
-from rlx_jax.generate.tokenizer import load_tokenizer, read_optional
+from rlx_jax.generate.tokenizer import load_tokenizer
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.families import Pretrained, check_options, model_directory, open_pretrained, rebound
 from rlx_jax.profiles import CompileProfile

@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.generate.tokenizer import model_max_length, parse_json, read_optional
+from rlx_jax.generate.json_files import model_max_length, parse_json, read_optional
 from rlx_jax.weights import files, limits
 
 _PACKAGE = "sentence_transformers"

@@ -10,7 +10,6 @@ sentence-transformers do; `encode_plain` does not.
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections import Counter
@@ -21,7 +20,6 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 from rlx_jax.errors import (
     ConfigError,
-    FormatError,
     LimitError,
     MissingFileError,
     RequestError,
@@ -32,10 +30,9 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.generate.chat_template import load_templates
+from rlx_jax.generate.json_files import model_max_length, parse_json, read_optional
 from rlx_jax.generate.tokenizer_checks import refuse_panics
-from rlx_jax.weights import files, limits
-from rlx_jax.weights.config import read_json
-from rlx_jax.weights.strict_json import decode as decode_text
+from rlx_jax.weights import files
 
 T = TypeVar("T")
 
@@ -46,8 +43,6 @@ MAX_TOKENIZER_VALUES = 2**23
 MAX_VOCABULARY = 2**24
 """Largest token id, plus one."""
 
-# A model_max_length this large is transformers' way to write "none" (it writes 10^30).
-_NO_MAX_LENGTH = 2**31
 # Letters, a digit, a combining accent, an emoji, and a sign that hardly any vocabulary has.
 _PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
 # The classes of transformers that take a tokenizer.json as it is.
@@ -264,72 +259,6 @@ class _Source:
 
 
 # -- files -------------------------------------------------------------------------------------
-
-
-def read_optional(directory: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of a model directory; empty if there is no such file.
-
-    Raises:
-        ConfigError: the file is malformed.
-        PathEscapeError: it is a link that leads out of the directory.
-    """
-    try:
-        files.resolve(os.fspath(directory), name)
-        return read_json(directory / name, what="file")
-    except MissingFileError:
-        return {}
-
-
-def parse_json(raw: bytes, where: str, error: type[FormatError], max_values: int, limit_name: str) -> Any:
-    """The JSON value in `raw`, of any type: strict, and quick enough for a file of many megabytes.
-
-    Raises:
-        error: not UTF-8, not JSON, nested deeper than `limits.MAX_JSON_DEPTH`, a name given twice, NaN, Infinity.
-        LimitError: it may hold more than `max_values` values.
-    """
-    separators = sum(raw.count(c) for c in b",[{")  # hardly more than there are values
-    limits.at_most(separators, max_values, limit_name, f"{where}: the number of JSON values")
-
-    def refuse(constant: str) -> None:
-        raise error(f"{where}: {constant} is not a JSON number")
-
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise error(f"{where}: {quote(name)} is given twice in one object")
-        return found
-
-    text = decode_text(raw, where, error)
-    try:
-        value = json.loads(text, parse_constant=refuse, object_pairs_hook=members)
-    except RecursionError as cause:
-        raise error(f"{where}: nested deeper than {limits.MAX_JSON_DEPTH}") from cause
-    except FormatError:
-        raise
-    except ValueError as cause:  # JSONDecodeError, and a number of thousands of digits
-        raise error(f"{where}: not JSON: {cause}") from cause
-    level = [value]
-    for _ in range(limits.MAX_JSON_DEPTH + 1):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
-            return value
-        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
-    raise error(f"{where}: nested deeper than {limits.MAX_JSON_DEPTH}")
-
-
-def model_max_length(settings: Mapping[str, Any], where: str) -> int | None:
-    """`model_max_length` of a `tokenizer_config.json`: tokens, or None if it names no real length.
-
-    Raises:
-        ConfigError: not a positive whole number.
-    """
-    value = settings.get("model_max_length")
-    if value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH):
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{where}: model_max_length: expected a positive int, found {quote(value)}")
-    return value
 
 
 def _read(directory: Path, name: str, where: str) -> bytes | None:
