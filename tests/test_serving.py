@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.buckets import Buckets
 from rlx_jax.executable import Executable
-from rlx_jax.generate.serving import warm_requests
+from rlx_jax.generate.serving import Sizes, check_buckets, request_sizes, warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 VOCAB = 41
@@ -179,6 +182,46 @@ def test_what_warm_up_runs(tables: Any, want: set[tuple[int, int]]) -> None:
     assert {(length, slots) for _, length, slots, _ in requests} == want
     assert {rows for rows, *_ in requests} == set(tables["batch"])
     assert {length for _, length, _, sampler in requests if sampler == SAMPLERS[1]} == {1}
+
+
+def programs(sizes: Sizes, budget: int) -> set[tuple[str, int, int, int]]:
+    """What a request runs: a program for each chunk of its prompt, and the loop where there is more than one token."""
+    first, *rest = sizes.widths
+    found = {("prefill", sizes.batch, first, sizes.slots)}
+    found |= {("extend", sizes.batch, width, sizes.slots) for width in rest}
+    return found | ({("loop", sizes.batch, 1, sizes.slots)} if budget > 1 else set())
+
+
+sizes_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+
+
+@settings(max_examples=300)
+@given(sizes_of, sizes_of, st.one_of(st.just([]), sizes_of), st.integers(1, 20), st.data())
+def test_warm_up_runs_what_any_request_needs(
+    prompt: list[int], batch: list[int], context: list[int], new: int, data: st.DataObject
+) -> None:
+    """Whatever the buckets; requests that no cache of theirs holds are refused, all others find their programs."""
+    buckets = Buckets.ordered(prompt, batch, context, "error")
+    try:
+        check_buckets(buckets, 64)
+    except errors.ProfileError:
+        return
+    buckets = dataclasses.replace(buckets, context=warm_contexts(buckets, new, 64))
+    run: set[tuple[str, int, int, int]] = set()
+    for rows, length, slots, _ in warm_requests(buckets, SAMPLERS[:1]):
+        sizes = request_sizes(buckets, [length] * rows, slots - length, 64)
+        run |= programs(dataclasses.replace(sizes, slots=slots), slots - length)
+    for _ in range(10):
+        rows = data.draw(st.integers(1, buckets.batch[-1]))
+        longest = data.draw(st.integers(1, 60))
+        budget = data.draw(st.integers(1, 64 - longest))
+        try:
+            sizes = request_sizes(buckets, [longest] * rows, budget, 64)
+        except errors.RecompileError as error:
+            assert longest + budget > buckets.context[-1] and f"{longest} tokens + {budget} new" in str(error)
+            continue
+        assert sum(sizes.widths) >= longest and sizes.slots >= longest + budget and sizes.batch >= rows
+        assert programs(sizes, budget) <= run
 
 
 @pytest.mark.slow
