@@ -20,6 +20,7 @@ from rlx_jax.buckets import Buckets
 from rlx_jax.executable import Executable
 from rlx_jax.generate.serving import Sizes, check_buckets, request_sizes, warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from tests.oracles.checkpoints import FIXTURES
 
 VOCAB = 41
 CONFIG = LlamaConfig.from_hf(
@@ -409,3 +410,21 @@ def test_a_stream_that_is_dropped(plain: Any) -> None:
     assert [next(stream), next(stream)] == want[:2]
     stream.close()
     assert plain.generate(PROMPTS[0], max_new_tokens=20) == want
+
+
+# -- families ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral/window_v5", "qwen3/window_bias_v5", "gemma2/caps_v5"])
+def test_families_in_buckets(name: str) -> None:
+    """Windows, biases and caps: prompts in chunks, warmed up, against a model without buckets."""
+    profile = rlx.CompileProfile().replace(
+        buckets={"prompt": [4, 8], "batch": [4], "context": [32], "on_recompile": "error"}
+    )
+    bare, served = (rlx.load(FIXTURES / name, profile=p) for p in (None, profile))
+    served.warmup(samplers=rlx.Sampler())
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, bare.vocab_size, n).tolist() for n in (3, 11, 14)]
+    assert served.generate(prompts, max_new_tokens=12) == bare.generate(prompts, max_new_tokens=12)
+    assert served.report().recompiles == 0
