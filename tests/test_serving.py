@@ -235,6 +235,8 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
     assert allowed.report().compiles == compiles
     allowed.logits([[1]])
     assert allowed.report().recompiles == 1 and "recompiles" in str(allowed.report())
+    allowed.warmup(max_new_tokens=100, samplers=rlx.Sampler())  # again, for longer answers
+    assert len(allowed.generate([1, 2], 100)) == 100 and allowed.report().recompiles == 1
 
 
 @pytest.mark.slow

@@ -310,6 +310,8 @@ class CausalLM:
             variables=variables,
         )
 
+    # -- warm-up -----------------------------------------------------------------------------
+
     def warmup(self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None) -> None:
         """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
@@ -324,8 +326,10 @@ class CausalLM:
             RequestError: the profile has no buckets for prompts and batches.
         """
         budget = whole_number("max_new_tokens", max_new_tokens, 1)
-        chosen, compiler = check_warmup(self.buckets, samplers), self.model.compiler
-        self.buckets = replace(self.buckets, context=warm_contexts(self.buckets, budget, self.max_positions))
+        compiler = self.model.compiler
+        given = compiler.settings.buckets
+        chosen = check_warmup(given, samplers)
+        self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
         compiler.warm = False
         for rows, length, slots, sampler in warm_requests(self.buckets, chosen):
             request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32)
