@@ -59,7 +59,7 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     assert donation.temp_bytes < donation.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("roll", ["unroll", pytest.param("scan", marks=pytest.mark.slow)])
 def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
     """Compiled as `generate` does it, around the extend program; nothing runs."""
