@@ -35,6 +35,8 @@ from rlx_jax.ir.ops.shaping import Narrow, Reshape, Slice, Transpose
 from rlx_jax.ir.types import MAX_DIM, DimLike, TensorType, bound, check_elements, is_float, is_static, short_name
 
 INT32 = np.iinfo(np.int32)
+KEYS = "threefry2x32"
+"""The kind of every random key."""
 
 
 @dataclass(frozen=True)
@@ -254,16 +256,27 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
 
 
 def random_key(what: str, seed: Any) -> jax.Array:
-    """A key of `jax.random` as it is, or the key of a seed, all 64 bits of which count.
+    """A Threefry key, of a seed, all 64 bits of which count, or of a key of `jax.random`.
+
+    A Threefry key stays as it is. The words of one of another kind are folded in, so that every seed has one type, and
+    its draws do not depend on `jax_default_prng_impl`.
 
     Raises:
-        RequestError: neither a key nor an integer in `[0, 2**64)`.
+        RequestError: neither one key nor an integer in `[0, 2**64)`.
     """
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**64:
         low, high = int(seed) % 2**32, int(seed) // 2**32
-        # JAX itself drops the upper half.
-        return jax.random.fold_in(jax.random.key(low), np.uint32(high)) if high else jax.random.key(low)
-    if isinstance(seed, jax.Array) and (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or seed.dtype == np.uint32):
-        return seed
+        key = jax.random.key(low, impl=KEYS)
+        return jax.random.fold_in(key, np.uint32(high)) if high else key  # JAX itself drops the upper half
+    if isinstance(seed, jax.Array):
+        typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEYS:
+            return seed
+        words = jax.random.key_data(seed) if typed else seed
+        if words.dtype == np.uint32 and words.shape in ((2,), (4,)):
+            key = jax.random.wrap_key_data(words[:2], impl=KEYS)
+            for word in words[2:]:
+                key = jax.random.fold_in(key, word)
+            return key
     got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
-    raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or a key of jax.random, got {got}")
+    raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")

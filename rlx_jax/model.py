@@ -174,15 +174,19 @@ class CompiledModel:
         results = self.execute(key, params, arrays, values)
         return self._result(results, key)
 
-    def bound(self, sizes: Mapping[str, int], around: Around | None = None) -> BoundProgram:
-        """The program with outputs of the last token, for these sizes; wrapped in `around`, and compiled as one.
+    def bound(self, sizes: Mapping[str, int], around: Around | None = None, last_only: bool = True) -> BoundProgram:
+        """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
 
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        rings = self._template(last_only=True).rings
-        slots = {name: min(sizes["context"], window) for name, window in rings.items()}
-        key = ProgramKey(self.program, frozenset(), True, tuple(sorted({**sizes, **slots}.items())), around)
+        template = self._template(last_only=last_only)
+        slots = {name: min(sizes["context"], window) for name, window in template.rings.items()}
+        # Where every layer has a window, no array has `context` slots, and the program is the same for all.
+        types = (*template.state.values(), *(i.type for i in template.mir.inputs))
+        known = {symbol for t in types for symbol in t.symbols}
+        binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in known))
+        key = ProgramKey(self.program, frozenset(), last_only, binding, around)
         self.compiler.check_compiled(key)
         return BoundProgram(self, key)
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax import errors
-from rlx_jax.generate.sampler import Sampler, choose, finite_rows, keep_likely
+from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, StartRows
+from rlx_jax.generate.sampler import Sampler, adjusted, choose, finite_rows, keep_likely
 from rlx_jax.inputs import random_key
 
 VOCAB = 13
@@ -77,7 +78,7 @@ def test_greedy_takes_the_smaller_id_of_a_tie() -> None:
     """And reads neither keys nor history."""
     logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, -1.0, 3.0]])
     sampler: Any = Sampler(top_k=1, top_p=0.1)
-    got = choose(sampler.method(3), sampler.knobs(3), logits, jnp.zeros((2, 0), bool), jnp.zeros(2, jnp.uint32))
+    got = choose(sampler.method(3), sampler.knobs(3), logits, jnp.zeros(2, jnp.uint32))
     np.testing.assert_array_equal(got, [1, 0])
 
 
@@ -85,7 +86,8 @@ def draw(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -> 
     """One token for each row."""
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
     seen = jnp.zeros(logits.shape, bool) if seen is None else jnp.asarray(seen)
-    return np.asarray(choose(sampler.method(VOCAB), sampler.knobs(VOCAB), jnp.asarray(logits), seen, keys))
+    method, knobs = sampler.method(VOCAB), sampler.knobs(VOCAB)
+    return np.asarray(choose(method, knobs, adjusted(method, knobs, jnp.asarray(logits), seen), keys))
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -138,6 +140,19 @@ def test_rows_without_a_choice() -> None:
     logits = np.zeros((4, VOCAB), np.float32)
     logits[0, 3], logits[1], logits[2, 2] = np.nan, -np.inf, np.inf
     np.testing.assert_array_equal(finite_rows(jnp.asarray(logits)), [False, False, False, True])
+
+
+def test_a_bias_that_bans_what_the_model_leaves() -> None:
+    """No token is made up where none is left; the other row is as it was."""
+    logits = np.full((2, 1, VOCAB), -np.inf, np.float32)
+    logits[:, 0, 3], logits[1, 0, 5] = 1.0, 0.0
+    sampler = Sampler(logit_bias={3: -math.inf})
+    start, live = FirstTokens(sampler.method(VOCAB)), jnp.ones(2, bool)
+    rows = StartRows(False)(random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
+    first, after = start(
+        jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.knobs(VOCAB), jnp.zeros(VOCAB, bool)
+    )
+    assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]
 
 
 @pytest.mark.oracle

@@ -136,16 +136,37 @@ def test_warm_up_for_every_sampler(plain: Any) -> None:
         (lambda lm: lm.generate([[1], [2] * 30], 3), r"prompts\[1\]: 30 tokens \+ 3 new, .* \[32\] slots"),
         (lambda lm: lm.logits([[1] * 9]), r"input 'input_ids' with 4 rows, length 9: no forward program .* \[4, 8\]"),
         (lambda lm: lm.prefill([[1] * 9]), r"input 'input_ids' with 4 rows, length 9, a cache of 32 slots"),
+        (lambda lm: lm.prefill([[1]], max_len=100, logits="last"), "a cache of 100 slots: no prefill program"),
         (lambda lm: lm.logits([[1] * 3]), "no forward program is compiled for that; buckets.prompt"),
     ],
 )
 def test_a_surprise_is_an_error(warm: Any, request_: Any, message: str) -> None:
     """It names the input, the length and the buckets; nothing is compiled, and the model goes on."""
-    before = warm.report().compiles
+    before = warm.report()
     with pytest.raises(errors.RecompileError, match=message):
         request_(warm)
-    assert warm.report().compiles == before
+    after = warm.report()
+    assert (after.compiles, after.recompiles) == (before.compiles, before.recompiles)
     assert len(warm.generate([[1]], 2)[0]) == 2
+
+
+def test_direct_calls_after_warm_up(warm: Any) -> None:
+    """`prefill` and `extend` of the last logits, one token included."""
+    before = warm.report().compiles
+    for tokens in ([[1]], [[1, 2, 3], [4, 5, 6]], [[7] * 8]):
+        _, state = warm.prefill(tokens, max_len=32, logits="last")
+        for more in (1, 3, 8):
+            _, state = warm.extend(state, np.ones((len(tokens), more), int), logits="last")
+    assert warm.report().compiles == before and warm.report().recompiles == 0
+
+
+def test_generation_shares_the_programs_of_direct_calls() -> None:
+    """Where every layer has a window, too: no array of such a program has `context` slots."""
+    lm = rlx.load(FIXTURES / "mistral/window_v5")
+    program = dataclasses.replace(lm.model, program="prefill")
+    state = program.init_state(1, 16)
+    _, key, _ = program._bind((np.ones((1, 4), np.int32),), {"lengths": np.ones(1, np.int32)}, state, True)
+    assert program.bound({"batch": 1, "seq": 4, "context": 16}).key == key
 
 
 def test_a_surprise_consumes_no_state(warm: Any) -> None:
@@ -286,6 +307,28 @@ def test_warm_up_is_checked(plain: Any) -> None:
         lm.warmup(samplers=[])
     with pytest.raises(errors.RequestError, match="max_new_tokens"):
         lm.warmup(max_new_tokens=0)
+
+
+# -- seeds, and another precision --------------------------------------------------------------
+
+
+def test_every_kind_of_key_is_a_seed(plain: Any) -> None:
+    """Whichever came first; whatever kind of key JAX makes by default."""
+    sampler, seeds = SAMPLERS[1], [jax.random.PRNGKey(3), 3, jax.random.key(3)]
+    want, *others = [plain.generate(PROMPTS, 5, sampler, seed=seed) for seed in seeds]
+    with jax.default_prng_impl("rbg"):
+        others += [plain.generate(PROMPTS, 5, sampler, seed=3)]
+        words = jax.random.PRNGKey(3)
+    assert others == [want] * 3
+    rbg = [plain.generate(PROMPTS, 5, sampler, seed=seed) for seed in (words, jax.random.key(3, impl="rbg"))]
+    assert rbg[0] == rbg[1] != want
+
+
+def test_requests_with_64_bits(plain: Any) -> None:
+    """Programs that were compiled without them still serve."""
+    want = plain.generate(PROMPTS, max_new_tokens=9)
+    with jax.enable_x64(True):
+        assert plain.generate(PROMPTS, max_new_tokens=9) == want
 
 
 # -- padding on the left -----------------------------------------------------------------------

@@ -46,9 +46,11 @@ from rlx_jax.generate.serving import (
     pad_block,
     prefill_slots,
     request_sizes,
+    warm_blocks,
     warm_contexts,
     warm_requests,
 )
+from rlx_jax.generate.stopping import cut, settled, stops
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.inputs import random_key
 from rlx_jax.model import CompiledModel
@@ -57,7 +59,6 @@ from rlx_jax.report import Report
 
 GREEDY = Sampler()
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
-TAIL = 32  # tokens without text of their own that may stand in a stop string
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 
@@ -129,9 +130,11 @@ class CausalLM:
         block, valid, starts = moved_left(block, lengths, attention_mask)
         self._check_positions(int(valid.max()), "the prompt")
         wanted = self._capacity(block.shape[1], int(valid.max()), max_len)
-        slots = prefill_slots(self.buckets, wanted, int(valid.max()), fixed=max_len is not None)
-        padded = pad_block(self.buckets, block)
-        empty = self._program("prefill").init_state(len(padded), slots)
+        rows, width = pad_block(self.buckets, block, step=False).shape
+        slots = prefill_slots(self.buckets, wanted, int(valid.max()), width, fixed=max_len is not None)
+        program = self._program("prefill")
+        program.bound({"batch": rows, "seq": width, "context": slots}, last_only=_last_only(logits))  # or refuse it
+        empty = program.init_state(rows, slots)
         capacity = slots if max_len is None else wanted
         fresh = DecodeState(empty, np.zeros(len(block), np.int64), capacity, self.model.compiler)
         out, state = self._run("prefill", fresh, block, valid, logits)
@@ -165,19 +168,19 @@ class CausalLM:
         self, name: str, state: DecodeState, tokens: Any, valid: Any, logits: str
     ) -> tuple[jax.Array, DecodeState]:
         """Run a program on checked tokens; the state is consumed when the program starts."""
-        if logits not in ("all", "last"):
-            raise RequestError(f"logits is {logits!r}; expected 'all' or 'last'")
+        last_only = _last_only(logits)
         program, arrays = self._program(name), state.take(self.model.compiler)
-        block = pad_block(self.buckets, tokens, rows=arrays.length.shape[0])
-        idle = np.full(len(block) - len(tokens), 1 if name == "prefill" else 0)
+        first = name == "prefill"
+        block = pad_block(self.buckets, tokens, rows=arrays.length.shape[0], step=not first)
+        idle = np.full(len(block) - len(tokens), 1 if first else 0)
         lengths = np.concatenate([valid, idle]).astype(np.int32)
         try:
-            out, after = program.run((block,), {"lengths": lengths}, arrays, last_only=logits == "last")
+            out, after = program.run((block,), {"lengths": lengths}, arrays, last_only)
         except BaseException:
             if not arrays.length.is_deleted():  # it did not begin: the state is as it was
                 state.state = arrays
             raise
-        result = primary(out)[: len(tokens), 0] if logits == "last" else cropped(primary(out), *tokens.shape)
+        result = primary(out)[: len(tokens), 0] if last_only else cropped(primary(out), *tokens.shape)
         return result, DecodeState(after, state.lengths + valid, state.capacity, state.owner)
 
     # -- generation --------------------------------------------------------------------------
@@ -337,6 +340,11 @@ class CausalLM:
             for step, _ in enumerate(self._generation(request, sizes)):
                 if step == 1:  # the first token, and a block of the loop
                     break
+        for rows, width, slots in warm_blocks(self.buckets):
+            block = np.zeros((rows, width), np.int32)
+            _, state = self.prefill(block, np.ones(rows, int), max_len=slots, logits="last")
+            for more in (block, block[:, :1]):
+                _, state = self.extend(state, more, np.zeros(rows, int), logits="last")
         compiler.warm = True
 
     # -- a request ---------------------------------------------------------------------------
@@ -367,7 +375,7 @@ class CausalLM:
                 yield from ids[sent:]
                 sent = len(ids)
                 continue
-            known = _settled(self._decode(ids), request.words)
+            known = settled(self._decode(ids), request.words)
             if len(known) > sent:
                 yield known[sent:]
                 sent = len(known)
@@ -384,7 +392,7 @@ class CausalLM:
         generation = self._generation(request, sizes)
         for block in generation:
             new.append(block)
-            done = [i for i in new.grown if self._may_stop(new.rows[i], block.shape[1], request.words)]
+            done = [i for i in new.grown if stops(self._decode, new.rows[i], block.shape[1], request.words)]
             if done:
                 generation.stop(done)
             yield
@@ -418,15 +426,8 @@ class CausalLM:
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer().decode(ids)
 
-    def _may_stop(self, ids: list[int], new: int, words: tuple[str, ...]) -> bool:
-        """Whether a stop string ends in the last `new` tokens: in the text of some more, not of all."""
-        if not words:
-            return False
-        text = self._decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])
-        return any(word in text for word in words)
-
     def _text(self, ids: list[int], words: tuple[str, ...]) -> str:
-        return _cut(self._decode(ids), words)
+        return cut(self._decode(ids), words)
 
     def _stops(self, stop: str | int | Iterable[str | int]) -> tuple[tuple[str, ...], set[int]]:
         if isinstance(stop, bytes | bytearray) or not isinstance(stop, str | int | Iterable):
@@ -484,17 +485,7 @@ class CausalLM:
         return self.model.report()
 
 
-def _cut(text: str, words: tuple[str, ...]) -> str:
-    """`text` up to the first stop string."""
-    ends = [at for word in words if (at := text.find(word)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
-def _settled(text: str, words: tuple[str, ...]) -> str:
-    """The part of a growing text that later tokens cannot take back."""
-    cut = _cut(text, words)
-    if len(cut) < len(text):
-        return cut
-    text = text.rstrip("\ufffd")
-    held = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
-    return text[: len(text) - held]
+def _last_only(logits: str) -> bool:
+    if logits not in ("all", "last"):
+        raise RequestError(f"logits is {shown(logits)}; expected 'all' or 'last'")
+    return logits == "last"

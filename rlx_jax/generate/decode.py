@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.executable import Function, StateArrays
-from rlx_jax.generate.sampler import Knobs, Method, choose, finite_rows
+from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
 
 Array = jax.Array
 
@@ -57,7 +57,8 @@ class StartRows:
         """`key` is that of the seed; `running` `[B]` bool; `budget` `[]` int32; `seen` as in `Rows`."""
         batch = running.shape[0]
         numbers = jnp.arange(batch, dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if self.draws else jnp.zeros((batch, 0))
+        none = jnp.zeros((batch, 0), jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if self.draws else none
         zeros = jnp.zeros(batch, jnp.int32)
         return Rows(ids=zeros, running=running, left=zeros + budget, new=jnp.int32(0), seen=seen, keys=keys)
 
@@ -74,8 +75,9 @@ class Choosing:
         `ends` `[V]` bool: ids that end a row.
         """
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new) if self.method.draws else rows.keys
-        chosen = choose(self.method, knobs, logits, rows.seen, keys)
-        fine = finite_rows(logits)
+        ready = adjusted(self.method, knobs, logits, rows.seen)
+        chosen = choose(self.method, knobs, ready, keys)
+        fine = finite_rows(logits) & finite_rows(ready)  # a bias may ban the last tokens that the model does not
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
         left = rows.left - now.astype(jnp.int32)
         ended = now & (ends[chosen] | (left <= 0) | ~fine)

@@ -121,8 +121,9 @@ class NewTokens:
         """
         if self.failed:
             raise NumericsError(
-                f"the logits are not finite in rows {[*self.failed][:8]}, first at step {min(self.failed.values())}; "
-                "`outputs` of this error has what came before, and the other rows whole",
+                f"the logits, after logit_bias if any, are not finite in rows {[*self.failed][:8]}, first at "
+                f"step {min(self.failed.values())}; `outputs` of this error has what came before, and the "
+                "other rows whole",
                 self.failed,
                 outputs,
             )

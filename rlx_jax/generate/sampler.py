@@ -137,19 +137,24 @@ class Knobs:
     bias: Any
 
 
-def choose(method: Method, knobs: Knobs, logits: Array, seen: Array, keys: Array) -> Array:
-    """One token for each row: logits `[B, V]` float32 → ids `[B]` int32.
+def adjusted(method: Method, knobs: Knobs, logits: Array, seen: Array) -> Array:
+    """The logits `[B, V]` float32 with bias and penalty; none is over the largest float32 number.
 
-    Args:
-        seen: `[B, V]` bool, the tokens a row holds already; read only if `method.penalised`.
-        keys: `[B]` random keys, one for each row; read only if `method.draws`. A row's draw depends on its own
-            key and logits alone.
+    `seen` `[B, V]` bool: the tokens a row holds already; read only if `method.penalised`.
     """
     if method.biased:
         logits = logits + knobs.bias[None, :]
     if method.penalised:
         logits = jnp.where(seen, jnp.where(logits > 0, logits / knobs.penalty, logits * knobs.penalty), logits)
-        logits = jnp.minimum(logits, LARGEST)
+    return jnp.minimum(logits, LARGEST) if method.biased or method.penalised else logits
+
+
+def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
+    """One token for each row: `adjusted` logits `[B, V]` float32 → ids `[B]` int32.
+
+    `keys` `[B]` are random keys, one for each row; read only if `method.draws`. A row's draw depends on its own key and
+    logits alone.
+    """
     if not method.draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # From the largest on, which is 0 then: whatever the temperature, the quotient does not overflow upwards.

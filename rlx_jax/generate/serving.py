@@ -88,17 +88,19 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     return Sizes(batch or len(lengths), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
 
 
-def pad_block(buckets: Buckets, block: Ids, rows: int | None = None) -> Ids:
-    """A block `[B, S]` padded to buckets where they hold it; one token a row stays one. `rows`: those of the state."""
+def pad_block(buckets: Buckets, block: Ids, rows: int | None = None, step: bool = True) -> Ids:
+    """A block `[B, S]` padded to buckets where they hold it. `rows`: those of the state; `step`: one token a row, as in
+    a step of decoding, stays one."""
     batch, seq = block.shape
     rows = rows or smallest(buckets.batch, batch) or batch
-    width = seq if seq == 1 else smallest(buckets.prompt, seq) or seq
+    width = seq if seq == 1 and step else smallest(buckets.prompt, seq) or seq
     return np.pad(block, ((0, rows - batch), (0, width - seq)))
 
 
-def prefill_slots(buckets: Buckets, wanted: int, longest: int, fixed: bool) -> int:
-    """Slots of a cache that `prefill` makes. Not `fixed`, `wanted` is a wish: `longest` is what it must hold."""
-    fits = smallest(buckets.context, wanted)
+def prefill_slots(buckets: Buckets, wanted: int, longest: int, width: int, fixed: bool) -> int:
+    """Slots of a cache that `prefill` makes for a block of `width`. Not `fixed`, `wanted` is a wish: `longest` is what
+    it must hold."""
+    fits = smallest(buckets.context, max(wanted, width))
     if fits is None and not fixed and buckets.context and buckets.context[-1] >= longest:
         return buckets.context[-1]
     return fits or wanted
@@ -129,6 +131,13 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
             for n, sampler in enumerate(samplers):
                 for length in sorted(lengths) if n == 0 else (1,):
                     yield rows, length, slots, sampler
+
+
+def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
+    """What `prefill` and `extend` are given directly: (rows, tokens, slots)."""
+    for rows in buckets.batch:
+        for slots in buckets.context:
+            yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)
 
 
 def check_warmup(buckets: Buckets, samplers: Any) -> tuple[Sampler, ...]:

@@ -1,0 +1,37 @@
+"""Where stop strings end a text that grows token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+TAIL = 32  # tokens without text of their own that may stand in a stop string
+PART = "\ufffd"
+"""What stands for the bytes of a character of which some are still to come."""
+
+
+def stops(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> bool:
+    """Whether the text of `ids` holds a stop string, which was not there before the last `new` tokens."""
+    if not words:
+        return False
+    text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])  # of some, which does not take longer and longer
+    if not any(word in text for word in words):
+        return False
+    # The text of some may begin with half of a character, and both may end with one.
+    whole = decode(ids).rstrip(PART)
+    return any(word in whole for word in words)
+
+
+def cut(text: str, words: tuple[str, ...]) -> str:
+    """`text` up to the first stop string."""
+    ends = [at for word in words if (at := text.find(word)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def settled(text: str, words: tuple[str, ...]) -> str:
+    """The part of a growing text that later tokens cannot take back."""
+    text = text.rstrip(PART)
+    before = cut(text, words)
+    if len(before) < len(text):
+        return before
+    held = max((n for w in words for n in range(1, len(w)) if text.endswith(w[:n])), default=0)
+    return text[: len(text) - held]
