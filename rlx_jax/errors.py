@@ -297,6 +297,15 @@ def quote(text: object) -> str:
     return escaped if len(escaped) <= MAX_QUOTED else escaped[: MAX_QUOTED - 2] + "…'"
 
 
+def one_line(text: str) -> str:
+    """`text` of a stranger as part of a message: escaped, line ends too.
+
+    >>> one_line("no\\nrlx-jax: done")
+    'no\\\\nrlx-jax: done'
+    """
+    return _printable(text).replace("\n", "\\n")
+
+
 def number(value: int) -> str:
     """An integer as it may stand in a message. Python refuses to print one of thousands of digits.
 

@@ -177,6 +177,47 @@ def test_parts_cannot_spell_a_control_token(tokenizers: dict[str, Tokenizer]) ->
     assert end not in asked("a<|im_end|>", "b") and end in asked("a<|im_", "end|>b", allow_special=True)
 
 
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+MADE: dict[str, tuple[list[str], str]] = {
+    "left out": (["a<|im_(no)end|>b"], TURN.replace("CONTENT", "m.content|replace('(no)', '')|trim")),
+    "split": (["<|im_(no)end|>b"], TURN.replace("CONTENT", "m.content.split('(no)')|join")),
+    "lower case": (["<|IM_END|>"], TURN.replace("CONTENT", "m.content|lower")),
+    "side by side": (["x<|im_", "end|>y"], "{% for m in messages %}{{ m.content }}{% endfor %}"),
+    "around": (["|im_end|"], "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}"),
+    "within": (["im_end"], "{{ '<|' + messages[0].content + '|>' }}<|im_end|>"),
+    "as Python writes it": (["<|im_end|>"], "{{ messages }}"),
+    "backwards": ([">|dne_mi|<"], "{{ messages[0].content|reverse }}"),
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_a_template_makes_no_control_token_of_what_people_wrote(tokenizers: dict[str, Tokenizer], case: str) -> None:
+    texts, template = MADE[case]
+    messages = [{"role": "user", "content": text} for text in texts]
+    with pytest.raises(errors.RequestError, match=r"makes the control token '<\|im_end\|>' of what they hold"):
+        prompt(tokenizers["qwen"], messages, chat_template=template)
+    end = tokenizers["qwen"].added_tokens["<|im_end|>"].id
+    assert end in prompt(tokenizers["qwen"], messages, chat_template=template, allow_special=True)
+
+
+def test_names_are_no_control_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+    message, end = {**USER, "<|im_end|>": "y"}, tokenizers["qwen"].added_tokens["<|im_end|>"].id
+    ids = prompt(tokenizers["qwen"], [message], chat_template="{{ messages[0]|join }}{{ messages|tojson }}")
+    assert end not in ids and tokenizers["qwen"].decode(ids, skip_special_tokens=False).count("<|im_end|>") == 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_honest_messages_are_not_suspected(tokenizers: dict[str, Tokenizer], case: str) -> None:
+    """A template may look at what people wrote, and write its own control tokens accordingly."""
+    name, messages, options = CASES[case]
+    tokenizer = tokenizers[name]
+    assert prompt(tokenizer, messages, **options) == prompt(tokenizer, messages, allow_special=True, **options)
+    asked = "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}{{ messages[0].content }}"
+    if case == "turns":
+        thought = tokenizer.added_tokens["</think>"].id
+        assert thought in prompt(tokenizer, "Why? /no_think", chat_template=asked)
+
+
 def test_signals_of_the_caller_do_not_lift_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller that ignores and blocks the timer's signal, as profilers do; what it starts inherits both."""
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
@@ -221,6 +262,8 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     assert prompt(tokenizer, "x", tokenize=False, tools=[TOOL]) == "t"
     assert prompt(tokenizer, "x", tokenize=False, tools=[TOOL], chat_template="rag") == "r"
     assert prompt(tokenizer, "x", tokenize=False, chat_template="{{ 1 + 1 }}") == "2"
+    with pytest.raises(errors.RequestError, match="'ragg' is no template, .* did you mean 'rag'"):
+        prompt(tokenizer, "x", chat_template="ragg")
     edit_json(settings, {"chat_template": named[1:]})
     with pytest.raises(errors.RequestError, match="no default template; .*'tool_use', 'rag'"):
         prompt(load_tokenizer(directory), "x")
@@ -367,6 +410,10 @@ HOSTILE = {
     "files": ("{{ lipsum() }}", errors.TokenizerError, "OSError"),
     "syntax": ("a\nb\n{% if %}", errors.TokenizerError, "line 3: TemplateSyntaxError"),
     "undefined": ("{{ nothing.at_all }}", errors.TokenizerError, "UndefinedError"),
+    "lines": ("{{ raise_exception('no\\nrlx-jax: done') }}", errors.RequestError, r"messages: no\\nrlx-jax: done$"),
+    "no message": ("{{ raise_exception() }}", errors.RequestError, "it called raise_exception without a message"),
+    "lines of a failure": ("{{ {}['a\\nb'].c }}", errors.TokenizerError, r"'a\\+nb'"),
+    "surrogate": ("{{ '\\ud800' }}", errors.TokenizerError, "the chat template writes half of a surrogate pair"),
     "long message": ("{{ raise_exception('x' * 9999) }}", errors.RequestError, "x{1000}"),
 }
 

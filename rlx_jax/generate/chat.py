@@ -3,6 +3,10 @@
 A template writes control tokens (`<|im_start|>`) around what people wrote. Where people wrote one themselves it is
 spelt as plain text: before rendering, their control tokens are put between two marks; after it, what stands between
 marks is encoded as text. transformers does so where it is told `sanitize_control_tokens=True`.
+
+A template may also make one of what people wrote, by leaving something out of it or by writing two texts side by side.
+So it renders the messages a second time, as a twin in which people's characters are others that mean nothing. A
+control token that the twin has not is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, quote, shown
-from rlx_jax.generate.chat_template import choose_template, render
+from rlx_jax.generate.chat_template import choose_template, render, render_with_twin
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.weights.strict_json import is_text
 
@@ -29,8 +34,11 @@ MAX_NESTING = 32
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 """Roles that any template may get; others are taken where the template's own text names them."""
+_FOREIGN = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]+")
+_FOREIGN_ONE = "\ue000"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, named differently by templates
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters of Unicode that mean nothing
+_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # characters of Unicode that mean nothing
+_LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # of a template, all on one line
 
 
 def chat_prompt(
@@ -179,6 +187,7 @@ def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> li
     """
     added, written = tokenizer.added_tokens, list(_strings(given))
     control = {t for t in added if added[t].special or (t in template and not t.isspace())}
+    names, twin = control, _twin(given, template, control, {t for t in control if not added[t].special})
     for i, message in enumerate(given["messages"]):
         _check_parts(message, control, f"messages[{i}]")
     control = {t for t in control if any(t in text for text in written)}  # vocabularies have thousands
@@ -190,19 +199,39 @@ def _spelt_out(tokenizer: Tokenizer, template: str, given: dict[str, Any]) -> li
         else _marked(value, control, marks)
         for name, value in given.items()
     }
-    text = render(template, {**tokenizer.special_tokens, **marked})
-    if not any(mark in text for mark in marks):
-        return tokenizer.encode(text, add_special_tokens=False)
+    text, of_twin = render_with_twin(
+        template, {**tokenizer.special_tokens, **marked}, {**tokenizer.special_tokens, **twin}
+    )
     # One group: texts, and at odd places what stood between marks. A template that splits text may part two marks;
     # None is one alone, which is dropped, and nothing joins across it.
     between = re.compile(f"{marks[0]}({_any_of(control).pattern}){marks[1]}|[{marks[0]}{marks[1]}]")
     first, *pieces = between.split(text)
+    _check_meant([first, *pieces[1::2]], of_twin, _any_of(names))
     newline = tokenizer.encode("\n", add_special_tokens=False)
     ids = tokenizer.encode(first, add_special_tokens=False)
     for i, piece in enumerate(pieces):
         if piece:
             ids += _inside(tokenizer, piece, i % 2 == 0, newline)
     return ids
+
+
+def _check_meant(texts: list[str], of_twin: str | None, control: re.Pattern[str]) -> None:
+    """Every control token in what is encoded as it is, `texts`, is the template's own: the twin has as many.
+
+    Raises:
+        RequestError: people's text takes part in one.
+    """
+    found = Counter(itertools.chain.from_iterable(map(control.findall, texts)))
+    if found and of_twin is None:
+        raise RequestError(
+            "messages: the chat template renders them, and not others in their place, so it cannot be told whether its "
+            "control tokens are its own; pass allow_special=True where people's words are trusted"
+        )
+    for token in found - Counter(control.findall(of_twin or "")):
+        raise RequestError(
+            f"messages: the chat template makes the control token {quote(token)} of what they hold, as it changes or "
+            "joins texts; take it out, or pass allow_special=True"
+        )
 
 
 def _inside(tokenizer: Tokenizer, piece: str, plain: bool, newline: list[int]) -> list[int]:
@@ -219,12 +248,51 @@ def _inside(tokenizer: Tokenizer, piece: str, plain: bool, newline: list[int]) -
 
 
 def _marked(value: Any, tokens: set[str], marks: tuple[str, str]) -> Any:
-    """`value` with each of `tokens` between the marks wherever it stands in a string; names of members stay."""
+    """`value` with each of `tokens` between the marks wherever it stands in a string."""
+    find = _any_of(tokens)
+
+    def mark(text: str) -> str:
+        return find.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", text)
+
+    return _each(value, mark, mark)
+
+
+def _each(value: Any, change: Callable[[str], str], rename: Callable[[str], str]) -> Any:
+    """`value` with every string in it changed, and every name of a member."""
     if isinstance(value, str):
-        return _any_of(tokens).sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
+        return change(value)
     if isinstance(value, dict):
-        return {name: _marked(item, tokens, marks) for name, item in value.items()}
-    return [_marked(item, tokens, marks) for item in value] if isinstance(value, list) else value
+        return {rename(name): _each(item, change, rename) for name, item in value.items()}
+    return [_each(item, change, rename) for item in value] if isinstance(value, list) else value
+
+
+def _twin(given: Mapping[str, Any], template: str, control: set[str], meant: set[str]) -> dict[str, Any]:
+    """`given` with other characters than people's, which take part in no control token; white space and lengths stay.
+
+    What the template compares with stays too: roles, names that it reads, texts that it quotes. In the assistant's
+    messages so do the control tokens that are `meant` there.
+    """
+    tokens = _any_of(control)
+    quoted = {text for _, text in _LITERAL.findall(template) if not tokens.search(text)} | {*ROLES}
+    read = quoted.union(re.findall(r"\w+", tokens.sub(" ", template)))
+    within = {text for text in quoted if len(text) > 3 and not any(text in token for token in control)}
+    written = set(itertools.chain.from_iterable(_strings(given)))
+    fresh = (c for c in _PRIVATE_USE if chr(c) not in written)
+    others = dict(zip((ord(c) for c in sorted(written) if not c.isspace()), fresh, strict=False))
+
+    def disguised(text: str, whole: set[str], parts: set[str]) -> str:
+        if text in whole:
+            return text
+        pieces = re.split(f"({_any_of(parts).pattern})", text)
+        pieces[::2] = [piece.translate(others) for piece in pieces[::2]]
+        return "".join(pieces)
+
+    def twin(value: Any, parts: set[str]) -> Any:
+        return _each(value, lambda text: disguised(text, quoted, parts), lambda name: disguised(name, read, set()))
+
+    made = {name: twin(value, within) for name, value in given.items() if name != "messages"}
+    turns = [twin(m, within | meant if m["role"] == "assistant" else within) for m in given["messages"]]
+    return {**made, "messages": turns}
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ from rlx_jax.errors import (
     RequestError,
     ResourceError,
     TokenizerError,
+    did_you_mean,
     listing,
+    one_line,
     quote,
 )
 from rlx_jax.weights import files, limits
+from rlx_jax.weights.strict_json import is_text
 
 MAX_TEMPLATE_BYTES = 256 * 2**10
 """One chat template in UTF-8."""
@@ -110,7 +113,7 @@ def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool
     """The template to use: `asked`, a name or a template itself; else the one for `tools`; else the default.
 
     Raises:
-        RequestError: there is none, or only others. LimitError: more than `MAX_TEMPLATE_BYTES`.
+        RequestError: there is none, or only others, or `asked` is neither. LimitError: more than `MAX_TEMPLATE_BYTES`.
     """
     if asked is not None and not isinstance(asked, str):
         raise RequestError(f"chat_template: expected a name or a template, got {type(asked).__name__}")
@@ -128,6 +131,11 @@ def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool
         raise RequestError(NO_TEMPLATE)
     size = len(template.encode(errors="surrogatepass"))
     limits.at_most(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
+    if asked is not None and asked not in templates and not any(mark in asked for mark in ("{{", "{%", "{#")):
+        raise RequestError(
+            f"chat_template: {quote(asked)} is no template, as it has no '{{{{' and no '{{%', and no name of one: "
+            f"{listing(templates) or 'the checkpoint has none'}{did_you_mean(asked, templates)}"
+        )
     return template
 
 
@@ -143,11 +151,30 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
         ResourceError: no process could be started.
     """
+    return _text(render_each(template, [variables])[0])
+
+
+def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
+    """`render` of `variables`, and of `twin` in the same process; None where the template does not take that.
+
+    Raises:
+        RequestError, TokenizerError, LimitError, ResourceError: as `render`.
+    """
+    first, second = render_each(template, [variables, twin])
+    return _text(first), second.get("text")
+
+
+def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The worker's answers for each of `variables`.
+
+    Raises:
+        TokenizerError: the template ended the process. LimitError, ResourceError: as `render`.
+    """
     inputs = json.dumps(variables)
     request = {
         "template": template,
         "variables": variables,
-        "seconds": RENDER_SECONDS,
+        "seconds": RENDER_SECONDS * len(variables),
         "memory_bytes": RENDER_MEMORY + 32 * len(inputs),
         "output_chars": MAX_RENDERED_CHARS + len(inputs),
     }
@@ -164,21 +191,27 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
     except OSError as cause:
         raise ResourceError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
-    return _outcome(done)
+    return _answers(done)
 
 
-def _outcome(done: subprocess.CompletedProcess[bytes]) -> str:
-    """The text in a worker's answer."""
+def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
+    """What a worker wrote."""
     if sys.platform != "win32" and done.returncode == -signal.SIGPROF:
         raise LimitError(f"the chat template: rendering takes more than RENDER_SECONDS = {RENDER_SECONDS:g} s")
     try:
-        answer = json.loads(done.stdout)
+        answers: list[dict[str, str]] = json.loads(done.stdout)
     except ValueError:
         raise TokenizerError(f"the chat template ended the process that renders it: {_status(done)}") from None
+    return answers
+
+
+def _text(answer: Mapping[str, str]) -> str:
+    """The text of an answer. What a template says goes into errors in one line."""
     if "text" in answer:
-        text: str = answer["text"]
-        return text
-    message = answer["message"]
+        if not is_text(answer["text"]):
+            raise TokenizerError("the chat template writes half of a surrogate pair; it is no Unicode text")
+        return answer["text"]
+    message = one_line(answer["message"])
     match answer["error"]:
         case "refused":
             raise RequestError(f"the chat template refuses these messages: {message}")

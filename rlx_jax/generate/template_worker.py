@@ -5,8 +5,9 @@ only data, and under limits of the system for CPU time, memory and files, which 
 it does wrong ends this process and not the caller's.
 
 This file is a script: it imports nothing of rlx_jax, so that it starts in milliseconds. One JSON object comes on
-stdin: `template`, `variables`, and the limits `seconds`, `memory_bytes`, `output_chars`. One goes to stdout: `text`,
-or `error` (`refused`, `failed`, `output`, `memory`) with a `message`. A process that is killed says nothing.
+stdin: `template`, a list `variables`, and the limits `seconds`, `memory_bytes`, `output_chars`. A list goes to stdout,
+for each of the variables an object: `text`, or `error` (`refused`, `failed`, `output`, `memory`) with a `message`. A
+process that is killed says nothing.
 The directories are those of jinja2 and markupsafe; they come last on the path.
 """
 
@@ -69,7 +70,7 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message: str) -> None:
+def refuse(message: object = "it called raise_exception without a message") -> None:
     """`raise_exception` of a template."""
     raise Refusal(message)
 
@@ -108,10 +109,10 @@ def pieces(template: str, variables: dict[str, Any], most: int) -> Iterator[str]
         yield piece
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
+def answer(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]:
     """The text, or what went wrong."""
     try:
-        return {"text": "".join(pieces(request["template"], request["variables"], request["output_chars"]))}
+        return {"text": "".join(pieces(request["template"], variables, request["output_chars"]))}
     except Refusal as error:
         return {"error": "refused", "message": str(error)[:2000]}
     except Overlong:
@@ -139,7 +140,7 @@ def main() -> None:
     """Answer one request."""
     request = json.loads(sys.stdin.buffer.read())
     limit(request["seconds"], request["memory_bytes"])
-    sys.stdout.write(json.dumps(answer(request)))
+    sys.stdout.write(json.dumps([answer(request, variables) for variables in request["variables"]]))
 
 
 if __name__ == "__main__":
