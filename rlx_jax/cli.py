@@ -21,10 +21,11 @@ from typing import Any, Self
 import jax
 
 import rlx_jax as rlx
-from rlx_jax.errors import RequestError, RlxError, quote, shown
+from rlx_jax.errors import RequestError, RlxError, StorageError, quote, shown
 from rlx_jax.generate.tokenizer import load_tokenizer
 from rlx_jax.models.families import model_directory, open_pretrained
 from rlx_jax.weights.source import open_weights
+from rlx_jax.weights.strict_json import is_text
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        _leave_stdout()
         return 128 + getattr(signal, "SIGPIPE", 13)
     except RlxError as error:
         if args.debug:
@@ -94,6 +95,9 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     sampler = rlx.Sampler(
         args.temperature, args.top_k, args.top_p, args.min_p, repetition_penalty=args.repetition_penalty
     )
+    for option, texts in (("--prompt", [args.prompt]), ("--system", [args.system or ""]), ("--stop", args.stop)):
+        if not all(map(is_text, texts)):
+            raise RequestError(f"{option}: not UTF-8")
     profile = None if args.profile is None else _profile(args.profile)
     prompt = _stdin() if args.prompt == "-" else args.prompt
     status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
@@ -217,8 +221,19 @@ class Status:
 
 def _write(piece: str) -> None:
     """A piece of text, at once. What a model writes must not command a terminal."""
-    sys.stdout.write(_CONTROLS.sub("\ufffd", piece) if sys.stdout.isatty() else piece)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(_CONTROLS.sub("\ufffd", piece) if sys.stdout.isatty() else piece)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as cause:
+        _leave_stdout()
+        raise StorageError(f"stdout: {cause.strerror}") from cause
+
+
+def _leave_stdout() -> None:
+    """What Python flushes at its end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _warn(

@@ -131,6 +131,15 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and nothing more when Python flushes at its end."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["inspect", str(BASE)]) == 1
+        full.flush()
+    assert capsys.readouterr().err == "rlx-jax: StorageError: stdout: No space left on device\n"
+
+
 # -- without a model ---------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[list[object], int, str]] = {
@@ -140,6 +149,8 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     "preset": ([BASE, "--profile", "llama32_decod"], 1, "did you mean 'llama32_decode'"),
     "profile file": ([BASE, "--profile", "nowhere.toml"], 1, "MissingFileError: .*nowhere.toml"),
     "dtype": ([BASE, "--dtype", "f33"], 1, "f33"),
+    "bytes": ([BASE, "--prompt", "\udcff"], 1, "RequestError: --prompt: not UTF-8"),
+    "bytes to stop at": ([BASE, "--stop", "\udcff"], 1, "RequestError: --stop: not UTF-8"),
     "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
     "unknown option": ([BASE, "--temprature", "1"], 2, "unrecognized arguments: --temprature"),
     "nothing": ([], 2, "required: DIR"),
