@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -133,6 +135,47 @@ def test_a_bad_bias_is_refused(bias: Any, error: type[Exception]) -> None:
     """With the id, or the value."""
     with pytest.raises(error, match="logit_bias"):
         Sampler(1.0, logit_bias=bias).knobs(VOCAB)
+
+
+RECOMMENDED: list[tuple[dict[str, Any], Sampler]] = [
+    ({}, Sampler()),
+    ({"do_sample": False, "top_p": 0.9, "repetition_penalty": 1.1}, Sampler(repetition_penalty=1.1)),
+    ({"do_sample": True}, Sampler(1.0, 50)),
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "eos_token_id": 3},
+     Sampler(0.6, 20, 0.9, 0.1)),
+    ({"do_sample": True, "top_k": 0, "top_p": None, "num_beams": 1, "typical_p": 1.0}, Sampler(1.0)),
+]  # fmt: skip
+
+
+def test_a_checkpoint_recommends_a_sampler(tmp_path: Path) -> None:
+    """The file as transformers reads it; what rlx_jax has not is refused."""
+    for config, want in RECOMMENDED:
+        assert Sampler.from_generation_config(config) == want
+        (tmp_path / "generation_config.json").write_text(json.dumps(config), "utf-8")
+        assert Sampler.from_generation_config(tmp_path) == want
+    with pytest.raises(errors.SamplingParamError, match="top_p is 2"):
+        Sampler.from_generation_config({"do_sample": True, "top_p": 2})
+    with pytest.raises(errors.UnsupportedError, match="'num_beams', 'bad_words_ids'"):
+        Sampler.from_generation_config({"num_beams": 4, "bad_words_ids": [[1]]})
+    with pytest.raises(errors.MissingFileError):
+        Sampler.from_generation_config(tmp_path / "nowhere")
+    with pytest.raises(errors.SamplingParamError, match="a directory or a dict, got 5"):
+        Sampler.from_generation_config(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("config", [config for config, _ in RECOMMENDED])
+def test_recommended_as_in_transformers(config: dict[str, Any]) -> None:
+    import transformers
+
+    theirs: Any = transformers.GenerationConfig(**config)
+    theirs.update(**theirs._get_default_generation_params(), defaults_only=True, allow_custom_entries=True)
+    ours = Sampler.from_generation_config(config)
+    assert (ours.repetition_penalty or 1.0) == (theirs.repetition_penalty or 1.0)
+    assert (ours.temperature > 0) == bool(theirs.do_sample)
+    if theirs.do_sample:
+        want = (theirs.temperature, theirs.top_k or None, theirs.top_p, theirs.min_p)
+        assert (ours.temperature, ours.top_k, ours.top_p or 1.0, ours.min_p) == want
 
 
 def test_rows_without_a_choice() -> None:

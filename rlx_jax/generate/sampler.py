@@ -7,6 +7,7 @@ their values are operands (`Knobs`), so that another temperature compiles nothin
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import SamplingParamError, TokenIdError, quote, shown
+from rlx_jax.errors import SamplingParamError, TokenIdError, UnsupportedError, listing, quote, shown
+from rlx_jax.weights import files
+from rlx_jax.weights.config import read_json
 
 Array = jax.Array
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 """The range of positive float32 numbers; devices take what is below it for 0."""
+
+_MORE: dict[str, tuple[float, ...]] = {
+    "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,),
+    "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (), "top_h": (),
+}  # fmt: skip
+"""Fields of generation_config.json that change what is chosen, with the values that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,36 @@ class Sampler:
             raise SamplingParamError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise SamplingParamError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
+
+    @staticmethod
+    def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
+        """The sampler that a checkpoint recommends, as transformers understands it.
+
+        Where `do_sample` is not true it is greedy; else fields that are missing have the defaults of transformers:
+        temperature 1, `top_k` 50.
+
+        Args:
+            config: a model directory with a `generation_config.json`, or what such a file holds.
+
+        Raises:
+            MissingFileError, ConfigError: no such file, or it is malformed.
+            SamplingParamError: a value out of range. UnsupportedError: it asks for more, beams for example.
+        """
+        if not isinstance(config, Mapping):
+            if not isinstance(config, str | os.PathLike):
+                raise SamplingParamError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
+            config = read_json(files.resolve(os.fspath(config), "generation_config.json"), what="generation config")
+        given = {name: value for name, value in config.items() if value is not None}
+        more = [name for name, off in _MORE.items() if name in given and given[name] not in (False, *off)]
+        if more:
+            raise UnsupportedError(
+                f"generation_config: {listing(more)}: rlx_jax.Sampler has no such thing; leave it out"
+            )
+        penalty = given.get("repetition_penalty", 1.0)
+        if given.get("do_sample") is not True:
+            return Sampler(repetition_penalty=penalty)
+        temperature, top_k = given.get("temperature", 1.0), given.get("top_k", 50)
+        return Sampler(temperature, top_k or None, given.get("top_p"), given.get("min_p"), penalty)
 
     def method(self, vocab_size: int) -> Method:
         """Which of the filters change anything for a vocabulary of this size."""
