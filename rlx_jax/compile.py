@@ -30,6 +30,7 @@ from rlx_jax.errors import (
     RequestError,
     RlxWarning,
     UnexpectedWeightError,
+    UnsupportedError,
     listing,
     quote,
     shown,
@@ -205,6 +206,13 @@ class Compiler:
     warm: bool = False  # warm-up is over
     recompiles: int = 0  # programs compiled since
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one compile for each size
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Whatever holds this, a model or a state, is not pickled or copied in depth."""
+        raise UnsupportedError(
+            f"{self.flow.name}: compiled programs cannot be pickled or deep-copied; write the parameters with "
+            "rlx_jax.save(model, directory), and make the model again with weights=directory, or by rlx_jax.load"
+        )
 
     def template(self, program: str, given: frozenset[str] = frozenset(), last_only: bool = False) -> Template:
         """The symbolic program; made once."""

@@ -52,20 +52,21 @@ class Bounds:
 
 
 def bounds_of(graph: Graph) -> Bounds:
-    """Find the tables that inputs index, directly or through casts and reshapes."""
+    """Find the tables that inputs index, directly or through casts and reshapes. Positions are at least 0."""
     ids: dict[str, int] = {}
     positions: int | None = None
     counted: tuple[DimLike, ...] = ()
     for inner, node in graph.walk():
         if isinstance(node.op, hir.Embed):
             rows, source = inner.type(node.inputs[0]).shape[0], _source(inner, node.inputs[1])
-        elif isinstance(node.op, hir.RopeRows):
-            rows, source = node.op.rows, _source(inner, node.inputs[0])
+        elif isinstance(node.op, hir.RopeRows | hir.RopeAngles):  # the latter are computed for any position
+            rows = node.op.rows if isinstance(node.op, hir.RopeRows) else MAX_DIM
+            source = _source(inner, node.inputs[0])
         else:
             continue
         if isinstance(source.op, Input):
             ids[source.op.input] = min(rows, ids.get(source.op.input, rows))
-        elif isinstance(source.op, hir.Positions):
+        elif isinstance(source.op, hir.Positions) and not isinstance(node.op, hir.RopeAngles):
             positions = rows if positions is None else min(rows, positions)
             counted = tuple(inner.type(v).shape[1] for v in source.inputs)
     return Bounds(ids, positions, counted)

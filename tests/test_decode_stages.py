@@ -37,6 +37,7 @@ from rlx_jax.errors import (
     RlxError,
     SequenceLengthError,
     ShapeError,
+    TokenIdError,
     UnboundInputError,
     UnboundStreamError,
 )
@@ -277,6 +278,29 @@ def test_mistakes_with_a_cache() -> None:
         cache.pad_layers_to_upper(6)
     with pytest.raises(SequenceLengthError, match="7 tokens does not fit 6"):
         bucket_decode_mask(7, 6)
+    for upper in (None, "x", 2**40, -1, True):
+        with pytest.raises(SequenceLengthError, match=r"upper is .*; expected an integer from 0"):
+            cache.pad_layers_to_upper(upper)  # type: ignore[arg-type]
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: bucket_positions(-1), "past is -1"),
+        (lambda: bucket_positions(2**31), "past is 2147483648"),
+        (lambda: bucket_positions(2**30, 1), "past [+] new is 1073741825"),
+        (lambda: bucket_positions(0, new=0), "new is 0; expected an integer from 1"),
+        (lambda: bucket_decode_mask(0, 4, batch=2**40), "batch is"),
+        (lambda: bucket_decode_mask("x", 4), "past is 'x'"),  # type: ignore[arg-type]
+        (lambda: cache.advance_from_decode_outputs(outputs, "x"), "upper is 'x'"),  # type: ignore[arg-type]
+    ]
+    for call, message in mistakes:
+        with pytest.raises(SequenceLengthError, match=message):
+            call()
+    nothing: Any = None
+    with pytest.raises(RequestError, match="outputs: expected the dict that a model returns, got None"):
+        LayerKvCache.from_layer_outputs(nothing)
+    with pytest.raises(ShapeError, match="keys: expected a tuple of arrays .* got None"):
+        LayerKvCache(nothing, nothing)
+    with pytest.raises(TokenIdError, match=r"position_ids: id -1 at \(0, 0\)"):
+        past = cache.inputs()
+        stepper("llama")(TOKENS[:, :1], position_ids=np.full((BATCH, 1), -1, np.int32), **past)
     with pytest.raises(RequestError, match=r"kv.1.v.*export_kv=True"):
         LayerKvCache.from_layer_outputs({n: v for n, v in outputs.items() if n != "kv.1.v"})
     with pytest.raises(RequestError, match="export_kv=True"):

@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import io
 import json
+import pickle
 import re
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -566,6 +568,10 @@ CALLS: dict[str, Row] = {
     "an end token": row(lambda t: rlx.CausalLM(*tokens(), eos_ids=[99]), TokenIdError, "eos_ids[0]", "99", "[0, 11)"),
     "a begin token": row(lambda t: rlx.CausalLM(*tokens(), bos_id=-1), TokenIdError, "bos_id[0]", "-1"),
     "a tokenizer": row(lambda t: rlx.CausalLM(*tokens(), tokenizer=NAME), RequestError, "tokenizer", "'auto'"),
+    "a model that is pickled": row(
+        lambda t: pickle.dumps(t.lm), UnsupportedError, "llama", "rlx_jax.save", "weights=",
+    ),
+    "a model that is copied": row(lambda t: deepcopy(t.mlp), UnsupportedError, "mlp", "deep-copied", "rlx_jax.save"),
     "positions": row(lambda t: rlx.CausalLM(*tokens(), max_positions=0), RequestError, "max_positions", "at least 1"),
 }  # fmt: skip
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import RequestError, SequenceLengthError, ShapeError, listing
+from rlx_jax.errors import RequestError, SequenceLengthError, ShapeError, listing, shown
 
 Rows = np.ndarray[Any, Any]
+MAX_SIZE = 2**30
+"""Rows of a cache, positions, new tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class LayerKvCache:
     values: tuple[Rows, ...]
 
     def __post_init__(self) -> None:
+        for name, arrays in (("keys", self.keys), ("values", self.values)):
+            if not isinstance(arrays, tuple) or not all(isinstance(a, np.ndarray) for a in arrays):
+                raise ShapeError(f"{name}: expected a tuple of arrays [B, P, K·D], one a layer, got {shown(arrays)}")
         shapes = {a.shape[:2] for a in (*self.keys, *self.values)}
         if not self.keys or len(self.keys) != len(self.values) or len(shapes) != 1 or self.keys[0].ndim != 3:
             found = [list(a.shape) for a in (*self.keys, *self.values)]
@@ -48,6 +53,8 @@ class LayerKvCache:
         Raises:
             RequestError: an output of a layer is missing.
         """
+        if not isinstance(outputs, Mapping):
+            raise RequestError(f"outputs: expected the dict that a model returns, got {shown(outputs)}")
         layers = sum(name.startswith("kv.") and name.endswith(".k") for name in outputs)
         names = [f"kv.{i}.{kind}" for kind in "kv" for i in range(layers)]
         missing = [name for name in names if name not in outputs]
@@ -65,8 +72,7 @@ class LayerKvCache:
         Raises:
             SequenceLengthError: there are more tokens than that.
         """
-        if upper < self.length:
-            raise SequenceLengthError(f"a cache of {self.length} tokens does not fit {upper} rows")
+        _check_fits(self.length, upper)
         width = ((0, 0), (0, upper - self.length), (0, 0))
         keys, values = (tuple(np.pad(a, width) for a in part) for part in (self.keys, self.values))
         return LayerKvCache(keys, values)
@@ -79,7 +85,7 @@ class LayerKvCache:
         Raises:
             ShapeError: the outputs are not those of such a step.
         """
-        padded = self.length if upper is None else upper
+        padded = self.length if upper is None else _size("upper", upper)
         after = LayerKvCache.from_layer_outputs(outputs)
         if len(after.keys) != len(self.keys) or after.batch != self.batch or after.length <= padded:
             raise ShapeError(
@@ -104,12 +110,31 @@ def bucket_decode_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> R
     >>> bucket_decode_mask(2, 4, new=1).tolist()
     [[1, 1, 0, 0, 1]]
     """
-    if not 0 <= past <= upper:
-        raise SequenceLengthError(f"a cache of {past} tokens does not fit {upper} rows")
+    _check_fits(past, upper)
+    new, batch = _size("new", new, 1), _size("batch", batch, 1)
     at = np.arange(upper + new)
     return np.tile(((at < past) | (at >= upper)).astype(np.int32), (batch, 1))
 
 
 def bucket_positions(past: int, new: int = 1, batch: int = 1) -> Rows:
     """The `position_ids` int32 `[B, S]` of new tokens behind `past` cached ones, whatever they are padded to."""
+    past, new, batch = _size("past", past), _size("new", new, 1), _size("batch", batch, 1)
+    _size("past + new", past + new)
     return np.tile(np.arange(past, past + new, dtype=np.int32), (batch, 1))
+
+
+def _size(name: str, value: Any, low: int = 0) -> int:
+    """A size from `low` on.
+
+    Raises:
+        SequenceLengthError: something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= MAX_SIZE:
+        raise SequenceLengthError(f"{name} is {shown(value)}; expected an integer from {low} to {MAX_SIZE}")
+    return int(value)
+
+
+def _check_fits(past: Any, upper: Any) -> None:
+    """A cache of `past` tokens fits `upper` rows."""
+    if _size("past", past) > _size("upper", upper):
+        raise SequenceLengthError(f"a cache of {past} tokens does not fit {upper} rows")
