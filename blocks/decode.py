@@ -168,7 +168,8 @@ class SelfAttnDecode:
     """SelfAttnPrefill with cached keys and values in front of the new ones: normalised `[B,S,H]` → `[B,S,N·D]`.
 
     `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`; query i of S reads the keys up to P + i, or the
-    last w of those in a sliding window. Side outputs `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`.
+    last w of those in a sliding window, in which keys that the mask drops take no place. Side outputs
+    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`.
     """
 
     spec: SelfAttnPrefillSpec

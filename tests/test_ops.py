@@ -150,6 +150,7 @@ def attention_samples() -> Iterator[Sample]:
         ({"causal": True, "window": 3, "scale": 0.7, "softcap": 1.5}, ()),
         ({"extra": ("keep",)}, ("i32 batch keys",)),
         ({"causal": True, "extra": ("keep",)}, ("bool batch keys",)),
+        ({"causal": True, "window": 2, "extra": ("keep",)}, ("i32 batch keys",)),
         ({"extra": ("bias",)}, ("f32 batch HEADS seq keys",)),
         ({"extra": ("bias",), "softcap": 2.0}, ("f32 1 1 seq keys",)),
         ({"causal": True, "extra": ("keep", "bias")}, ("f32 1 keys", "f32 1 HEADS 1 keys")),

@@ -93,7 +93,10 @@ def attention(
                         continue
                     if (causal or window is not None) and where > at:
                         continue
-                    if window is not None and where <= at - window:
+                    between = at - where
+                    if keep is not None and positions is None and key_positions is None:
+                        between = sum(keep[b % len(keep), i] >= 0.5 for i in range(t + 1, at + 1))
+                    if window is not None and between >= window:
                         continue
                     if keep is not None and keep[b % len(keep), t] < 0.5:
                         continue

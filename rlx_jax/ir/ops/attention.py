@@ -30,8 +30,9 @@ class AttentionOp(Mir):
     `key_positions` `[B,T]` int32, the absolute position of each key, −1 where a slot holds none.
     Without `positions` the queries are the last S of the T keys (bottom-right aligned).
 
-    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
-    key head h // (N/K), without repeating keys. A row without any key gives zeros; where positions are given, whoever
+    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Where neither positions nor key
+    positions are given, a key that `keep` drops takes no place in the window. Query head h reads key head h // (N/K),
+    without repeating keys. A row without any key gives zeros; where positions are given, whoever
     gives them leaves each query a key.
     """
 
@@ -110,10 +111,13 @@ class AttentionOp(Mir):
             distance = rows[:, :, None] - at
             allowed = distance >= 0 if slots is None else (distance >= 0) & (at >= 0)
             if self.window is not None:
+                if "keep" in extra and slots is None and "positions" not in extra:
+                    kept = jnp.cumsum(_is_kept(extra["keep"]), axis=1, dtype=jnp.int32)
+                    distance = kept[:, jnp.maximum(rows[0], 0), None] - kept[:, None, :]
                 allowed = allowed & (distance < self.window)
             allowed = allowed[:, None, None]
         if "keep" in extra:
-            keep = (extra["keep"].astype(jnp.float32) >= 0.5)[:, None, None, None, :]
+            keep = _is_kept(extra["keep"])[:, None, None, None, :]
             allowed = keep if allowed is None else allowed & keep
         return allowed
 
@@ -131,6 +135,11 @@ class AttentionOp(Mir):
     @classmethod
     def name(cls) -> str:
         return "attention"
+
+
+def _is_kept(keep: Array) -> Array:
+    """A keep mask as bool."""
+    return keep.astype(jnp.float32) >= 0.5
 
 
 def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool) -> Array:
