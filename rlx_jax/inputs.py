@@ -163,20 +163,42 @@ def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
     Raises:
         TokenIdError: ragged, not integers, or out of range; names the position and the value.
     """
+    return ids_in(what, id_array(what, value, rows), rows)
+
+
+def id_array(
+    what: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
+) -> np.ndarray[Any, Any]:
+    """The first half of `token_ids`: an array of integers. `padding` is what goes with rows that are padded.
+
+    Raises:
+        TokenIdError: ragged, or not integers. RequestError: traced.
+    """
     try:
         array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise RequestError(
+            f"{what}: traced by jax.jit or the like, and these ids are checked on the host: make this call outside, or "
+            "trace the compiled program, lm.model.apply(params, ids)"
+        ) from None
     except (ValueError, TypeError, OverflowError) as error:
         raise TokenIdError(
-            f"{what}: the rows differ in length, expected [batch, seq]; pad them on the right, and pass lengths= "
-            "where the model takes it"
+            f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}"
         ) from error
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
         raise _no_ids(what, value, array, rows)
     if isinstance(value, np.ma.MaskedArray):
-        raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id) and lengths=")
+        raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
     check_elements(array.shape, what)  # before all of them are looked at
+    return array
+
+
+def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+    """The second half: ids in `[0, rows)`, or a TokenIdError."""
+    if array.size == 0:
+        return array
     low, high = array.min(), array.max()
     if low < 0 or high >= rows:
         at = np.argwhere((array < 0) | (array >= rows))[0]

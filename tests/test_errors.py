@@ -122,6 +122,12 @@ def tokens(**widths: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
     return flow, {"e": np.ones((11, 4), np.float32), "h": np.ones((widths.get("head", 11), 4), np.float32)}
 
 
+def logits_of(dtype: str) -> Any:
+    """A causal model whose logits have this dtype."""
+    flow, given = tokens()
+    return rlx.CausalLM(flow.custom_named("mine", lambda e, x: e.jax(lambda a: a.astype(dtype), x)), given)
+
+
 def stage(fn: Any, **options: Any) -> Any:
     """Compile a flow of one custom stage, `mine`, over `[batch, seq, 8]`."""
     return rlx.compile(rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).custom_named("mine", fn), **options)
@@ -420,7 +426,40 @@ REQUESTS: dict[str, Row] = {
     },
     "no prompt tokens": request(lambda t: rlx.CausalLM(*tokens()).generate([[]]), RequestError, "prompts[0]", "empty"),
     "an empty text": request(lambda t: t.enc.embed([[]]), RequestError, "texts[0]", "no token ids"),
-    "a mix": request(lambda t: t.lm.generate(["a", [1]]), RequestError, "prompts[0]", "one kind"),
+    "a mix": request(lambda t: t.lm.generate(["a", [1]]), RequestError, "prompts[1]", "a string, as prompts[0]", "[1]"),
+    "an id that is none": request(lambda t: t.lm.generate([5, None]), RequestError, "prompts[1]", "a token id", "None"),
+    "no dimension": request(lambda t: t.lm.generate(np.array(5)), RequestError, "prompts", "ndarray"),
+    "a mask with strings": request(
+        lambda t: t.lm.generate(["a"], attention_mask=[[1]]), RequestError, "prompts", "goes with token ids",
+    ),
+    "a mask with rows of two lengths": request(
+        lambda t: t.lm.generate([[1, 2], [3]], attention_mask=[[1, 1], [1, 0]]), TokenIdError, "prompts",
+        "differ in length", "say where in attention_mask",
+    ),
+    "a mask of another number": request(
+        lambda t: t.lm.generate([[1, 2]], attention_mask=[[1, -1]]), MaskShapeError, "attention_mask", "-1 at (0, 1)",
+    ),
+    "an id under a 1": request(
+        lambda t: t.lm.generate([[-1, -1]], attention_mask=[[0, 1]]), TokenIdError, "prompts", "id -1 at (0, 1)",
+    ),
+    "no tokenizer": request(lambda t: rlx.CausalLM(*tokens()).generate("a"), RequestError, "strings need a tokenizer"),
+    "several keys": request(
+        lambda t: t.lm.generate([1], seed=jax.random.split(jax.random.key(0))), RequestError, "seed", "one key", "[2]",
+    ),
+    "a traced seed": request(lambda t: jax.jit(lambda s: t.lm.generate([1], seed=s))(3), RequestError, "seed"),
+    "generate in jit": request(
+        lambda t: jax.jit(lambda x: t.lm.generate([1], 2))(X), RequestError, "runs on the host", "outside jax.jit",
+    ),
+    "traced prompts": request(lambda t: jax.jit(t.lm.generate)(jnp.asarray(IDS)), RequestError, "prompts", "outside"),
+    "traced ids": request(lambda t: jax.jit(t.lm.logits)(jnp.asarray(IDS)), RequestError, "tokens", "lm.model.apply"),
+    "a stop that is a dict": request(lambda t: t.lm.generate([1], stop={"a": 1}), RequestError, "stop", "'a'"),
+    "an end token set later": request(
+        lambda t: setattr(rlx.CausalLM(*tokens()), "eos_ids", 9999), TokenIdError, "eos_ids[0]", "9999", "[0, 11)",
+    ),
+    "a bias of no token": request(
+        lambda t: t.lm.generate([1], sampler=rlx.Sampler(logit_bias={VOCAB: 1.0})), TokenIdError, "logit_bias",
+        f"id {VOCAB} is",
+    ),
     "no prompt": request(lambda t: t.lm.generate(None), RequestError, "prompts", "NoneType"),
     "strings without a tokenizer": request(lambda t: t.enc.embed("a"), RequestError, "tokenizer.json", "token ids"),
     "too long": request(lambda t: t.lm.logits(np.ones((1, 129), int)), SequenceLengthError, "tokens", "129", "128"),
@@ -542,7 +581,7 @@ CALLS: dict[str, Row] = {
         SequenceLengthError, "row 1 holds 2 tokens", "3 more", "4 slots", "init_state",
     ),
     "init of a seed of 65 bits": row(lambda t: t.mlp.init(2**64), RequestError, "init", "2**64 - 1"),
-    "init of a string": row(lambda t: t.mlp.init(NAME), RequestError, "init", "a key of jax.random", "got 'auto'"),
+    "init of a string": row(lambda t: t.mlp.init(NAME), RequestError, "init", "one key of jax.random", "got 'auto'"),
     "init of an array": row(lambda t: t.mlp.init(jnp.asarray(X)), RequestError, "init", "got float32 [2, 8]"),
     "a strict that is none": row(lambda t: rlx.compile(mlp(), W, strict=NAME), RequestError, "strict", "'auto'"),
     "a strict of load": row(lambda t: rlx.load(LLAMA, strict=NAME), WeightError, "strict", "'auto'"),
@@ -561,6 +600,9 @@ CALLS: dict[str, Row] = {
     "logits of another width": row(
         lambda t: rlx.CausalLM(*tokens(head=7)), ShapeError, "tiny", "[batch, seq, 11]", "width 7",
     ),
+    "complex logits": row(lambda t: logits_of("complex64"), DTypeError, "tiny", "floating", "complex64"),
+    "logits of bools": row(lambda t: logits_of("bool"), DTypeError, "tiny", "floating", "bool"),
+    "whole logits": row(lambda t: logits_of("int32"), DTypeError, "tiny", "floating", "int32"),
     "a flow that needs more than ids": row(
         lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]), GraphError, "'y'", "default",
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,18 @@ def test_recommended_as_in_transformers(config: dict[str, Any]) -> None:
     if theirs.do_sample:
         want = (theirs.temperature, theirs.top_k or None, theirs.top_p, theirs.min_p)
         assert (ours.temperature, ours.top_k, ours.top_p or 1.0, ours.min_p) == want
+
+
+def test_a_sampler_keeps_its_bias() -> None:
+    """A copy that does not change; equal samplers have one hash; NumPy's numbers are numbers."""
+    bias: dict[Any, Any] = {3: 1.5, np.int64(4): np.float32(-np.inf)}
+    sampler = Sampler(logit_bias=bias)
+    bias[3] = 9.0
+    assert sampler == Sampler(logit_bias={4: -np.inf, 3: 1.5}) and sampler.logit_bias == {3: 1.5, 4: -np.inf}
+    assert {sampler: 1}[Sampler(logit_bias={4: -np.inf, 3: 1.5})] == 1
+    for other in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler), replace(sampler)):
+        assert other == sampler and repr(other) == repr(sampler)
+    assert sampler.knobs(VOCAB).bias[[3, 4]].tolist() == [1.5, -np.inf]
 
 
 def test_rows_without_a_choice() -> None:

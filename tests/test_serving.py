@@ -358,6 +358,20 @@ def test_left_padding_is_right_padding_is_none(plain: Any) -> None:
     np.testing.assert_allclose(after[0], after[1], atol=1e-6)
 
 
+def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
+    """Whatever a tokenizer or a loss puts there."""
+    left, mask = np.array([[-100, -1, 3, 1], [2**40, 5, 9, 2]]), np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
+    clean, lengths = left * mask, [2, 3]
+    want = plain.logits(clean, attention_mask=mask)
+    np.testing.assert_array_equal(plain.logits(left, attention_mask=mask), want)
+    assert plain.generate(left, 4, attention_mask=mask) == plain.generate([[3, 1], [5, 9, 2]], 4)
+    right = np.array([[3, 1, -100, VOCAB], [5, 9, 2, -1]])
+    np.testing.assert_array_equal(plain.logits(right, lengths)[0, :2], want[0, 2:])
+    _, state = plain.prefill(right, lengths, max_len=16)
+    _, state = plain.extend(state, [[-1, -1], [4, -100]], [0, 1])
+    assert state.lengths.tolist() == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
@@ -400,6 +414,19 @@ def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
     with pytest.raises(errors.NumericsError) as caught:
         lm.generate([PROMPTS[1], [bad], PROMPTS[2]], max_new_tokens=3)
     assert caught.value.rows == {1: 0} and caught.value.outputs == [want[1][:3], [], want[2][:3]]
+
+
+# -- small things ------------------------------------------------------------------------------
+
+
+def test_end_tokens_may_be_any_integers(plain: Any) -> None:
+    """NumPy's, one or several; the same for ids that stop. And a model has a short repr."""
+    want = plain.generate([3, 1, 4], 9)
+    end, lm = np.int64(want[2]), copy.copy(plain)
+    lm.eos_ids = end
+    assert lm.eos_ids == (end,) and lm.generate([3, 1, 4], 9) == plain.generate([3, 1, 4], 9, stop=end)
+    assert plain.generate([3, 1, 4], 9, stop=np.array([end])) == plain.generate([3, 1, 4], 9, stop=[int(end)])
+    assert plain.eos_ids == () and repr(plain) == "CausalLM(llama: vocabulary 41, 128 positions, target cpu)"
 
 
 # -- interrupts --------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from rlx_jax.errors import (
     BatchMismatchError,
     RequestError,
     SequenceLengthError,
-    ShapeError,
     number,
     shown,
 )
@@ -25,14 +24,19 @@ from rlx_jax.executable import Progress
 from rlx_jax.generate.chat import chat_prompt
 from rlx_jax.generate.decode_state import DecodeState, cropped
 from rlx_jax.generate.generation import Generation, NewTokens, Plan, generate
-from rlx_jax.generate.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
+from rlx_jax.generate.opening import (
+    check_logits,
+    check_positions,
+    check_tokenizer,
+    known_positions,
+    open_token_model,
+    primary,
+)
 from rlx_jax.generate.requests import (
     Prompts,
     Request,
     id_list,
     moved_back,
-    moved_left,
-    row_lengths,
     split_prompts,
     token_block,
     whole_number,
@@ -50,7 +54,7 @@ from rlx_jax.generate.serving import (
     warm_contexts,
     warm_requests,
 )
-from rlx_jax.generate.stopping import cut, settled, stops
+from rlx_jax.generate.stopping import cut, settled, split_stops, stops
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.inputs import random_key
 from rlx_jax.model import CompiledModel
@@ -89,15 +93,32 @@ class CausalLM:
         progress: Progress | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict, progress)
-        self._check_width()
+        check_logits(self.model, self.vocab_size)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
         self.buckets = self.model.compiler.settings.buckets
         check_buckets(self.buckets, self.max_positions)
-        ends = id_list([eos_ids] if isinstance(eos_ids, int) else eos_ids, self.vocab_size, "eos_ids")
-        self.eos_ids = tuple(ends) or (tokenizer.eos_ids if tokenizer else ())
+        self.eos_ids = eos_ids
+        if tokenizer and not self.eos_ids:
+            self.eos_ids = tokenizer.eos_ids
         if bos_id is not None:
             (bos_id,) = id_list([bos_id], self.vocab_size, "bos_id")
         self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a row. May be set, to ids or one id of the vocabulary."""
+        return self._eos_ids
+
+    @eos_ids.setter
+    def eos_ids(self, ids: int | Sequence[int]) -> None:
+        self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
+
+    def __repr__(self) -> str:
+        compiler, positions = self.model.compiler, self.max_positions or "any number of"
+        return (
+            f"CausalLM({compiler.flow.name}: vocabulary {self.vocab_size}, {positions} positions, "
+            f"target {compiler.settings.target})"
+        )
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -109,8 +130,7 @@ class CausalLM:
             attention_mask: `[B, S]`, 1 at the valid tokens of rows padded on the left or on the right; in place of
                 `lengths`. Positions count valid tokens.
         """
-        block = token_block(tokens, self.vocab_size)
-        block, valid, starts = moved_left(block, lengths, attention_mask)
+        block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(block.shape[1], "tokens")
         out = primary(self.model(pad_block(self.buckets, block)))
         return moved_back(cropped(out, *block.shape), starts)
@@ -126,8 +146,7 @@ class CausalLM:
             logits: "last" gives those of each row's last token only, `[B, V]`.
             attention_mask: as in `logits`, for rows padded on the left.
         """
-        block = token_block(tokens, self.vocab_size)
-        block, valid, starts = moved_left(block, lengths, attention_mask)
+        block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(int(valid.max()), "the prompt")
         wanted = self._capacity(block.shape[1], int(valid.max()), max_len)
         rows, width = pad_block(self.buckets, block, step=False).shape
@@ -154,10 +173,9 @@ class CausalLM:
         if not isinstance(state, DecodeState):
             raise RequestError(f"extend: expected the state that prefill returned, got {type(state).__name__}")
         state.take(self.model.compiler, peek=True)
-        block = token_block(tokens, self.vocab_size)
+        block, valid, _ = token_block(tokens, self.vocab_size, lengths, low=0)
         if block.shape[0] != len(state.lengths):
             raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
-        valid = row_lengths(lengths, block, low=0)
         self._check_room(state, valid)
         return self._run("extend", state, block, valid, logits)
 
@@ -210,7 +228,7 @@ class CausalLM:
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
         if attention_mask is not None:
-            block, lengths, _ = moved_left(token_block(prompts, self.vocab_size, "prompts"), None, attention_mask)
+            block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
         request = self._request(asked, max_new_tokens, sampler, stop, seed)
@@ -303,7 +321,7 @@ class CausalLM:
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.generate.chat_template`.
         """
         return chat_prompt(
-            self._tokenizer("chat"),
+            self._tokenizer("chat needs"),
             messages,
             tools=tools,
             chat_template=chat_template,
@@ -359,7 +377,10 @@ class CausalLM:
         if not isinstance(sampler, Sampler):
             raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
         sampler.knobs(self.vocab_size)
-        random_key("seed", seed)
+        if isinstance(random_key("seed", seed), jax.core.Tracer):
+            raise RequestError(
+                "generate runs on the host, which reads its tokens: call it outside jax.jit and the like"
+            )
         for i, row in enumerate(rows):
             self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
             if len(row) + budget > MAX_SLOTS:
@@ -429,33 +450,17 @@ class CausalLM:
     def _text(self, ids: list[int], words: tuple[str, ...]) -> str:
         return cut(self._decode(ids), words)
 
-    def _stops(self, stop: str | int | Iterable[str | int]) -> tuple[tuple[str, ...], set[int]]:
-        if isinstance(stop, bytes | bytearray) or not isinstance(stop, str | int | Iterable):
-            raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
-        items = [stop] if isinstance(stop, str | int) else list(stop)
-        words = tuple(s for s in items if isinstance(s, str))
-        if any(not w for w in words):
-            raise RequestError("stop: an empty string would end every row at once")
+    def _stops(self, stop: Any) -> tuple[tuple[str, ...], set[int]]:
+        words, others = split_stops(stop)
         if words:
             self._tokenizer()
-        ids = id_list([s for s in items if not isinstance(s, str)], self.vocab_size, "stop")
-        return words, {*ids, *self.eos_ids}
+        return words, {*id_list(others, self.vocab_size, "stop"), *self.eos_ids}
 
     # -- checks ------------------------------------------------------------------------------
 
-    def _check_width(self) -> None:
-        """Chosen ids are read back by the embedding, so the logits are as wide as it is high."""
-        flow = self.model.compiler.flow
-        width = self.model.compiler.template("forward").built.primary_shape[-1]
-        if width != self.vocab_size:
-            raise ShapeError(
-                f"{flow.name}: a CausalLM's output is logits [batch, seq, {self.vocab_size}], as many as the embedding "
-                f"has rows; got width {width}"
-            )
-
-    def _tokenizer(self, what: str = "strings") -> Tokenizer:
+    def _tokenizer(self, what: str = "strings need") -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer: there is no tokenizer.json; pass token ids to generate")
+            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids to generate")
         return self.tokenizer
 
     def _check_positions(self, tokens: int, what: str) -> None:

@@ -70,9 +70,9 @@ class Encoder:
             TokenIdError, SequenceLengthError, RequestError.
             MaskShapeError: one of `inputs` has another shape than the tokens.
         """
-        block = token_block(tokens, self.vocab_size)
+        block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
-        valid = row_lengths(lengths, block, low=1)
+        valid = row_lengths(lengths, block.shape, low=1)
         for name, value in inputs.items():
             if value is None:
                 continue

@@ -8,10 +8,21 @@ import jax
 
 from rlx_jax.built import Weights
 from rlx_jax.compile import open_compiler
-from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, UnsupportedError, listing, number, shown
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    RequestError,
+    SequenceLengthError,
+    ShapeError,
+    UnsupportedError,
+    listing,
+    number,
+    shown,
+)
 from rlx_jax.executable import Progress
 from rlx_jax.generate.requests import whole_number
 from rlx_jax.generate.tokenizer import Tokenizer
+from rlx_jax.ir.types import is_float
 from rlx_jax.model import CompiledModel, finish_model
 from rlx_jax.profiles import CompileProfile
 
@@ -43,6 +54,23 @@ def open_token_model(
     if len(shape) != 3:
         raise GraphError(f"{compiler.flow.name}: expected an output [batch, seq, width], got {list(shape)}")
     return model, rows
+
+
+def check_logits(model: CompiledModel, vocab_size: int) -> None:
+    """The output of a causal flow is logits: floating, and as wide as the embedding is high, which reads chosen ids.
+
+    Raises:
+        ShapeError: of another width. DTypeError: not floating.
+    """
+    flow, built = model.compiler.flow, model.compiler.template("forward").built
+    if (width := built.primary_shape[-1]) != vocab_size:
+        raise ShapeError(
+            f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], as many as the embedding "
+            f"has rows; got width {width}"
+        )
+    dtype = built.hir.type(built.hir.outputs[0]).dtype
+    if not is_float(dtype):
+        raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {dtype}")
 
 
 def check_tokenizer(tokenizer: Any) -> Tokenizer | None:

@@ -20,21 +20,45 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.inputs import as_host_array, token_ids
+from rlx_jax.inputs import as_host_array, id_array, ids_in
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def token_block(tokens: Any, vocab_size: int, what: str = "tokens") -> Ids:
-    """Token ids `[B, S]` as int32, every id in `[0, vocab_size)`.
+def token_block(
+    tokens: Any, vocab_size: int, lengths: Any = None, mask: Any = None, low: int = 1, what: str = "tokens"
+) -> tuple[Ids, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Token ids `[B, S]` with the valid ones of each row first and 0 behind, how many they are, and where they began.
+
+    Only valid ids are looked at: those under a 1 of `mask`, or before `lengths`, each at least `low`.
 
     Raises:
-        TokenIdError: not integers, or out of range. RequestError: not a `[B, S]` array with B, S ≥ 1.
+        TokenIdError: not integers, or one not in `[0, vocab_size)`. RequestError: not a `[B, S]` array with B, S ≥ 1,
+            or both `lengths` and `mask`. Others as `row_lengths` and `mask_spans`.
     """
-    array = token_ids(what, tokens, vocab_size)
+    if mask is not None and any_text(tokens):
+        raise RequestError(f"{what}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
+    padding = "pass lengths= where the model takes it" if mask is None else "say where in attention_mask"
+    array = id_array(what, tokens, vocab_size, padding)
     if array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{what}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
-    return array.astype(np.int32)
+    if mask is not None and lengths is not None:
+        raise RequestError("lengths and attention_mask say the same; pass one of them")
+    at, starts = np.arange(array.shape[1])[None], np.zeros(len(array), np.int64)
+    if mask is None:
+        valid = row_lengths(lengths, array.shape, low)
+        keep = at < valid[:, None]
+    else:
+        keep, valid, starts = mask_spans(mask, array.shape)
+    block = ids_in(what, np.where(keep, array, 0), vocab_size).astype(np.int32)
+    if starts.any():
+        block = np.take_along_axis(block, (at + starts[:, None]) % block.shape[1], axis=1)
+    return block, valid, starts
+
+
+def any_text(tokens: Any) -> bool:
+    """A string, or a list that holds one."""
+    return isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens))
 
 
 def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
@@ -88,7 +112,9 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
     """
     if isinstance(prompts, str):
         return Prompts([prompts], None, True)
-    if isinstance(prompts, np.ndarray | jax.Array):
+    if isinstance(prompts, jax.core.Tracer):
+        raise RequestError(f"{what}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
+    if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
         return Prompts(None, [prompts] if prompts.ndim == 1 else list(np.asarray(prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"{what}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
@@ -96,20 +122,34 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
         return Prompts(list(prompts), None, False)
     if flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
         return Prompts(None, [list(prompts)], True)
-    for i, p in enumerate(prompts):
-        if not isinstance(p, list | tuple | np.ndarray | jax.Array):
-            both = "a string or token ids, all of one kind"
-            raise RequestError(f"{what}[{i}]: expected {both}, got {shown(p)}")
+    kinds = [_kind(p, flat) for p in prompts]
+    for i, kind in enumerate(kinds):
+        if kind is None:
+            raise RequestError(f"{what}[{i}]: expected {kinds[0] or 'a string or token ids'}, got {shown(prompts[i])}")
+        if kind != kinds[0]:
+            raise RequestError(
+                f"{what}[{i}]: expected {kinds[0]}, as {what}[0] is, all of one kind; got {shown(prompts[i])}"
+            )
     return Prompts(None, list(prompts), False)
 
 
-def row_lengths(lengths: Any, block: Ids, low: int) -> np.ndarray[Any, Any]:
-    """New valid tokens of each row of a block `[B, S]`, int64 `[B]`, between `low` and S; all S if None.
+def _kind(prompt: Any, flat: bool) -> str | None:
+    """What one of several prompts is, or one of the ids of a prompt; None for neither."""
+    if isinstance(prompt, str):
+        return "a string"
+    if flat and isinstance(prompt, int | np.integer) and not isinstance(prompt, bool):
+        return "a token id"
+    rows = isinstance(prompt, list | tuple | np.ndarray | jax.Array) and not isinstance(prompt, jax.core.Tracer)
+    return "a list of token ids" if rows else None
+
+
+def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[Any, Any]:
+    """New valid tokens of each row of a block of shape `[B, S]`, int64 `[B]`, between `low` and S; all S if None.
 
     Raises:
         BatchMismatchError: another number of rows. RequestError: not integers, or out of range.
     """
-    batch, seq = block.shape
+    batch, seq = shape
     if lengths is None:
         return np.full(batch, seq, np.int64)
     array = as_host_array("lengths", lengths)
@@ -122,32 +162,30 @@ def row_lengths(lengths: Any, block: Ids, low: int) -> np.ndarray[Any, Any]:
     return array.astype(np.int64)
 
 
-def moved_left(block: Ids, lengths: Any, mask: Any) -> tuple[Ids, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A block `[B, S]` with the valid tokens of each row first, how many they are, and where they began, `[B]` each.
+def mask_spans(
+    mask: Any, shape: tuple[int, ...]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A mask as bools `[B, S]`; the valid tokens of each row and where they begin, int64 `[B]`.
 
     Raises:
-        MaskShapeError: a mask of another shape, with other values than 0 and 1, with holes, or that hides a whole row.
-        RequestError: `lengths` too. Others as `row_lengths`.
+        MaskShapeError: another shape, other values than 0 and 1, holes, or a row that is hidden whole.
     """
-    starts = np.zeros(len(block), np.int64)
-    if mask is None:
-        return block, row_lengths(lengths, block, low=1), starts
-    if lengths is not None:
-        raise RequestError("lengths and attention_mask say the same; pass one of them")
     array = as_host_array("attention_mask", mask)
-    if array.shape != block.shape:
-        raise MaskShapeError(f"attention_mask: expected {list(block.shape)}, as the tokens, got {list(array.shape)}")
-    if array.dtype.kind not in "biu" or ((array != 0) & (array != 1)).any():
+    if array.shape != shape:
+        raise MaskShapeError(f"attention_mask: expected {list(shape)}, as the tokens, got {list(array.shape)}")
+    if array.dtype.kind not in "biu":
         raise MaskShapeError(f"attention_mask: expected 0 and 1, integers or bools, got {array.dtype}")
+    if ((array != 0) & (array != 1)).any():
+        place = tuple(int(i) for i in np.argwhere((array != 0) & (array != 1))[0])
+        raise MaskShapeError(f"attention_mask: expected 0 and 1, got {array[place]} at {place}")
     keep = array.astype(bool)
     valid, starts = keep.sum(axis=1), keep.argmax(axis=1)
-    at = np.arange(block.shape[1])[None]
+    at = np.arange(shape[1])[None]
     span = (at >= starts[:, None]) & (at < (starts + valid)[:, None])
     for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
         what = "hides every token" if valid[row] == 0 else "has a hole"
         raise MaskShapeError(f"attention_mask: row {row} {what}; a row's valid tokens stand together, and are not none")
-    moved = np.take_along_axis(block, (at + starts[:, None]) % block.shape[1], axis=1)
-    return np.where(at < valid[:, None], moved, 0).astype(np.int32), valid.astype(np.int64), starts
+    return keep, valid.astype(np.int64), starts.astype(np.int64)
 
 
 def moved_back(array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:

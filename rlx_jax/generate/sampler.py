@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,34 @@ _MORE: dict[str, tuple[float, ...]] = {
 """Fields of generation_config.json that change what is chosen, with the values that change nothing."""
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Bias(Mapping[int, float]):
+    """A bias by token id that does not change; equal to a dict of the same entries, and a key of dicts."""
+
+    _entries: dict[int, float]
+
+    def __getitem__(self, key: int) -> float:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Sampling parameters, in the order in which they apply.
 
     Args:
-        logit_bias: added to the logits, by token id; −inf bans a token.
+        logit_bias: added to the logits, by token id; −inf bans a token. Copied.
         repetition_penalty: p > 1 makes tokens less likely that the row holds already, prompt included: a positive
             logit is divided by p, a negative one multiplied (Keskar et al. 2019).
         temperature: divides the logits. 0 is greedy: the largest logit, the smaller id on a tie.
@@ -71,6 +93,8 @@ class Sampler:
             raise SamplingParamError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise SamplingParamError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", Bias(dict(self.logit_bias)))
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
@@ -124,8 +148,8 @@ class Sampler:
         bias = np.zeros(vocab_size if self.logit_bias or biased else 0, np.float32)
         for i, value in (self.logit_bias or {}).items():
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
-                raise TokenIdError(f"logit_bias: id {quote(i)} is not an integer in [0, {vocab_size})")
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+                raise TokenIdError(f"logit_bias: id {shown(i)} is not an integer in [0, {vocab_size})")
+            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
             if not number or not (value == -math.inf or abs(value) <= LARGEST):
                 raise SamplingParamError(
                     f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
