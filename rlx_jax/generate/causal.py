@@ -316,7 +316,8 @@ class CausalLM:
             variables: others that the template reads, such as `enable_thinking=False`.
 
         Raises:
-            RequestError: there is no template, it refuses the messages, or they are wrong; the place is named.
+            RequestError: there is no template, it refuses the messages or makes a control token of what they hold, or
+                they are wrong; the place is named.
             TokenizerError: the template is wrong, or does what the sandbox forbids.
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.generate.chat_template`.
         """
