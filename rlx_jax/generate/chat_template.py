@@ -38,7 +38,7 @@ MAX_TEMPLATES = 64
 MAX_RENDERED_CHARS = 2**20
 """The rendered text, beyond what the messages hold themselves."""
 RENDER_SECONDS = 2.0
-"""CPU time of rendering."""
+"""CPU time of rendering once; a conversation and its twin have twice that."""
 RENDER_MEMORY = 256 * 2**20
 """Bytes that rendering may take, beyond 32 for each byte of the messages. Linux only."""
 RENDER_WAIT = 30.0
