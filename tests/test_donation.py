@@ -59,6 +59,16 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     assert donation.temp_bytes < donation.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
 
 
+def test_a_tied_table_is_no_copied_cache() -> None:
+    """XLA:CPU widens it twice to compute in bf16, which is no reason to warn; the state is much smaller."""
+    fields = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig.from_hf(fields | {"vocab_size": 5000, "tie_word_embeddings": True})
+    weights = {k: np.ones(s.shape, np.float32) for k, s in weight_specs(config).items()}
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    lm = rlx.CausalLM(rlx.Llama32Flow(config), weights, profile=profile, max_positions=8)
+    assert len(lm.generate([1, 2, 3], max_new_tokens=2)) == 2
+
+
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("roll", ["unroll", pytest.param("scan", marks=pytest.mark.slow)])
 def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
