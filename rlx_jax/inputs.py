@@ -141,6 +141,8 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
         raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
     try:
         array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise ShapeError(f"input {name}: not an array: {str(error).splitlines()[0]}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:

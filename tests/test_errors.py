@@ -452,6 +452,10 @@ REQUESTS: dict[str, Row] = {
     ),
     "traced prompts": request(lambda t: jax.jit(t.lm.generate)(jnp.asarray(IDS)), RequestError, "prompts", "outside"),
     "traced ids": request(lambda t: jax.jit(t.lm.logits)(jnp.asarray(IDS)), RequestError, "tokens", "lm.model.apply"),
+    "a traced mask": request(
+        lambda t: jax.jit(lambda m: t.lm.logits(IDS, attention_mask=m))(jnp.asarray(IDS)), RequestError,
+        "attention_mask", "traced",
+    ),
     "a stop that is a dict": request(lambda t: t.lm.generate([1], stop={"a": 1}), RequestError, "stop", "'a'"),
     "an end token set later": request(
         lambda t: setattr(rlx.CausalLM(*tokens()), "eos_ids", 9999), TokenIdError, "eos_ids[0]", "9999", "[0, 11)",
