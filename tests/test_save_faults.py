@@ -346,6 +346,15 @@ def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
     assert number_in(tmp_path / "it") == 3
 
 
+def test_a_failure_in_tensorstore_says_what_the_system_said(tmp_path: Path) -> None:
+    """Not how the array was to be stored, which comes behind it."""
+    text = f"OUT_OF_RANGE: Failed writing: {'/long' * 40}: File too large [os_error_code='27']"
+    whole = ValueError(f"{text} [tensorstore_spec='{{{'x' * 300}}}']")
+    with mock.patch("rlx_jax.weights.atomic.sync_tree", side_effect=whole):
+        with pytest.raises(SaveFailedError, match="File too large \\[os_error_code='27'\\]\"$"):
+            write(tmp_path / "it", 1)
+
+
 def test_space_is_estimated_first(tmp_path: Path) -> None:
     write(tmp_path / "it", 1)
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=800)):

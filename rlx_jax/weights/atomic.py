@@ -114,7 +114,11 @@ def _storage_errors(target: str, kept: str) -> Iterator[None]:
 
 
 def _end(text: str) -> str:
-    """The end of a message: there, behind its paths, the system says what was wrong."""
+    """The end of a message: there, behind its paths, the system says what was wrong.
+
+    Behind that tensorstore may write how the array was to be stored, which nobody asked for.
+    """
+    text = text.partition(" [tensorstore_spec=")[0]
     return quote(text if len(text) <= 100 else f"…{text[-100:]}")
 
 
