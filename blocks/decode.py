@@ -52,7 +52,8 @@ class BindDecodeInputs:
             past = tuple((_past(emit, f"past_k_{i}", x), _past(emit, f"past_v_{i}", x)) for i in range(self.num_layers))
             _check_lengths(emit, past)
             _check_mask(emit, mask, x, past[0][0])
-            emit.state.decode = DecodeBindings(past, mask, self.use_custom_mask)
+            among_kept = None if mask is None else emit.cumsum((mask.astype("float32") >= 0.5).astype("int32"), 1) - 1
+            emit.state.decode = DecodeBindings(past, mask, among_kept, self.use_custom_mask)
             _count_on(emit, x)
             _place_tables(emit, x, given)
         return x
@@ -196,7 +197,7 @@ class SelfAttnDecode:
         return emit.concat([past, new], axis=1)
 
     def _block(self, emit: Emit) -> tuple[hir.Attention, list[FlowValue]]:
-        """The attention, and the keep mask where there is one."""
+        """The attention, and the keep mask where there is one, with the positions that a window is measured by."""
         mask, bindings = mask_kind(self.spec.mask), emit.state.decode
         if mask.kind not in ("causal", "sliding_window"):
             raise GraphError(
@@ -205,11 +206,13 @@ class SelfAttnDecode:
         block = self.spec.block(mask)
         if not self.use_custom_mask or bindings is None or (bindings.mask is None and bindings.use_custom_mask):
             return block, []
-        if bindings.mask is None:
+        if bindings.mask is None or bindings.key_positions is None:
             raise GraphError(
                 f"{emit.path}: use_custom_mask, and no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
             )
-        return replace(block, extra=("keep",)), [bindings.mask]
+        if block.window is None:
+            return replace(block, extra=("keep",)), [bindings.mask]
+        return replace(block, extra=("keep", "key_positions")), [bindings.mask, bindings.key_positions]
 
     def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
         """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""

@@ -19,6 +19,7 @@ from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, Fuse
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.shaping import (
     Concat,
+    Cumsum,
     Gather,
     Iota,
     Narrow,
@@ -45,7 +46,7 @@ POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
 `always_f16` and `auto_mixed` are the same program here."""
 
 CLASSES: dict[type[Op], str] = {
-    **dict.fromkeys((RmsNormOp, LayerNormOp, Softmax, Reduce), "reduction"),
+    **dict.fromkeys((RmsNormOp, LayerNormOp, Softmax, Reduce, Cumsum), "reduction"),
     **dict.fromkeys((FusedResidualRmsNorm, FusedResidualLayerNorm), "reduction"),
     **dict.fromkeys((Unary, Binary, Compare, Where, FullLike, FusedSwiGLU, ElementwiseRegion), "elementwise"),
     **dict.fromkeys((Reshape, Transpose, Narrow, Slice, Concat, RepeatHeads, TakeRow, Iota), "movement"),

@@ -33,12 +33,12 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.contract import BatchMatMul, MatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
-from rlx_jax.ir.ops.shaping import Concat, Narrow, Reduce, Reshape, Slice, Softmax, Transpose
+from rlx_jax.ir.ops.shaping import Concat, Cumsum, Narrow, Reduce, Reshape, Slice, Softmax, Transpose
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.types import is_float
 
 F32 = np.dtype(np.float32)
-ELEMENTWISE = (Binary, Compare, Where, Unary, Concat, JaxFn, Reduce, Softmax, Reshape, Slice, Transpose, Narrow)
+ELEMENTWISE = (Binary, Compare, Where, Unary, Concat, JaxFn, Reduce, Softmax, Cumsum, Reshape, Slice, Transpose, Narrow)
 FREE = (hir.Rope, hir.RopeAngles, hir.RopeRows, hir.Positions)
 """Blocks that take f32 tables beside other operands, or make them."""
 PRODUCTS = (MatMul, BatchMatMul, FusedMatMulBiasAct, AttentionOp, JaxFn)

@@ -17,7 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, GraphStage, Mir, Op, Value
 from rlx_jax.ir.ops.contract import LayerNormOp, product
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Unary, Where, small_constant
-from rlx_jax.ir.ops.shaping import Concat, Gather, Narrow, Reduce, Softmax, Transpose, reshape_to
+from rlx_jax.ir.ops.shaping import Concat, Cumsum, Gather, Narrow, Reduce, Softmax, Transpose, reshape_to
 from rlx_jax.ir.types import TensorType, as_dim, as_dtype, is_static
 
 Shape = Sequence[int | str]
@@ -273,6 +273,11 @@ def layer_norm(m: Module, x: Value, gamma: Value, beta: Value, eps: float = 1e-5
 def softmax(m: Module, x: Value, axis: int = -1) -> Value:
     """Softmax along `axis`."""
     return m.add_node(Softmax(axis), x)
+
+
+def cumsum(m: Module, x: Value, axis: int = -1, exclusive: bool = False) -> Value:
+    """The running sum along `axis`; `exclusive` leaves each entry out of its own sum."""
+    return m.add_node(Cumsum(axis, exclusive), x)
 
 
 def reduce(m: Module, kind: str, x: Value, axes: int | Sequence[int], keepdims: bool = False) -> Value:

@@ -51,10 +51,12 @@ def input_type(name: str, shape: Sequence[int | str], dtype: Any) -> TensorType:
 
 @dataclass(frozen=True)
 class DecodeBindings:
-    """What decode layers read: the cached keys and values of each layer `[B, P, K·D]`, and a keep mask `[B, P+S]`."""
+    """What decode layers read: the cached keys and values of each layer `[B, P, K·D]`, a keep mask `[B, P+S]`, and the
+    position of each key among those that the mask keeps, int32 `[B, P+S]`."""
 
     past: tuple[tuple[FlowValue, FlowValue], ...]
     mask: FlowValue | None = None
+    key_positions: FlowValue | None = None
     use_custom_mask: bool = False
 
 
@@ -350,6 +352,10 @@ class Emit:
     def softmax(self, x: FlowValue, axis: int = -1) -> FlowValue:
         """Softmax along `axis`."""
         return self.add(shaping.Softmax(axis), x)
+
+    def cumsum(self, x: FlowValue, axis: int = -1, exclusive: bool = False) -> FlowValue:
+        """The running sum along `axis`; `exclusive` leaves each entry out of its own sum."""
+        return self.add(shaping.Cumsum(axis, exclusive), x)
 
     def where(self, condition: FlowValue, on_true: Any, on_false: Any) -> FlowValue:
         """`on_true` where `condition`, else `on_false`; numbers are allowed for one of them."""

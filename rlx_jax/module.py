@@ -226,6 +226,7 @@ class GraphModule:
     cast = builders.cast
     layer_norm = ln = builders.layer_norm
     softmax = sm = builders.softmax
+    cumsum = builders.cumsum
     sum, mean, reduce = builders.sum, builders.mean, builders.reduce
     reshape_, transpose_, narrow_ = builders.reshape_, builders.transpose_, builders.narrow_
     concat_, gather_ = builders.concat_, builders.gather_

@@ -199,6 +199,7 @@ PRIMITIVES: dict[str, tuple[Callable[[GraphModule, Any, Any, Any], Any], Callabl
     "mean": (lambda m, a, b, v: m.mean(a, 1, keepdims=True), lambda: A.mean(1, keepdims=True)),
     "reduce": (lambda m, a, b, v: m.reduce("max", a, -1), lambda: A.max(-1)),
     "sm": (lambda m, a, b, v: m.sm(a), lambda: softmax(A)),
+    "cumsum": (lambda m, a, b, v: m.cumsum(a, 0), lambda: np.cumsum(A, 0)),
     "reshape": (lambda m, a, b, v: m.reshape_(a, (2, -1)), lambda: A.reshape(2, 12)),
     "narrow": (lambda m, a, b, v: m.narrow_(a, 1, -2, 2), lambda: A[:, -2:]),
     "concat": (lambda m, a, b, v: m.concat_([a, b], 1), lambda: np.concatenate([A, B], 1)),

@@ -35,6 +35,7 @@ from rlx_jax.ir.ops.shaping import (
     REDUCE,
     AxisOf,
     Concat,
+    Cumsum,
     Gather,
     Iota,
     Narrow,
@@ -56,6 +57,7 @@ from tests.oracles.op_formulas import (
     attention,
     cache_fill,
     cache_update,
+    cumsum,
     layer_norm,
     ring_step,
     rms_norm,
@@ -151,6 +153,7 @@ def attention_samples() -> Iterator[Sample]:
         ({"extra": ("keep",)}, ("i32 batch keys",)),
         ({"causal": True, "extra": ("keep",)}, ("bool batch keys",)),
         ({"causal": True, "window": 2, "extra": ("keep",)}, ("i32 batch keys",)),
+        ({"causal": True, "window": 2, "extra": ("keep", "key_positions")}, ("i32 batch keys", "i32 batch keys")),
         ({"extra": ("bias",)}, ("f32 batch HEADS seq keys",)),
         ({"extra": ("bias",), "softcap": 2.0}, ("f32 1 1 seq keys",)),
         ({"causal": True, "extra": ("keep", "bias")}, ("f32 1 keys", "f32 1 HEADS 1 keys")),
@@ -304,6 +307,9 @@ def shaping_samples() -> Iterator[Sample]:
     for axis in (-1, 1):
         yield Sample(Softmax(axis), (x,), lambda x, a=axis: softmax(x, a))
     yield Sample(Softmax(), ("bf16 batch 8",), softmax)
+    for exclusive in (False, True):
+        yield Sample(Cumsum(-1, exclusive), ("i32 batch seq",), lambda x, e=exclusive: cumsum(x, 1, e))
+        yield Sample(Cumsum(1, exclusive), (x,), lambda x, e=exclusive: cumsum(x, 1, e))
     yield Sample(RepeatHeads(2, 3), (x,), lambda x: np.concatenate([x[..., :4]] * 3 + [x[..., 4:]] * 3, -1))
     yield Sample(RepeatHeads(4, 1), (x,), lambda x: x)
     yield Sample(Where(), ("bool batch seq", "f32 batch seq", "f32"), np.where)
@@ -476,6 +482,7 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a start past the end", Narrow(0, 5, 1), ("f32 3",), ShapeError),
     ("a start before the beginning", Narrow(0, -4, 1), ("f32 3",), ShapeError),
     ("an axis that is not there", Softmax(3), ("f32 2 4",), ShapeError),
+    ("a running sum of bools", Cumsum(), ("bool 2 4",), GraphError),
     ("a reduced axis that is not there", Reduce("sum", (2,)), ("f32 2 4",), ShapeError),
     ("an axis to count that is not there", Iota(2), ("f32 2 4",), ShapeError),
     ("sides that differ", Concat(0), ("f32 2 3", "f32 2 4"), ShapeError),

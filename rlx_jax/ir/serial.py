@@ -64,7 +64,7 @@ OPS: dict[str, type[Op]] = {
         fused.FusedMatMulBiasAct, fused.FusedSwiGLU, fused.FusedResidualLayerNorm, fused.FusedResidualRmsNorm,
         fused.ElementwiseRegion,
         shaping.Reshape, shaping.Transpose, shaping.Narrow, shaping.Slice, shaping.Concat, shaping.Gather,
-        shaping.TakeRow, shaping.Iota, shaping.Reduce, shaping.Softmax, shaping.RepeatHeads,
+        shaping.TakeRow, shaping.Iota, shaping.Reduce, shaping.Softmax, shaping.Cumsum, shaping.RepeatHeads,
         attention.AttentionOp, attention.RopeTable, attention.RopeOp, attention.CacheUpdate, attention.RingStep,
     )
 }  # fmt: skip

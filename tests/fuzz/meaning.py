@@ -28,6 +28,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, U
 from rlx_jax.ir.ops.shaping import (
     AxisOf,
     Concat,
+    Cumsum,
     Gather,
     Iota,
     Narrow,
@@ -197,6 +198,7 @@ MIR: dict[type[Op], Meaning] = {
     Iota: lambda op, x: np.arange(x.shape[op.axis]),
     Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
     Softmax: lambda op, x: formula.softmax(x, op.axis),
+    Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive),
     RepeatHeads: repeat_heads,
     AttentionOp: attend,
     RopeTable: rope_table,

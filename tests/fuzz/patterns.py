@@ -11,7 +11,7 @@ from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary
-from rlx_jax.ir.ops.shaping import Concat, Iota, Narrow, Reduce, Reshape, Softmax, Transpose
+from rlx_jax.ir.ops.shaping import Concat, Cumsum, Iota, Narrow, Reduce, Reshape, Softmax, Transpose
 from rlx_jax.ir.types import is_static
 from tests.fuzz.sketch import BF16, F16, F32, I32, Case, Known, Sketch, plain
 from tests.fuzz.tensor_ops import OPS, Grow, features, floating, norm_of, partner, product, weight_of
@@ -177,6 +177,8 @@ def variation(s: Sketch, op: Op, operands: list[Known]) -> Op:
             return Transpose(perm[::-1])
         case Softmax(axis=axis):
             return Softmax((axis + 1) % len(x.shape))
+        case Cumsum(exclusive=exclusive):
+            return replace(op, exclusive=not exclusive)
         case Unary():
             return Unary(s.choice(("tanh", "silu", "sigmoid", "gelu", "gelu_tanh"))) if x.is_float else op
         case FullLike(value=value):

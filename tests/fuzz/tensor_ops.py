@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.shaping import (
     REDUCE,
     AxisOf,
     Concat,
+    Cumsum,
     Gather,
     Iota,
     Narrow,
@@ -324,6 +325,12 @@ def reduce(s: Sketch) -> object:
     return s.one(Reduce(s.choice(tuple(REDUCE)), axes, s.coin()), x)
 
 
+def cumsum(s: Sketch) -> object:
+    """Along any axis."""
+    x = s.pick(lambda k: len(k.shape) > 0 and k.type.dtype != BOOL) or floating(s, 1)
+    return s.one(Cumsum(s.draw(len(x.shape)), s.coin()), x)
+
+
 def softmax(s: Sketch) -> object:
     """Along any axis."""
     x = floating(s, 1)
@@ -419,5 +426,6 @@ def ring_step(s: Sketch) -> object:
 OPS: tuple[Grow, ...] = (
     unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul, batch_matmul,
     fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, slices, concat, gather, take_row, iota,
-    reduce, reduce, softmax, repeat_heads, attention, rope_table, rope, cache_update, ring_step, fused_residual, region,
+    reduce, reduce, softmax, cumsum, repeat_heads, attention, rope_table, rope, cache_update, ring_step,
+    fused_residual, region,
 )  # fmt: skip

@@ -86,6 +86,8 @@ def attention(
             there = slice(shared * dim, (shared + 1) * dim)
             for s in range(queries):
                 at = s + keys - queries if positions is None else int(positions[b % len(positions), s])
+                if positions is None and key_positions is not None:
+                    at = int(key_positions[b, at])
                 scores: dict[int, float] = {}
                 for t in range(keys):
                     where = t if key_positions is None else int(key_positions[b, t])
@@ -93,10 +95,7 @@ def attention(
                         continue
                     if (causal or window is not None) and where > at:
                         continue
-                    between = at - where
-                    if keep is not None and positions is None and key_positions is None:
-                        between = sum(keep[b % len(keep), i] >= 0.5 for i in range(t + 1, at + 1))
-                    if window is not None and between >= window:
+                    if window is not None and where <= at - window:
                         continue
                     if keep is not None and keep[b % len(keep), t] < 0.5:
                         continue
@@ -126,6 +125,13 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: 
                 out[b, :, first] = x[b, :, first] * c - x[b, :, second] * s
                 out[b, :, second] = x[b, :, second] * c + x[b, :, first] * s
     return out
+
+
+def cumsum(x: np.ndarray, axis: int, exclusive: bool) -> np.ndarray:
+    """Each entry is the sum of those before it, and of itself unless exclusive."""
+    size = x.shape[axis]
+    sums = [np.take(x, range(i + (not exclusive)), axis).sum(axis, dtype=x.dtype) for i in range(size)]
+    return np.stack(sums, axis)
 
 
 def cache_fill(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:

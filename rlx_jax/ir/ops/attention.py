@@ -28,11 +28,10 @@ class AttentionOp(Mir):
     `keep` `[B,T]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S,T]` added to the scores,
     `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1),
     `key_positions` `[B,T]` int32, the absolute position of each key, −1 where a slot holds none.
-    Without `positions` the queries are the last S of the T keys (bottom-right aligned).
+    Without `positions` the queries are the last S of the T keys (bottom-right aligned), and stand where those do.
 
-    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Where neither positions nor key
-    positions are given, a key that `keep` drops takes no place in the window. Query head h reads key head h // (N/K),
-    without repeating keys. A row without any key gives zeros; where positions are given, whoever
+    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
+    key head h // (N/K), without repeating keys. A row without any key gives zeros; where positions are given, whoever
     gives them leaves each query a key.
     """
 
@@ -107,17 +106,15 @@ class AttentionOp(Mir):
             at = jnp.arange(keys, dtype=jnp.int32)[None, None, :] if slots is None else slots[:, None, :]
             rows = extra.get("positions")
             if rows is None:
-                rows = (jnp.arange(queries, dtype=jnp.int32) + (keys - queries))[None, :]
+                last = jnp.arange(queries, dtype=jnp.int32) + (keys - queries)
+                rows = last[None, :] if slots is None else jnp.take(slots, last, axis=1, mode="clip")
             distance = rows[:, :, None] - at
             allowed = distance >= 0 if slots is None else (distance >= 0) & (at >= 0)
             if self.window is not None:
-                if "keep" in extra and slots is None and "positions" not in extra:
-                    kept = jnp.cumsum(_is_kept(extra["keep"]), axis=1, dtype=jnp.int32)
-                    distance = kept[:, jnp.maximum(rows[0], 0), None] - kept[:, None, :]
                 allowed = allowed & (distance < self.window)
             allowed = allowed[:, None, None]
         if "keep" in extra:
-            keep = _is_kept(extra["keep"])[:, None, None, None, :]
+            keep = (extra["keep"].astype(jnp.float32) >= 0.5)[:, None, None, None, :]
             allowed = keep if allowed is None else allowed & keep
         return allowed
 
@@ -135,11 +132,6 @@ class AttentionOp(Mir):
     @classmethod
     def name(cls) -> str:
         return "attention"
-
-
-def _is_kept(keep: Array) -> Array:
-    """A keep mask as bool."""
-    return keep.astype(jnp.float32) >= 0.5
 
 
 def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool) -> Array:

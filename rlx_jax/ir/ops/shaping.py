@@ -297,6 +297,30 @@ class Softmax(Mir):
 
 
 @dataclass(frozen=True)
+class Cumsum(Mir):
+    """The running sum `x₀ + … + xᵢ` along `axis`, floats in f32; `exclusive`: without `xᵢ`, so that the first is 0."""
+
+    axis: int = -1
+    exclusive: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_axis("cumsum", self.axis, operands[0])
+        if operands[0].dtype == jnp.bool_:
+            raise DTypeError(f"cumsum: needs numbers, got {operands[0]}; cast it")
+
+    def eval(self, x: Array) -> Array:
+        axis = self.axis % x.ndim
+        if self.exclusive:
+            shifted = jnp.pad(x, [(int(i == axis), 0) for i in range(x.ndim)])
+            x = jax.lax.slice_in_dim(shifted, 0, x.shape[axis], axis=axis)
+        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        return jnp.cumsum(x, axis=axis, dtype=wide).astype(x.dtype)
+
+    def text(self) -> str:
+        return f"cumsum(axis={self.axis}{',excl' if self.exclusive else ''})"
+
+
+@dataclass(frozen=True)
 class RepeatHeads(Mir):
     """Repeat each of `heads` heads of width `head_dim` consecutively `times` times: `[…, K·D]` → `[…, K·times·D]`."""
 
