@@ -3,7 +3,8 @@
     python benchmarks/first_token.py             the 135M shape in f32 on the CPU, the 1B shape in bf16 on a GPU
 
 Writes a checkpoint with random weights, then starts Python anew for each run: import, `rlx_jax.load`, a prompt of 128
-tokens, its first new token. All runs share JAX's persistent compilation cache, which is empty for the first.
+tokens, the first token of `lm.stream`. Time runs from the start of the process until that token is here. All runs share
+JAX's persistent compilation cache, which is empty for the first.
 Exits with 1 if the median of the later runs is over 5 s on a GPU.
 """
 
@@ -29,8 +30,10 @@ import rlx_jax
 imported = time.time()
 lm = rlx_jax.load(sys.argv[1])
 loaded = time.time()
-(token,) = lm.generate([i % 97 for i in range(128)], max_new_tokens=1)
-print(json.dumps([imported - start, loaded - imported, time.time() - loaded]))
+stream = lm.stream([i % 97 for i in range(128)], max_new_tokens=64)
+token = next(stream)
+print(json.dumps([imported - start, loaded - imported, time.time() - loaded]), flush=True)
+tokens = [token, *stream]
 """
 
 
@@ -57,15 +60,19 @@ def write_checkpoint(directory: Path, shape: str) -> None:
 
 
 def run(directory: Path, cache: Path) -> dict[str, float]:
-    """One new process: seconds of its steps, and of all from its start to its end."""
+    """One new process: seconds of its steps, from its start to its first token, and to the end of the 64th."""
     options = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(directory)], env=os.environ | options, stdout=subprocess.PIPE, check=True
-    )
+    command = [sys.executable, "-c", CHILD, str(directory)]
+    with subprocess.Popen(command, env=os.environ | options, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        here = time.perf_counter() - start
+        child.wait()
+    if child.returncode:
+        raise SystemExit(f"the child ended with status {child.returncode}")
     whole = time.perf_counter() - start
-    steps = json.loads(done.stdout.splitlines()[-1])
-    return dict(zip(STEPS, steps, strict=True)) | {"whole process": whole}
+    return dict(zip(STEPS, json.loads(line), strict=True)) | {"time to first token": here, "whole process": whole}
 
 
 def main() -> None:
@@ -95,7 +102,7 @@ def main() -> None:
     emit(cold=runs[0], warm=runs[1:])
     print(table(["seconds", "empty cache", f"warm cache, median of {args.runs}"], rows))
     if gpu:
-        goals.at_most("whole process, s", statistics.median(r["whole process"] for r in runs[1:]), GOAL)
+        goals.at_most("time to first token, s", statistics.median(r["time to first token"] for r in runs[1:]), GOAL)
     goals.exit()
 
 

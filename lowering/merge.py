@@ -1,6 +1,7 @@
 """Merge Linears that read the same value into one: q, k, v; gate, up. Then the rotations of what came of one: q, k.
 
-Rewrites of HIR, for anyone's flow: one large kernel costs less than several small ones.
+Rewrites of HIR, for anyone's flow: one large kernel costs less than several small ones. Rotations are merged where
+tokens come one by one; over a prompt, cutting the result apart again costs more.
 """
 
 from __future__ import annotations

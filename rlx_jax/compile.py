@@ -10,6 +10,7 @@ Each arrow is one function; the verifier runs after every one of them. A profile
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -89,6 +90,12 @@ class Template:
     nodes: Mapping[str, int]
     fusion: FusionReport
 
+    @functools.cached_property
+    def symbols(self) -> frozenset[str]:
+        """Names of the sizes that its state and inputs have."""
+        types = (*self.state.values(), *(i.type for i in self.mir.inputs))
+        return frozenset().union(*(t.symbols for t in types))
+
 
 def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: bool) -> Graph:
     """HIR of one program: composites as blocks, the compute dtype, how weights are stored, derived from the forward."""
@@ -98,6 +105,7 @@ def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: 
     if settings.merge:
         # Without dce the unmerged weights would stay in the graph, and so in the layout.
         hir = verify(dce(merge_linears(hir, types), types), "hir", "merge_linears", types)
+    if settings.merge and program == "extend":  # a token's kernels are as short as their launch; a prompt's are not
         hir = verify(dce(merge_ropes(hir, types), types), "hir", "merge_ropes", types)
     if settings.weight_layout != "auto":
         hir = verify(dce(orient(hir, settings.weight_layout, types), types), "hir", "orient", types)
@@ -224,6 +232,12 @@ class Compiler:
                 build_s = time.perf_counter() - start
                 self.templates[key] = make_template(built, self.settings, program, last_only, build_s)
             return self.templates[key]
+
+    def any_template(self, program: str) -> Template:
+        """A template of the program, one that is made already if there is: they differ in what they return."""
+        with self.lock:
+            made = (t for (name, given, _), t in self.templates.items() if name == program and not given)
+            return next(made, None) or self.template(program)
 
     def function(self, key: ProgramKey) -> Specialised:
         """The pure function for one choice of sizes; made once."""

@@ -48,7 +48,7 @@ from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
 from rlx_jax.settings import default_target
 from rlx_jax.state import EmptyState, State, as_state, check_empty, check_room, check_state, empty_state
-from rlx_jax.weights.execute import by_key, load_leaf
+from rlx_jax.weights.execute import by_key, load_leaves
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
 
@@ -116,21 +116,10 @@ def has_data(compiler: Compiler) -> bool:
 
 
 def load_params(compiler: Compiler, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
-    """Read every leaf of the layout onto `device` (None: the default one); the arrays and the seconds it took.
-
-    Ends early once it is `given_up`.
-    """
+    """The arrays of the layout's leaves on `device`, and the seconds it took to read them."""
     assert compiler.source is not None
     start = time.perf_counter()
-    types = compiler.layout.types()
-    params, read, total = {}, 0, sum(t.nbytes for t in types.values())
-    with jax.default_device(device):
-        for name, program in compiler.layout.leaves.items():
-            if given_up.is_set():
-                break
-            params[name] = load_leaf(program, compiler.source)
-            compiler.tell("load", read := read + types[name].nbytes, total)
-    jax.block_until_ready(params)
+    params = load_leaves(compiler.layout.leaves, compiler.source, device, compiler.tell, given_up)
     return params, time.perf_counter() - start
 
 
@@ -157,22 +146,11 @@ class CompiledModel:
         `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens that do not fit its slots; under
         `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are dropped.
         """
-        return self.run(inputs, named, state, room=True)
-
-    def run(
-        self, inputs: tuple[Any, ...], named: Mapping[str, Any], state: State | None = None, last_only: bool = False,
-        room: bool = False,
-    ) -> Any:  # fmt: skip
-        """`__call__`; with `last_only` outputs are those of each row's last token, `[B, 1, …]`.
-
-        `room`: see whether the new tokens fit the state, which a caller may know without waiting for the device.
-        """
         params = self.require_params("calling the model")
-        values, key, arrays = self._bind(inputs, named, state, last_only)
-        if room and state is not None and self.program == "extend":
+        values, key, arrays = self._bind(inputs, named, state)
+        if state is not None and self.program == "extend":
             check_room(state.length, values["lengths"], dict(key.binding).get("context"))
-        results = self.execute(key, params, arrays, values)
-        return self._result(results, key)
+        return self._result(self.execute(key, params, arrays, values), key)
 
     def bound(self, sizes: Mapping[str, int], around: Around | None = None, last_only: bool = True) -> BoundProgram:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
@@ -183,9 +161,7 @@ class CompiledModel:
         template = self._template(last_only=last_only)
         slots = {name: min(sizes["context"], window) for name, window in template.rings.items()}
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
-        types = (*template.state.values(), *(i.type for i in template.mir.inputs))
-        known = {symbol for t in types for symbol in t.symbols}
-        binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in known))
+        binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
         key = ProgramKey(self.program, frozenset(), last_only, binding, around)
         self.compiler.check_compiled(key)
         return BoundProgram(self, key)
@@ -241,18 +217,18 @@ class CompiledModel:
 
     def _result(self, results: tuple[tuple[Any, ...], StateArrays], key: ProgramKey) -> Any:
         outputs, state = results
-        names = self._template(key.given, key.last_only).mir.output_names
+        names = self._template(key.given).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
         return (result, as_state(state)) if state else result
 
     def _bind(
-        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None, last_only: bool = False
+        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
     ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
         """Normalise the inputs and find the program they ask for."""
         flow = self.compiler.flow
         given = bind_names(self.inputs, args, named, flow.name)
         optional = frozenset(d.name for d in flow.inputs if d.optional and d.name in given)
-        template = self._template(optional, last_only)
+        template = self._template(optional)
         declared = {i.input: i.type for i in template.mir.inputs}
         bounds = template.bounds
         values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
@@ -262,7 +238,7 @@ class CompiledModel:
         if self.program in CACHED_PROGRAMS:
             low = 1 if self.program == "prefill" else 0
             check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
-        key = ProgramKey(self.program, optional, last_only, tuple(sorted(sizes.items())))
+        key = ProgramKey(self.program, optional, False, tuple(sorted(sizes.items())))
         return values, key, arrays
 
     @property
@@ -358,7 +334,7 @@ class CompiledModel:
             return as_state(self.compiler.call(self.compiler.empty[key]))
 
     def _empty_state(self, batch: DimLike, context: DimLike | None) -> EmptyState:
-        template, name = self._template(), self.compiler.flow.name
+        template, name = self.compiler.any_template(self.program), self.compiler.flow.name
         if not template.state:
             raise GraphError(f"program {self.program} of {name} has no state")
         binding: dict[str, Any] = {**self.compiler.flow.binding, "batch": batch}
@@ -438,6 +414,11 @@ class BoundProgram:
 
     model: CompiledModel
     key: ProgramKey
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a call runs at once."""
+        return self.key in self.model.compiler.executables
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
         run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]

@@ -212,8 +212,10 @@ def test_one_flow_serves_every_length() -> None:
     model = rlx.compile(recipe, weights_of(recipe))
     assert model.report().compiles == 1  # ahead, for one new token
     for past, compiles in ((4, 1), (5, 2), (4, 2), (5, 2)):
-        zeros = {f"past_{kind}_{i}": np.zeros((1, past, 12), np.float32) for i in range(2) for kind in "kv"}
-        model.run((TOKENS[:1, :1],), zeros)
+        zeros: dict[str, Any] = {
+            f"past_{kind}_{i}": np.zeros((1, past, 12), np.float32) for i in range(2) for kind in "kv"
+        }
+        model(TOKENS[:1, :1], **zeros)
         assert model.report().compiles == compiles
 
 

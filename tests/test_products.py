@@ -54,17 +54,22 @@ def test_which_products(batch: int, tokens: int, target: str, products: int) -> 
 
 
 def test_rotations_of_one_product_are_one() -> None:
-    """q and k are turned together where one product makes both; the numbers are the same."""
+    """A program that extends turns q and k together where one product makes both; the numbers are the same."""
     weights = rlx.compile(Llama32Flow.for_prefill(CONFIG)).init(jax.random.key(0))
     keys = rlx.compile(Llama32Flow.for_prefill(CONFIG)).weights(weights)
-    ids, found = np.array([[3, 1, 30], [7, 7, 2]], np.int32), []
+    ids, lengths = np.array([[3, 1, 30], [7, 7, 2]], np.int32), np.array([3, 2], np.int32)
+    profile = rlx.CompileProfile().replace(backend={"cpu": {"merge": True}})
+    assert rlx.compile(Llama32Flow.for_prefill(CONFIG), keys, profile=profile).text("mir").count("= rope(") == 2
+    found = []
     for policy in ("direct", "fusable"):
-        profile = rlx.CompileProfile().replace(backend={"cpu": {"merge": True}}, fusion={"policy": policy})
-        model = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys, profile=profile)
+        merged = profile.replace(fusion={"policy": policy})
+        model = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys, profile=merged, program="extend")
         text = model.text("mir")
         assert text.count("= rope(") == 1 and "rope(d=8, n_rot=8)" in text and "f32[batch,seq,48]" in text
-        found.append(np.asarray(model(ids)))
-    apart = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys)
+        found.append(model(ids, lengths=lengths, state=model.init_state(2, 8))[0])
+    apart = rlx.compile(Llama32Flow.for_prefill(CONFIG), keys, program="extend")
     assert apart.text("mir").count("= rope(") == 2
+    expected, _ = apart(ids, lengths=lengths, state=apart.init_state(2, 8))
     for logits in found:
-        np.testing.assert_allclose(logits, np.asarray(apart(ids)), atol=2e-6)
+        for row, valid in enumerate(lengths):
+            np.testing.assert_allclose(logits[row, :valid], expected[row, :valid], atol=2e-6)

@@ -198,6 +198,8 @@ def test_rows_without_a_choice() -> None:
     logits = np.zeros((4, VOCAB), np.float32)
     logits[0, 3], logits[1], logits[2, 2] = np.nan, -np.inf, np.inf
     np.testing.assert_array_equal(finite_rows(jnp.asarray(logits)), [False, False, False, True])
+    greedy = jnp.argmax(jnp.asarray(logits), axis=-1)
+    np.testing.assert_array_equal(finite_rows(jnp.asarray(logits), greedy), [False, False, False, True])
 
 
 def test_a_bias_that_bans_what_the_model_leaves() -> None:

@@ -57,9 +57,10 @@ from rlx_jax.generate.serving import (
 from rlx_jax.generate.stopping import cut, settled, split_stops, stops
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.inputs import random_key
-from rlx_jax.model import CompiledModel
+from rlx_jax.model import BoundProgram, CompiledModel
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
+from rlx_jax.state import as_state
 
 GREEDY = Sampler()
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
@@ -149,14 +150,16 @@ class CausalLM:
         block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(int(valid.max()), "the prompt")
         wanted = self._capacity(block.shape[1], int(valid.max()), max_len)
-        rows, width = pad_block(self.buckets, block, step=False).shape
+        padded = pad_block(self.buckets, block, step=False)
+        rows, width = padded.shape
         slots = prefill_slots(self.buckets, wanted, int(valid.max()), width, fixed=max_len is not None)
         program = self._program("prefill")
-        program.bound({"batch": rows, "seq": width, "context": slots}, last_only=_last_only(logits))  # or refuse it
+        sizes = {"batch": rows, "context": slots}
+        reader = program.bound({**sizes, "seq": width}, last_only=_last_only(logits))  # or refuse it
         empty = program.init_state(rows, slots)
         capacity = slots if max_len is None else wanted
-        fresh = DecodeState(empty, np.zeros(len(block), np.int64), capacity, self.model.compiler)
-        out, state = self._run("prefill", fresh, block, valid, logits)
+        fresh = DecodeState(empty, np.zeros(len(block), np.int64), capacity, sizes, self.model.compiler)
+        out, state = self._run(reader, fresh, padded, valid, block.shape[1])
         return (out if logits == "last" else moved_back(out, starts)), state
 
     def extend(
@@ -177,29 +180,30 @@ class CausalLM:
         if block.shape[0] != len(state.lengths):
             raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
         self._check_room(state, valid)
-        return self._run("extend", state, block, valid, logits)
+        padded = pad_block(self.buckets, block, rows=state.sizes["batch"])
+        reader = self._program("extend").bound({**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits))
+        return self._run(reader, state, padded, valid, block.shape[1])
 
     def _program(self, name: str) -> CompiledModel:
         return replace(self.model, program=name)
 
     def _run(
-        self, name: str, state: DecodeState, tokens: Any, valid: Any, logits: str
+        self, reader: BoundProgram, state: DecodeState, padded: Any, valid: Any, seq: int
     ) -> tuple[jax.Array, DecodeState]:
-        """Run a program on checked tokens; the state is consumed when the program starts."""
-        last_only = _last_only(logits)
-        program, arrays = self._program(name), state.take(self.model.compiler)
-        first = name == "prefill"
-        block = pad_block(self.buckets, tokens, rows=arrays.length.shape[0], step=not first)
-        idle = np.full(len(block) - len(tokens), 1 if first else 0)
+        """Run a program on checked tokens; the state is consumed when the program starts. Rows behind `valid` and
+        positions from `seq` on are padding, of which prefill wants one token a row."""
+        arrays = state.take(self.model.compiler)
+        idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
         lengths = np.concatenate([valid, idle]).astype(np.int32)
         try:
-            out, after = program.run((block,), {"lengths": lengths}, arrays, last_only)
+            ids = self.model.compiler.flow.inputs[0].name
+            (out, *_), after = reader({ids: padded, "lengths": lengths}, arrays.arrays())
         except BaseException:
             if not arrays.length.is_deleted():  # it did not begin: the state is as it was
                 state.state = arrays
             raise
-        result = primary(out)[: len(tokens), 0] if last_only else cropped(primary(out), *tokens.shape)
-        return result, DecodeState(after, state.lengths + valid, state.capacity, state.owner)
+        result = cropped(out[:, 0], len(valid)) if reader.key.last_only else cropped(out, len(valid), seq)
+        return result, replace(state, state=as_state(after), lengths=state.lengths + valid)
 
     # -- generation --------------------------------------------------------------------------
 

@@ -77,7 +77,9 @@ class Choosing:
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new) if self.method.draws else rows.keys
         ready = adjusted(self.method, knobs, logits, rows.seen)
         chosen = choose(self.method, knobs, ready, keys)
-        fine = finite_rows(logits) & finite_rows(ready)  # a bias may ban the last tokens that the model does not
+        fine = finite_rows(ready, None if self.method.draws else chosen)
+        if ready is not logits:  # a bias may ban the last tokens that the model does not
+            fine &= finite_rows(logits)
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
         left = rows.left - now.astype(jnp.int32)
         ended = now & (ends[chosen] | (left <= 0) | ~fine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,14 @@ from rlx_jax.state import State
 class DecodeState:
     """The cache of a batch: what `prefill` returns and `extend` consumes.
 
-    `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is how many it may hold. Padded to a
-    bucket, the arrays have rows behind those, which hold nothing.
+    `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is how many it may hold. `sizes` are
+    `batch` and `context` of the arrays: padded to a bucket, they have rows and slots behind those, which hold nothing.
     """
 
     state: State | None
     lengths: np.ndarray[Any, Any]
     capacity: int
+    sizes: Mapping[str, int]
     owner: object
 
     @property

@@ -83,7 +83,7 @@ class Encoder:
             if inputs.get(MASK) is not None:
                 raise RequestError(f"lengths and {MASK} say the same; pass one of them")
             inputs[MASK] = np.arange(block.shape[1])[None] < valid[:, None]
-        return primary(self.model.run((block,), inputs))
+        return primary(self.model(block, **inputs))
 
     def embed(self, texts: Any) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.

@@ -134,7 +134,7 @@ class Generation:
     """Tokens of a request, block by block: `[count, n]` int32, `STOPPED` where a row had ended before.
 
     `NOT_FINITE` stands where a row's logits were not, and ended it. The next block is computed while the host looks at
-    the last one.
+    the last one; only the first token does not wait for the loop to compile.
     """
 
     decode: BoundProgram
@@ -150,13 +150,15 @@ class Generation:
         done = 0
         while True:
             tokens, rows = self.tokens, self.rows
-            last = done + tokens.shape[1] >= self.budget
-            if not last:
+            last, ahead = done + tokens.shape[1] >= self.budget, self.decode.is_compiled
+            if ahead and not last:
                 self._advance()
             block = np.asarray(tokens)[: self.count]
             yield block
             if last or not np.asarray(rows.running).any():
                 return
+            if not ahead:
+                self._advance()
             done += block.shape[1]
 
     def stop(self, rows: Iterable[int]) -> None:

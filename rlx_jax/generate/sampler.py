@@ -248,9 +248,14 @@ def keep_likely(method: Method, knobs: Knobs, logits: Array) -> Array:
     return jnp.where(logits >= jnp.minimum(floor, peak), logits, -jnp.inf)
 
 
-def finite_rows(logits: Array) -> Array:
-    """Which rows of `[B, V]` a token can be chosen from: no NaN, and a finite largest logit."""
-    return ~jnp.isnan(logits).any(axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
+def finite_rows(logits: Array, greedy: Array | None = None) -> Array:
+    """Which rows of `[B, V]` a token can be chosen from: no NaN, and a finite largest logit.
+
+    The maximum of a row with NaN is NaN. `greedy` `[B]`: where it is, if that is known.
+    """
+    if greedy is None:
+        return jnp.isfinite(jnp.max(logits, axis=-1))
+    return jnp.isfinite(jnp.take_along_axis(logits, greedy[:, None], axis=-1, mode="clip")[:, 0])
 
 
 def _number(name: str, value: float, low: float = TINY, high: float = LARGEST, zero: bool = False) -> None:

@@ -22,7 +22,7 @@ from rlx_jax.ir.types import TensorType, is_float, short_name
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Where weights come from. `spec` reads headers only; `read` never removes."""
+    """Where weights come from. `spec` reads headers only; `read` never removes, and several threads call it at once."""
 
     def keys(self) -> tuple[str, ...]: ...
 

@@ -1,12 +1,15 @@
 """Run parameter programs on a weight source, and read them backwards.
 
-Leaves are filled piece by piece: the host holds one leaf and one checkpoint tensor at a time.
+Leaves are filled piece by piece: a leaf on its way holds itself and one checkpoint tensor of the host's memory.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,22 +17,75 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightShapeError, quote
-from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource, widens
+from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource, stored_keys, widens
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.weights.finite import all_finite
 
 HostArray = np.ndarray[Any, Any]
+READERS = 4
+"""Threads that read leaves: one alone does not fill the bus to an accelerator."""
 
 
-def load_leaf(program: Program, source: WeightSource) -> jax.Array:
-    """The leaf's array on the default device."""
-    match program:
-        case Key():
-            return jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
-        case _:
-            out = np.empty(program.type.shape, program.type.dtype)
-            fill(out, program, source)
-            return jnp.asarray(out)
+def load_leaves(
+    leaves: Mapping[str, Program],
+    source: WeightSource,
+    device: Any,
+    tell: Callable[[str, int, int], None],
+    given_up: threading.Event,
+) -> dict[str, jax.Array]:
+    """The array of every leaf on `device` (None: the default one), several read at a time.
+
+    Leaves that are on their way take host memory of at most a tenth of the model's bytes and the largest leaf. `tell`
+    hears ("load", bytes read, bytes in all) after each, in order. Ends early once it is `given_up`.
+    """
+    sizes = {name: program.type.nbytes for name, program in leaves.items()}
+    needs = {name: host_bytes(program) for name, program in leaves.items()}
+    total, done = sum(sizes.values()), 0
+    limit = total // 10 + max(needs.values(), default=0)
+    arrays: dict[str, jax.Array] = {}
+    pending: dict[str, Future[jax.Array]] = {}
+
+    def collect(room: int) -> None:
+        """Wait for leaves, in order, until those on their way take no more than `room` bytes."""
+        nonlocal done
+        while pending and sum(needs[name] for name in pending) > room:
+            name = next(iter(pending))
+            arrays[name] = pending.pop(name).result()
+            tell("load", done := done + sizes[name], total)
+
+    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+        try:
+            for name, program in leaves.items():
+                collect(limit - needs[name])
+                if given_up.is_set():
+                    break
+                pending[name] = pool.submit(load_leaf, program, source, device)
+            if not given_up.is_set():
+                collect(-1)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return arrays
+
+
+def host_bytes(program: Program) -> int:
+    """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of."""
+    if isinstance(program, Key):
+        return program.type.nbytes
+    return program.type.nbytes + max((key.type.nbytes for key in stored_keys(program)), default=0)
+
+
+def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
+    """The leaf's array, there on `device` (None: the default one)."""
+    with jax.default_device(device):
+        match program:
+            case Key():
+                leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
+            case _:
+                out = np.empty(program.type.shape, program.type.dtype)
+                fill(out, program, source)
+                leaf = jnp.asarray(out)
+        return leaf.block_until_ready()
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:

@@ -242,9 +242,10 @@ class CacheUpdate(Mir):
         if self.fresh:
             valid = (step < lengths[:, None]).reshape(*new.shape[:2], *(1,) * (new.ndim - 2))
             return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, cache[:, : new.shape[1]]))
-        slot = jnp.where(step < lengths[:, None], start[:, None] + step, jnp.iinfo(jnp.int32).max)
+        # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
+        slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
         row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
-        return cache.at[row, slot].set(new, mode="drop")
+        return cache.at[row, slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 @dataclass(frozen=True)
@@ -267,9 +268,9 @@ class RingStep(Mir):
         at = start[:, None] + step
         valid = step < lengths[:, None]
         kept = valid & (step >= lengths[:, None] - slots)
-        slot = jnp.where(kept, jnp.remainder(at, slots), jnp.iinfo(jnp.int32).max)
+        slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
         row = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
-        after = ring.at[row, slot].set(new, mode="drop")
+        after = ring.at[row, slot].set(new, mode="drop", unique_indices=True)
         if new.shape[1] == 1:  # a symbolic size is never 1 here: the general form serves the template
             return after, _ring_positions(start + lengths, slots), after
         keys = jnp.concatenate([ring, new], axis=1)

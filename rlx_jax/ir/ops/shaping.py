@@ -234,6 +234,8 @@ class TakeRow(Mir):
     def eval(self, x: Array, index: Array) -> Array:
         if x.shape[0] is not index.shape[0] and x.shape[0] == 1:
             return jnp.take(x[0], index, axis=0, mode="clip")[:, None]
+        if x.shape[1] == 1:  # a symbolic size is never 1 here
+            return x
         at = index.reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.take_along_axis(x, at, axis=1, mode="clip")
 
