@@ -35,7 +35,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.pointwise import Binary, JaxFn
 from rlx_jax.ir.ops.shaping import Iota, Reshape
-from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.ir.types import Path, TensorType, is_static, symbol
 from rlx_jax.lowering.lower import as_function
 from rlx_jax.lowering.tokenwise import Verdict, token_wise
 
@@ -153,15 +153,16 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             "make the mask an optional input (default=None)"
         )
     q, k, v = inputs
-    t = b.type(k)
-    if t.shape[1] != symbol("seq") or b.type(q).shape[1] != symbol("seq"):
+    t, queries = b.type(k), b.type(q).shape[1]
+    last = is_static(queries) and queries == 1  # among all keys of the forward program: the last token's
+    if t.shape[1] != symbol("seq") or not (last or queries == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     cache = TensorType(
         (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
     )
     leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
     leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
-    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
+    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None, last=last)
     out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
     return (out,)
@@ -259,7 +260,10 @@ def prove(d: Derivation, op: Op, operands: tuple[TensorType, ...], dim: str) -> 
 
 
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:
-    """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence."""
+    """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence.
+
+    The suffix goes on through attention on the side of its queries: its last query reads what the last row needs.
+    """
     d = Derivation("forward", types)
     suffix = _suffix(graph, d)
 
@@ -270,8 +274,8 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
             if inner is not graph or number not in suffix:
                 return None
             gathered = []
-            for old, new in zip(node.inputs, inputs, strict=True):
-                if old.node not in suffix and "seq" in b.type(new).symbols:
+            for at, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
+                if by_row(node.op, at) and old.node not in suffix and "seq" in b.type(new).symbols:
                     if new not in moved:
                         moved[new] = b(hir.LastToken(), new)
                     new = moved[new]
@@ -288,22 +292,38 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
 
 
 def _suffix(graph: Graph, d: Derivation) -> set[int]:
-    """Nodes that only outputs and other suffix nodes read, and that treat tokens alone."""
+    """Nodes whose rows only outputs and other suffix nodes read, one by one, and that treat tokens alone."""
     users: dict[int, set[int]] = {}
+    whole = {v.node for _, v in graph.writes}
     for number, node in enumerate(graph.nodes):
-        for v in node.inputs:
+        for at, v in enumerate(node.inputs):
             users.setdefault(v.node, set()).add(number)
-    written = {v.node for _, v in graph.writes}
+            if not by_row(node.op, at):
+                whole.add(v.node)
     suffix: set[int] = set()
     for number in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[number]
         plain = not (isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES)
-        if not plain or number in written or not users.get(number, set()) <= suffix:
+        if number in whole or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)
+        if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands):
+            suffix.add(number)
+        if not plain:
+            continue
         if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
             verdict = prove(d, node.op, operands, "seq")
             if verdict.token_wise and all(axis == 1 for axis in verdict.out_axes):
                 if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
                     suffix.add(number)
     return suffix
+
+
+def has_last_query(op: Op) -> bool:
+    """Whether the op is attention whose last query, given alone, is still the last: queries stand where keys end."""
+    return isinstance(op, hir.Attention) and op.causal and not op.extra
+
+
+def by_row(op: Op, operand: int) -> bool:
+    """Whether a row of the result needs only that row of the operand."""
+    return operand == 0 or not isinstance(op, hir.Attention)

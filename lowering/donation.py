@@ -24,7 +24,7 @@ from rlx_jax.lowering.buffers import activation_bytes
 from rlx_jax.lowering.plan import Lir, state_types
 
 SLACK = 2**16  # bytes: alignment and small constants
-CUBLAS_WORKSPACE = 2**25  # bytes: what cuBLAS may keep beside a product, which XLA counts as temporary
+CUDA_SCRATCH = 2**26  # bytes: cuBLAS's own memory, and partial sums of products that XLA cuts along the contraction
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def examine(lir: Lir, compiled: jax.stages.Compiled) -> Donation:
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, activations too, and widens a cache whole to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
-    slack = SLACK + (CUBLAS_WORKSPACE if lir.plan.target == "cuda" else 0)
+    slack = SLACK + (CUDA_SCRATCH if lir.plan.target == "cuda" else 0)
     outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
     casts = cast_parameters(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)

@@ -40,6 +40,7 @@ from rlx_jax.executable import Around, Arrays, Executable, Function, Progress, S
 from rlx_jax.inputs import Bounds, bounds_of
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.derive import derive, ring_sizes
@@ -111,6 +112,8 @@ def program_hir(built: BuiltModel, settings: Settings, program: str, last_only: 
         hir = verify(dce(orient(hir, settings.weight_layout, types), types), "hir", "orient", types)
     if settings.stored is not None:
         hir = verify(dce(store_in(hir, settings.stored, types), types), "hir", "store", types)
+    if last_only and not settings.scan:  # of the last layer, only the last row goes on
+        hir = verify(peel_last(hir, types), "hir", "peel_last", types)
     return verify(derive(hir, program, types, last_only, settings.kv), "hir", program, types)
 
 

@@ -17,6 +17,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
 from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError
 from rlx_jax.ir import hir
+from rlx_jax.ir.ops.contract import MatMul
 
 H, F, V = 8, 12, 17
 CONTEXT = 16
@@ -288,6 +289,25 @@ def test_logits_of_the_last_token_only(name: str) -> None:
     every, _ = lm.prefill(TOKENS[:, :5], lengths=LENGTHS)
     last, _ = lm.prefill(TOKENS[:, :5], lengths=LENGTHS, logits="last")
     np.testing.assert_allclose(last, np.asarray(every)[np.arange(2), LENGTHS - 1], rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_layer_computes_one_row() -> None:
+    """Attention for the last query and what is behind it, in prefill and a later chunk; the caches hold every row."""
+    flow, weights = head(llama_layers(tokens_flow(), 3)), llama_weights(3)
+    lm = rlx.CausalLM(flow, weights)
+    every, state = lm.prefill(TOKENS[:, :5], lengths=LENGTHS)
+    more, whole = lm.extend(state, TOKENS[:, :3], lengths=[3, 1])
+    _, state = lm.prefill(TOKENS[:, :5], lengths=LENGTHS, logits="last")
+    last, state = lm.extend(state, TOKENS[:, :3], lengths=[3, 1], logits="last")
+    np.testing.assert_allclose(last, np.asarray(more)[np.arange(2), [2, 0]], atol=2e-6)
+    want, got = (s.arrays() for s in (whole.state, state.state) if s is not None)
+    assert want.keys() == got.keys()
+    for key, value in want.items():
+        np.testing.assert_allclose(got[key], value, atol=2e-6, err_msg=str(key))
+    for program in ("prefill", "extend"):
+        nodes = lm.model.compiler.template(program, last_only=True).mir.nodes
+        products = [n.types[0].shape[1] for n in nodes if isinstance(n.op, MatMul)]
+        assert [str(s) for s in products] == ["seq", "1", "1", "1", "1"], program  # qkv; o, gate and up, down, the head
 
 
 def test_side_outputs_come_along() -> None:

@@ -18,8 +18,9 @@ from rlx_jax import blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, RmsNorm, Sequence
 from rlx_jax.built import BuiltModel
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import Graph, Node
-from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.graph import Graph, Node, Param
+from rlx_jax.ir.region import Repeat, peel_last
+from rlx_jax.ir.verify import verify
 
 H = 6
 B, S = 2, 3
@@ -79,15 +80,18 @@ def plain(flow: rlx.ModelFlow, count: int, layer: Layer) -> rlx.ModelFlow:
 
 
 def assert_alike(count: int, layer: Layer, weights: dict[str, np.ndarray], tail: Any = lambda f: f) -> BuiltModel:
-    """Rolled and unrolled, scanned, and written out: the same outputs. Returns the rolled flow, built."""
+    """Rolled and unrolled, scanned, peeled, and written out: the same outputs. Returns the rolled flow, built."""
     rolled = tail(x_flow().repeat_layers(count, layer))
     want = outputs(compiled(tail(plain(x_flow(), count, layer)), weights, profile=UNROLL), X)
-    for profile in (UNROLL, SCAN):
-        got = outputs(compiled(rolled, weights, profile=profile), X)
+    built = rolled.build(weights)
+    peeled = BuiltModel.from_hir(peel_last(built.hir, built.types), weights)
+    runs = {"unrolled": (rolled, UNROLL), "scanned": (rolled, SCAN), "peeled": (peeled, UNROLL)}
+    for how, (flow, profile) in runs.items():
+        got = outputs(compiled(flow, weights, profile=profile), X)
         assert list(got) == list(want)
         for name, value in want.items():
-            np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{name} {profile.layers.roll}")
-    return rolled.build(weights)
+            np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{name} {how}")
+    return built
 
 
 def linear(i: int) -> BlockStage:
@@ -173,6 +177,17 @@ def test_scanned_programs_differentiate() -> None:
         grads.append(model.weights(grad))
     for key, value in grads[0].items():
         np.testing.assert_allclose(grads[1][key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_last_layer_can_stand_alone(count: int) -> None:
+    """Its parameters are its own; the layers before it are one node still, if there are several."""
+    built = x_flow().repeat_layers(count, block).build(weights_of(count, "g", "w", "v"))
+    peeled = verify(peel_last(built.hir, built.types), "hir", "peel_last", built.types)
+    assert [r.count for r in regions(peeled)] == ([count - 1] if count > 2 else [])
+    top = [str(n.op.programs[0]) for n in peeled.nodes if isinstance(n.op, Param)]
+    assert top[-3:] == [f"{name}{count - 1}" for name in ("g", "w", "v")]
+    assert {str(p) for leaf in peeled.params() for p in leaf.programs} == set(weights_of(count, "g", "w", "v"))
 
 
 # -- periods and tails -------------------------------------------------------------------------

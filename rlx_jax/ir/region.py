@@ -16,9 +16,22 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Origin, Param, TypeCache, Value
+from rlx_jax.ir.graph import (
+    BodyInput,
+    Builder,
+    Graph,
+    Leaf,
+    Node,
+    Op,
+    Origin,
+    Param,
+    TypeCache,
+    Value,
+    everywhere,
+    rewrite,
+)
 from rlx_jax.ir.ops.pointwise import captured_arrays
-from rlx_jax.ir.types import LayerIndex, Path, TensorType
+from rlx_jax.ir.types import LayerIndex, Path, TensorType, bind_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,3 +372,58 @@ def indexed(before: Path, path: Path, period: int, layer: int) -> Path:
         counts = isinstance(p, int) and isinstance(q, int) and q - p == period
         out.append(LayerIndex(period, layer - period) if counts else p)
     return tuple(out)
+
+
+# -- taking an iteration out ---------------------------------------------------------------------
+
+
+def peel_last(graph: Graph, types: TypeCache) -> Graph:
+    """The same program with the last iteration of each region behind it as plain nodes.
+
+    For programs without state: what is written inside a region stays there.
+    """
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        op = node.op
+        if not isinstance(op, Repeat) or op.count < 2 or op.body.writes or any(n.op.regions() for n in op.body.nodes):
+            return None
+        count, shared = op.count - 1, inputs[op.carries :]
+        if count > 1:
+            first = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
+        else:
+            first = _iteration(b, op.body, inputs, 0)
+        carries, sides = first[: op.carries], first[op.carries :]
+        last = _iteration(b, op.body, (*carries, *shared), count)
+        columns = zip(range(0, len(sides), count), last[op.carries :], strict=True)
+        return (*last[: op.carries], *(v for at, side in columns for v in (*sides[at : at + count], side)))
+
+    return rewrite(graph, everywhere(fn), types)
+
+
+def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) -> tuple[Value, ...]:
+    """The nodes of one iteration; its outputs."""
+    mapped: dict[Value, Value] = {}
+    for i, node in enumerate(body.nodes):
+        with b.at(replace(node.origin, path=bind_path(node.origin.path, number))):
+            match node.op:
+                case BodyInput(index=index):
+                    new: tuple[Value, ...] = (operands[index],)
+                case Param() as param:
+                    new = (b.leaf(replace(param, programs=(param.at(number),))),)
+                case Leaf() as leaf:
+                    new = (b.leaf(leaf),)
+                case op:
+                    new = b.add(op, *(mapped[v] for v in node.inputs))
+        mapped.update({Value(i, index): v for index, v in enumerate(new)})
+    return tuple(mapped[v] for v in body.outputs)
+
+
+def _first_programs(body: Graph, count: int, types: TypeCache) -> Graph:
+    """The body of the first `count` iterations."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(node.op, Param) or len(node.op.programs) == 1:
+            return None
+        return (b.leaf(replace(node.op, programs=node.op.programs[:count])),)
+
+    return rewrite(body, everywhere(fn), types)

@@ -163,8 +163,9 @@ def attention(s: Sketch) -> object:
 def cached_attention(s: Sketch) -> object:
     """Attention over a cache, inside the block only, or over a ring."""
     heads, kv_heads, dim = s.choice(HEADS)
-    batch, seq = s.dims(3)[0], s.choice((2, 1, 3))
-    q, k, v = (s.leaf((batch, seq, n * dim), F32) for n in (heads, kv_heads, kv_heads))
+    batch, seq, last = s.dims(3)[0], s.choice((2, 1, 3)), s.coin(3)
+    queries = 1 if last else seq
+    q, k, v = (s.leaf((batch, n, h * dim), F32) for n, h in ((queries, heads), (seq, kv_heads), (seq, kv_heads)))
     window = s.choice((None, 2))
     ring = window is not None and s.coin()
     slots = 2 + s.draw(2) if ring else 6
@@ -174,7 +175,7 @@ def cached_attention(s: Sketch) -> object:
     attend = hir.Attention(heads, kv_heads, True, window, softcap=s.choice((None, 1.5)))
     # Of padding nothing is promised: behind a window it may have no key.
     lengths = s.leaf((batch,), I32, seq if window and not block_only else 0, seq + 1)
-    return s.add(hir.CachedAttention(attend, block_only, ring), q, k, v, *caches, start, lengths)
+    return s.add(hir.CachedAttention(attend, block_only, ring, last), q, k, v, *caches, start, lengths)
 
 
 def last_token(s: Sketch) -> object:

@@ -237,15 +237,19 @@ def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, 
         keys, extra["key_positions"], cache_k = formula.ring_step(cache_k, new_k, start, lengths)
         values, _, cache_v = formula.ring_step(cache_v, new_v, start, lengths)
     else:
-        keys = cache_k = formula.cache_update(cache_k, new_k, start, lengths)
-        values = cache_v = formula.cache_update(cache_v, new_v, start, lengths)
+        write = formula.cache_fill if op.block_only else formula.cache_update
+        keys = cache_k = write(cache_k, new_k, start, lengths)
+        values = cache_v = write(cache_v, new_v, start, lengths)
+    extra["positions"] = start[:, None] + np.arange(k.shape[1])
     if op.block_only:
-        return attend(op.attend, q, k, v), cache_k, cache_v
+        keys, values, extra = new_k, new_v, {"positions": np.tile(np.arange(k.shape[1]), (len(k), 1))}
+    if op.last:
+        behind = np.maximum(lengths - 1, 0)[:, None]
+        extra["positions"] = np.take_along_axis(extra["positions"], behind, axis=1)
     flat = (*keys.shape[:2], -1)
     out = attention(
         q, keys.reshape(flat), values.reshape(flat), heads=op.attend.heads, kv_heads=op.attend.kv_heads,
-        causal=op.attend.causal, window=op.attend.window, scale=op.attend.scale, softcap=op.attend.softcap,
-        positions=start[:, None] + np.arange(q.shape[1]), **extra,
+        causal=op.attend.causal, window=op.attend.window, scale=op.attend.scale, softcap=op.attend.softcap, **extra,
     )  # fmt: skip
     return out, cache_k, cache_v
 

@@ -274,9 +274,17 @@ LOWERING_FAULTS = (
     Fault(
         "new tokens stand before the cache",
         hir.CachedAttention,
-        "grouped",
+        "_positions",
         'Binary("add"), b(Reshape((-1, 1)), start)',
         'Binary("sub"), b(Reshape((-1, 1)), start)',
+        "block",
+    ),
+    Fault(
+        "the last token's query stands one behind",
+        hir.CachedAttention,
+        "_positions",
+        'b(Binary("max"), lengths, one), one)',
+        'b(Binary("max"), lengths, one), b.scalar(0, lengths))',
         "block",
     ),
     Fault(

@@ -135,8 +135,11 @@ def cumsum(x: np.ndarray, axis: int, exclusive: bool) -> np.ndarray:
 
 
 def cache_fill(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """As `cache_update`, from slot 0 on."""
-    return cache_update(cache, new, np.zeros_like(start), lengths)
+    """The first slots hold the new rows, and zeros where those are not valid."""
+    out = cache.copy()
+    for b, i in np.ndindex(len(cache), min(new.shape[1], cache.shape[1])):
+        out[b, i] = new[b, i] if i < lengths[b] else 0
+    return out
 
 
 def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -222,7 +222,8 @@ class CacheUpdate(Mir):
     """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
 
     Row i of batch b goes to slot `start[b] + i` if `i < lengths[b]`; padding is dropped, never clamped.
-    With `fresh` the cache is empty and every row begins at slot 0: a slice is written, nothing is scattered.
+    With `fresh` the cache is empty and every row begins at slot 0: a slice is written, zero where there is padding,
+    and nothing is scattered.
     """
 
     fresh: bool = False
@@ -241,7 +242,7 @@ class CacheUpdate(Mir):
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         if self.fresh:
             valid = (step < lengths[:, None]).reshape(*new.shape[:2], *(1,) * (new.ndim - 2))
-            return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, cache[:, : new.shape[1]]))
+            return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, jnp.zeros_like(new)))
         # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
         row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
