@@ -13,13 +13,7 @@ import jax
 import numpy as np
 
 from rlx_jax.built import Weights
-from rlx_jax.errors import (
-    BatchMismatchError,
-    RequestError,
-    SequenceLengthError,
-    number,
-    shown,
-)
+from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, number, shown
 from rlx_jax.executable import Progress
 from rlx_jax.generate.chat import chat_prompt
 from rlx_jax.generate.decode_state import DecodeState, cropped
