@@ -47,7 +47,7 @@ from rlx_jax.memory import check_fits, out_of_memory
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.report import Report
 from rlx_jax.settings import default_target
-from rlx_jax.state import EmptyState, State, as_state, check_empty, check_room, check_state, empty_state
+from rlx_jax.state import EmptyState, FromEmpty, State, as_state, check_empty, check_room, check_state, empty_state
 from rlx_jax.weights.execute import by_key, load_leaves
 from rlx_jax.weights.initial import initial_params
 from rlx_jax.weights.source import MappingSource
@@ -165,6 +165,10 @@ class CompiledModel:
         key = ProgramKey(self.program, frozenset(), last_only, binding, around)
         self.compiler.check_compiled(key)
         return BoundProgram(self, key)
+
+    def reader(self, sizes: Mapping[str, int], last_only: bool = True) -> BoundProgram:
+        """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
+        return self.bound(sizes, FromEmpty(self._empty_state(sizes["batch"], sizes["context"])), last_only)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -327,13 +331,15 @@ class CompiledModel:
         """
         batch = as_dim(batch, "init_state: batch")
         context = None if context is None else as_dim(context, "init_state: context")
-        key = (self.program, batch, context)
-        if key not in self.compiler.empty:
-            self.compiler.empty[key] = self._empty_state(batch, context)
+        empty = self._empty_state(batch, context)
         with out_of_memory(f"{self.compiler.flow.name}: init_state(batch={batch}, context={context})"):
-            return as_state(self.compiler.call(self.compiler.empty[key]))
+            return as_state(self.compiler.call(empty))
 
     def _empty_state(self, batch: DimLike, context: DimLike | None) -> EmptyState:
+        """What makes it; one for each choice of sizes."""
+        key = (self.program, batch, context)
+        if key in self.compiler.empty:
+            return self.compiler.empty[key]
         template, name = self.compiler.any_template(self.program), self.compiler.flow.name
         if not template.state:
             raise GraphError(f"program {self.program} of {name} has no state")
@@ -341,7 +347,8 @@ class CompiledModel:
         binding |= {} if context is None else {"context": context}
         check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
         binding |= {dim: min(context or window, window) for dim, window in template.rings.items()}
-        return empty_state(template.state, binding, f"{name}: init_state(batch={batch}, context={context})")
+        what = f"{name}: init_state(batch={batch}, context={context})"
+        return self.compiler.empty.setdefault(key, empty_state(template.state, binding, what))
 
     # -- looking -----------------------------------------------------------------------------
 

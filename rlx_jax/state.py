@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
-from rlx_jax.executable import StateArrays
+from rlx_jax.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.ir.types import TensorType, check_elements, is_static
 from rlx_jax.memory import check_fits
 
@@ -40,6 +40,19 @@ class EmptyState:
 
     def __call__(self) -> StateArrays:
         return {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
+
+
+@dataclass(frozen=True)
+class FromEmpty:
+    """Around `prefill`: it makes the empty state itself. One dispatch, and nothing is written that is written over."""
+
+    empty: EmptyState
+
+    def __call__(self, prefill: Function) -> Function:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            return prefill(params, self.empty(), inputs)
+
+        return function
 
 
 def empty_state(types: Mapping[tuple[str, str], TensorType], binding: Mapping[str, int], what: str) -> EmptyState:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.built import Weights
 from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, number, shown
-from rlx_jax.executable import Progress
+from rlx_jax.executable import Progress, StateArrays
 from rlx_jax.generate.chat import chat_prompt
 from rlx_jax.generate.decode_state import DecodeState, cropped
 from rlx_jax.generate.generation import Generation, NewTokens, Plan, generate
@@ -147,13 +147,10 @@ class CausalLM:
         padded = pad_block(self.buckets, block, step=False)
         rows, width = padded.shape
         slots = prefill_slots(self.buckets, wanted, int(valid.max()), width, fixed=max_len is not None)
-        program = self._program("prefill")
         sizes = {"batch": rows, "context": slots}
-        reader = program.bound({**sizes, "seq": width}, last_only=_last_only(logits))  # or refuse it
-        empty = program.init_state(rows, slots)
-        capacity = slots if max_len is None else wanted
-        fresh = DecodeState(empty, np.zeros(len(block), np.int64), capacity, sizes, self.model.compiler)
-        out, state = self._run(reader, fresh, padded, valid, block.shape[1])
+        reader = self._program("prefill").reader({**sizes, "seq": width}, last_only=_last_only(logits))
+        out, after = self._run(reader, {}, padded, valid, block.shape[1])
+        state = DecodeState(as_state(after), valid, slots if max_len is None else wanted, sizes, self.model.compiler)
         return (out if logits == "last" else moved_back(out, starts)), state
 
     def extend(
@@ -176,28 +173,27 @@ class CausalLM:
         self._check_room(state, valid)
         padded = pad_block(self.buckets, block, rows=state.sizes["batch"])
         reader = self._program("extend").bound({**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits))
-        return self._run(reader, state, padded, valid, block.shape[1])
+        held = state.take(self.model.compiler)
+        try:
+            out, after = self._run(reader, held.arrays(), padded, valid, block.shape[1])
+        except BaseException:
+            if not held.length.is_deleted():  # the program did not begin: the state is as it was
+                state.state = held
+            raise
+        return out, replace(state, state=as_state(after), lengths=state.lengths + valid)
 
     def _program(self, name: str) -> CompiledModel:
         return replace(self.model, program=name)
 
     def _run(
-        self, reader: BoundProgram, state: DecodeState, padded: Any, valid: Any, seq: int
-    ) -> tuple[jax.Array, DecodeState]:
-        """Run a program on checked tokens; the state is consumed when the program starts. Rows behind `valid` and
-        positions from `seq` on are padding, of which prefill wants one token a row."""
-        arrays = state.take(self.model.compiler)
+        self, reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int
+    ) -> tuple[jax.Array, StateArrays]:
+        """Run a program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
+        wants one token of such a row."""
         idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
         lengths = np.concatenate([valid, idle]).astype(np.int32)
-        try:
-            ids = self.model.compiler.flow.inputs[0].name
-            (out, *_), after = reader({ids: padded, "lengths": lengths}, arrays.arrays())
-        except BaseException:
-            if not arrays.length.is_deleted():  # it did not begin: the state is as it was
-                state.state = arrays
-            raise
-        result = cropped(out[:, 0], len(valid)) if reader.key.last_only else cropped(out, len(valid), seq)
-        return result, replace(state, state=as_state(after), lengths=state.lengths + valid)
+        (out, *_), after = reader({self.model.compiler.flow.inputs[0].name: padded, "lengths": lengths}, state)
+        return (cropped(out[:, 0], len(valid)) if reader.key.last_only else cropped(out, len(valid), seq)), after
 
     # -- generation --------------------------------------------------------------------------
 

@@ -55,21 +55,18 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Plan)
     """
     sizes = {"batch": plan.batch, "context": plan.slots}
     prefill, extend = (replace(model, program=program) for program in ("prefill", "extend"))
-    readers = [
-        (extend if at else prefill).bound({**sizes, "seq": width}) for at, width in enumerate(plan.widths)
-    ]  # fmt: skip
+    blocks = [{**sizes, "seq": width} for width in plan.widths]
+    readers = [prefill.reader(blocks[0]), *(extend.bound(block) for block in blocks[1:])]
     loop = DecodeLoop(plan.method, model.compiler.flow.inputs[0].name, plan.steps, plan.early)
     decode = extend.bound({**sizes, "seq": 1}, loop)
     knobs, ends = jax.device_put((plan.knobs, plan.ends))  # once, not with every block
-    state = prefill.init_state(plan.batch, plan.slots).arrays()
-    rows, state, first = read_prompts(readers, plan, prompts, state, knobs, ends)
+    rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
     return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
 
 
 def read_prompts(
-    readers: Sequence[BoundProgram], plan: Plan, prompts: Sequence[Sequence[int]], state: StateArrays, knobs: Knobs,
-    ends: Array,
-) -> tuple[Rows, StateArrays, Array]:  # fmt: skip
+    readers: Sequence[BoundProgram], plan: Plan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: Array
+) -> tuple[Rows, StateArrays, Array]:
     """The rows, the state after the prompts, and the first tokens `[B, 1]`.
 
     A row that holds nothing reads one token, and never chooses one.
@@ -83,6 +80,7 @@ def read_prompts(
             seen[row, list(prompt)] = True
     rows = compiler.call(StartRows(plan.method.draws), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
     first: Array = np.full((plan.batch, 1), STOPPED, np.int32)
+    state: StateArrays = {}
     at = 0
     for reader, width in zip(readers, plan.widths, strict=True):
         new = np.clip(lengths - at, 0, width)
