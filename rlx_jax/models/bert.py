@@ -14,7 +14,7 @@ from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
+from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
 
 ACTIVATIONS = {
@@ -89,12 +89,7 @@ class BertFlow:
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
-    layer = on_layer
-    before_layers = add_before
-    after_layers = after = add_after
-    patch_flow = add_patch
-    profile = set_profile
-    profile_near = set_profile_near
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
     def spec(self, index: int) -> BertEncoderLayerSpec:
         """The spec of a layer, which holds the layer's keys."""

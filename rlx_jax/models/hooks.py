@@ -3,12 +3,7 @@
 A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this module as its own:
 
     hooks: Hooks = Hooks()
-    layer = on_layer
-    before_layers = add_before
-    after_layers = after = add_after
-    patch_flow = add_patch
-    profile = set_profile
-    profile_near = set_profile_near
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
 Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
 `hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
@@ -147,3 +142,7 @@ def set_profile_near(recipe: R, weights: str | os.PathLike[str], family: str | N
     """
     near = CompileProfile.near(weights, family or recipe.name, recipe.hooks.profile or "auto")
     return set_profile(recipe, near)
+
+
+METHODS = (on_layer, add_before, add_after, add_after, add_patch, set_profile, set_profile_near)
+"""In the order in which a recipe names them; `after` is short for `after_layers`."""

@@ -21,7 +21,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import Decode
-from rlx_jax.models.hooks import Hooks, add_after, add_before, add_patch, on_layer, set_profile, set_profile_near
+from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
 
 
@@ -86,12 +86,7 @@ class Qwen3Flow:
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
-    layer = on_layer
-    before_layers = add_before
-    after_layers = after = add_after
-    patch_flow = add_patch
-    profile = set_profile
-    profile_near = set_profile_near
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
     @staticmethod
     def for_prefill(
