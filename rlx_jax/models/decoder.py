@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind, decode_form, tapped
+from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind, RmsNorm, RopeTables, decode_form, tapped
 from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow
@@ -46,8 +46,14 @@ class Sizes(TypedDict):
     tie_word_embeddings: bool
 
 
+class PlainSizes(Sizes):
+    """Those of a decoder with SwiGLU whose layers share one rope."""
+
+    inv_freq: Frequencies
+
+
 class DecoderConfig(Protocol):
-    """A config with those fields that keys and flow depend on."""
+    """A config with those fields that keys and flow depend on; `inv_freq` are the frequencies of the rope."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -63,6 +69,10 @@ class DecoderConfig(Protocol):
     def num_key_value_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def inv_freq(self) -> Frequencies: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
 
@@ -80,7 +90,7 @@ class Decode:
 
 
 class DecoderRecipe(Protocol):
-    """The fields of a decoder's recipe; `Llama32Flow` says what they mean."""
+    """A decoder's recipe: its fields, which `Llama32Flow` explains, and the spec of a layer."""
 
     @property
     def config(self) -> DecoderConfig: ...
@@ -104,6 +114,7 @@ class DecoderRecipe(Protocol):
     def weights(self) -> WeightSource | None: ...
     @property
     def hooks(self) -> Hooks: ...
+    def spec(self, index: int) -> Any: ...
 
 
 # -- config ------------------------------------------------------------------------------------
@@ -151,13 +162,17 @@ def sizes(
     )
 
 
-def only_silu(c: Fields) -> None:
-    """Refuse another activation than SwiGLU's.
+def plain_sizes(
+    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None
+) -> PlainSizes:
+    """The common fields and the frequencies. Another activation than SwiGLU's is refused.
 
     Raises:
-        UnsupportedError: names the field.
+        ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
     """
+    common = sizes(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+    return PlainSizes(**common, inv_freq=rope_frequencies(c, common["head_dim"]))
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
@@ -295,8 +310,8 @@ def left_keys(config: DecoderConfig) -> tuple[str, ...]:
 # -- flow --------------------------------------------------------------------------------------
 
 
-def layers(recipe: DecoderRecipe, spec: Callable[[int], Any], layer: Callable[[int, Any], BlockStage]) -> Edit:
-    """The stack of layers `layer(i, spec(i))`: in decode form or with side outputs where the recipe asks for it."""
+def _layers(recipe: DecoderRecipe, layer: Callable[[int, Any], BlockStage]) -> Edit:
+    """The stack of layers: in decode form or with side outputs where the recipe asks for it."""
 
     def stock(index: int, spec: Any) -> BlockStage:
         stage = layer(index, spec)
@@ -304,7 +319,7 @@ def layers(recipe: DecoderRecipe, spec: Callable[[int], Any], layer: Callable[[i
             return decode_form(stage, index, recipe.decode.custom_mask)
         return tapped(stage, index) if recipe.export_kv else stage
 
-    return recipe.hooks.stack(recipe.config.num_hidden_layers, spec, stock)
+    return recipe.hooks.stack(recipe.config.num_hidden_layers, recipe.spec, stock)
 
 
 def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> R:
@@ -320,32 +335,33 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
 def decoder_flow(
     recipe: DecoderRecipe,
     specs: Mapping[str, jax.ShapeDtypeStruct],
-    layers: Edit,
-    norm: BlockStage,
+    layer: Callable[[int, Any], BlockStage],
     *,
-    rope: Iterable[BlockStage],
+    norm: BlockStage | None = None,
+    rope: Iterable[BlockStage] = (),
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
 ) -> ModelFlow:
     """The flow of a recipe, bound to its weights; without any, to `specs`.
 
     Args:
-        layers: what `layers` gives for the family's layers.
-        norm: the final norm.
-        rope: the stages before the embedding, which make cos and sin.
+        layer: makes layer i as `layer(i, recipe.spec(i))`.
+        norm: the final norm, unless it is an `RmsNorm`.
+        rope: further stages before the embedding, behind the tables of `config.inv_freq`.
         embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
         logits: stages behind the head, such as a softcap.
     """
+    c = recipe.config
     unread = [EMBEDDING] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
-        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(recipe.config), *unread))
-        .patch(_opened(recipe, rope))
+        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(c), *unread))
+        .patch(_opened(recipe, [RopeTables(c.inv_freq), *rope]))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq, past=recipe.decode.past if recipe.decode else None)
-        .patch(layers)
+        .patch(_layers(recipe, layer))
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
-        .stage(norm)
+        .stage(norm or RmsNorm("model.norm.weight", c.rms_norm_eps))
         .patch(recipe.hooks.edit)
         .patch(_closed(recipe, logits))
     )

@@ -82,22 +82,13 @@ MAX_KEYS_BUILT = 4000
 _GEMMA = _decoder(gemma.GemmaConfig.from_hf, gemma.GemmaFlow, gemma.weight_specs)
 
 FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
-    "llama": (
-        _decoder(llama.LlamaConfig.from_hf, llama.Llama32Flow, llama.weight_specs),
-        ("LlamaForCausalLM",),
-    ),
+    "llama": (_decoder(llama.LlamaConfig.from_hf, llama.Llama32Flow, llama.weight_specs), ("LlamaForCausalLM",)),
     "mistral": (
         _decoder(mistral.MistralConfig.from_hf, mistral.MistralFlow, mistral.weight_specs),
         ("MistralForCausalLM",),
     ),
-    "qwen2": (
-        _decoder(qwen2.Qwen2Config.from_hf, qwen2.Qwen2Flow, qwen2.weight_specs),
-        ("Qwen2ForCausalLM",),
-    ),
-    "qwen3": (
-        _decoder(qwen3.Qwen3Config.from_hf, qwen3.Qwen3Flow, qwen3.weight_specs),
-        ("Qwen3ForCausalLM",),
-    ),
+    "qwen2": (_decoder(qwen2.Qwen2Config.from_hf, qwen2.Qwen2Flow, qwen2.weight_specs), ("Qwen2ForCausalLM",)),
+    "qwen3": (_decoder(qwen3.Qwen3Config.from_hf, qwen3.Qwen3Flow, qwen3.weight_specs), ("Qwen3ForCausalLM",)),
     "gemma": (_GEMMA, ("GemmaForCausalLM",)),
     "gemma2": (_GEMMA, ("Gemma2ForCausalLM",)),
     "gemma3_text": (_GEMMA, ("Gemma3ForCausalLM",)),

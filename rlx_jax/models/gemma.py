@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks import (
-    BlockStage,
     EmbedScale,
     GemmaRmsNorm,
     GemmaStyle,
@@ -253,15 +252,13 @@ class GemmaFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         c = self.config
         cap = c.final_logit_softcapping
-        scale: list[BlockStage] = [] if self.inputs_embeds else [EmbedScale(c.hidden_size)]
-        local = [RopeTables(c.local_inv_freq, name=LOCAL)] if c.local_inv_freq else []
         return decoder.decoder_flow(
             self,
             weight_specs(c),
-            decoder.layers(self, self.spec, self._layer),
-            GemmaRmsNorm("model.norm.weight", c.rms_norm_eps),
-            rope=[RopeTables(c.inv_freq), *local],
-            embedded=scale,
+            self._layer,
+            norm=GemmaRmsNorm("model.norm.weight", c.rms_norm_eps),
+            rope=[RopeTables(c.local_inv_freq, name=LOCAL)] if c.local_inv_freq else [],
+            embedded=[] if self.inputs_embeds else [EmbedScale(c.hidden_size)],
             logits=[] if cap is None else [LogitSoftcap(cap)],
         )
 

@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    LlamaDecoderSpec,
-    RmsNorm,
-    RopeTables,
-    llama_prefill_layer_composed,
-    llama_prefill_layer_fused,
-)
+from rlx_jax.blocks import LlamaDecoderSpec, llama_prefill_layer_composed, llama_prefill_layer_fused
 from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
@@ -51,11 +45,9 @@ class LlamaConfig:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = decoder.fields(config)
-        sizes = decoder.sizes(c, max_positions=2048)
-        decoder.only_silu(c)
+        sizes = decoder.plain_sizes(c, max_positions=2048)
         result = LlamaConfig(
             **sizes,
-            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
             attention_bias=c.flag("attention_bias", False),
             mlp_bias=c.flag("mlp_bias", False),
         )
@@ -125,10 +117,8 @@ class Llama32Flow:
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        c, layer = self.config, llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
-        layers = decoder.layers(self, self.spec, layer)
-        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
-        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
+        layer = llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
+        return decoder.decoder_flow(self, weight_specs(self.config), layer)
 
 
 def weight_specs(config: LlamaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:

@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    LlamaDecoderSpec,
-    RmsNorm,
-    RopeTables,
-    llama_prefill_layer_composed,
-    llama_prefill_layer_fused,
-)
+from rlx_jax.blocks import LlamaDecoderSpec, llama_prefill_layer_composed, llama_prefill_layer_fused
 from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
@@ -53,11 +47,9 @@ class MistralConfig:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = decoder.fields(config)
-        sizes = decoder.sizes(c, max_positions=131072, kv_heads=8)
-        decoder.only_silu(c)
+        sizes = decoder.plain_sizes(c, max_positions=131072, kv_heads=8)
         result = MistralConfig(
             **sizes,
-            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
             sliding_window=c.whole_or_null("sliding_window", 4096),
         )
         c.finish()
@@ -111,10 +103,8 @@ class MistralFlow:
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        c, layer = self.config, llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
-        layers = decoder.layers(self, self.spec, layer)
-        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
-        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
+        layer = llama_prefill_layer_composed if self.composed else llama_prefill_layer_fused
+        return decoder.decoder_flow(self, weight_specs(self.config), layer)
 
 
 def weight_specs(config: MistralConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:

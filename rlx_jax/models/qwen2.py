@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    Qwen3DecoderSpec,
-    RmsNorm,
-    RopeTables,
-    qwen3_prefill_layer_composed,
-    qwen3_prefill_layer_fused,
-)
+from rlx_jax.blocks import Qwen3DecoderSpec, qwen3_prefill_layer_composed, qwen3_prefill_layer_fused
 from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
@@ -53,11 +47,9 @@ class Qwen2Config:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = decoder.fields(config)
-        sizes = decoder.sizes(c, max_positions=32768, kv_heads=32)
-        decoder.only_silu(c)
+        sizes = decoder.plain_sizes(c, max_positions=32768, kv_heads=32)
         result = Qwen2Config(
             **sizes,
-            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
             windows=decoder.qwen_windows(c, sizes["num_hidden_layers"]),
         )
         c.finish()
@@ -118,10 +110,8 @@ class Qwen2Flow:
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        c, layer = self.config, qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
-        layers = decoder.layers(self, self.spec, layer)
-        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
-        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
+        layer = qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
+        return decoder.decoder_flow(self, weight_specs(self.config), layer)
 
 
 def weight_specs(config: Qwen2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:

@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    Qwen3DecoderSpec,
-    RmsNorm,
-    RopeTables,
-    qwen3_prefill_layer_composed,
-    qwen3_prefill_layer_fused,
-)
+from rlx_jax.blocks import Qwen3DecoderSpec, qwen3_prefill_layer_composed, qwen3_prefill_layer_fused
 from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models import decoder
@@ -54,11 +48,9 @@ class Qwen3Config:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = decoder.fields(config)
-        sizes = decoder.sizes(c, max_positions=32768, kv_heads=32, head_dim=128)
-        decoder.only_silu(c)
+        sizes = decoder.plain_sizes(c, max_positions=32768, kv_heads=32, head_dim=128)
         result = Qwen3Config(
             **sizes,
-            inv_freq=decoder.rope_frequencies(c, sizes["head_dim"]),
             attention_bias=c.flag("attention_bias", False),
             windows=decoder.qwen_windows(c, sizes["num_hidden_layers"]),
         )
@@ -120,10 +112,8 @@ class Qwen3Flow:
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        c, layer = self.config, qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
-        layers = decoder.layers(self, self.spec, layer)
-        norm = RmsNorm("model.norm.weight", c.rms_norm_eps)
-        return decoder.decoder_flow(self, weight_specs(c), layers, norm, rope=[RopeTables(c.inv_freq)])
+        layer = qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
+        return decoder.decoder_flow(self, weight_specs(self.config), layer)
 
 
 def weight_specs(config: Qwen3Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
