@@ -7,11 +7,15 @@ tokens come one by one; over a prompt, cutting the result apart again costs more
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Node, Op, Param, Rewrite, TypeCache, Value, rewrite
 from rlx_jax.ir.param import concat
+
+Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
+"""From the numbers of a group's nodes and the inputs of the first: one value for each node."""
 
 
 def merge_linears(graph: Graph, types: TypeCache) -> Graph:
@@ -23,22 +27,7 @@ def merge_linears(graph: Graph, types: TypeCache) -> Graph:
         g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs if isinstance(g.nodes[v.node].op, Param)
     )
 
-    def enter(graph: Graph) -> Rewrite:
-        groups = _groups(graph, uses)
-        member = {number: group for group in groups for number in group}
-        made: dict[int, Value] = {}
-
-        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-            if number not in member:
-                return None
-            group = member[number]
-            if number == group[0]:
-                made.update(zip(group, _merge(b, graph, group, inputs[0]), strict=True))
-            return (made[number],)
-
-        return fn
-
-    return rewrite(graph, enter, types, "merge_linears")
+    return _at_once(graph, types, "merge_linears", lambda graph: _groups(graph, uses), _merge)
 
 
 def _groups(graph: Graph, uses: Counter[Op]) -> list[list[int]]:
@@ -54,7 +43,7 @@ def _groups(graph: Graph, uses: Counter[Op]) -> list[list[int]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def _merge(b: Builder, graph: Graph, group: list[int], x: Value) -> tuple[Value, ...]:
+def _merge(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     nodes = [graph.nodes[number] for number in group]
     op = nodes[0].op
     assert isinstance(op, hir.Linear)
@@ -63,7 +52,7 @@ def _merge(b: Builder, graph: Graph, group: list[int], x: Value) -> tuple[Value,
     weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis)]
     if op.bias:
         weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0))
-    merged = b(replace(op), x, *(b.leaf(w) for w in weights))
+    merged = b(replace(op), inputs[0], *(b.leaf(w) for w in weights))
     return b.add(hir.Split(sizes), merged)
 
 
@@ -80,22 +69,7 @@ def _concat(params: list[Param], axis: int) -> Param:
 
 def merge_ropes(graph: Graph, types: TypeCache) -> Graph:
     """rope(split₀(y), t), rope(split₁(y), t) → split(rope(y₀ ‖ y₁, t)), where the parts stand side by side in y."""
-
-    def enter(graph: Graph) -> Rewrite:
-        member = {number: group for group in _rotations(graph) for number in group}
-        made: dict[int, Value] = {}
-
-        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-            if number not in member:
-                return None
-            group = member[number]
-            if number == group[0]:
-                made.update(zip(group, _rotate(b, graph, group, inputs), strict=True))
-            return (made[number],)
-
-        return fn
-
-    return rewrite(graph, enter, types, "merge_ropes")
+    return _at_once(graph, types, "merge_ropes", _rotations, _rotate)
 
 
 def _rotations(graph: Graph) -> list[list[int]]:
@@ -118,3 +92,25 @@ def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...
     cuts = tuple(n for n in (sum(sizes[:first]), sum(parts), sum(sizes[first + count :])) if n)
     whole = b.add(hir.Split(cuts), *split.inputs)[1 if first else 0]
     return b.add(hir.Split(parts), b(graph.nodes[group[0]].op, whole, *inputs[1:]))
+
+
+def _at_once(
+    graph: Graph, types: TypeCache, name: str, groups: Callable[[Graph], list[list[int]]], make: Make
+) -> Graph:
+    """Compute the nodes of each group together, by `make`, where the first of them stood."""
+
+    def enter(graph: Graph) -> Rewrite:
+        member = {number: group for group in groups(graph) for number in group}
+        made: dict[int, Value] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if number not in member:
+                return None
+            group = member[number]
+            if number == group[0]:
+                made.update(zip(group, make(b, graph, group, inputs), strict=True))
+            return (made[number],)
+
+        return fn
+
+    return rewrite(graph, enter, types, name)
