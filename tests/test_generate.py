@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import Case, load_case
 
 LLAMA = checkpoints.FIXTURES / "llama"
 NAMES = sorted(file.stem for file in LLAMA.glob("*.npz"))
@@ -27,34 +26,6 @@ CHAT = LLAMA / "gqa_tied_llama3_v5"
 CASES: list[dict[str, Any]] = json.loads((LLAMA / "chat.json").read_text("utf-8"))
 VOCABULARY = 67
 CONTEXT = 16
-
-
-@dataclass(frozen=True)
-class Case:
-    """A recorded checkpoint, loaded."""
-
-    directory: Path
-    lm: Any
-    record: Mapping[str, npt.NDArray[Any]]
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """The ragged rows as lists."""
-        rows = zip(self.record["ragged_tokens"], self.record["ragged_lengths"], strict=True)
-        return [row[:n].tolist() for row, n in rows]
-
-    @property
-    def greedy(self) -> list[list[int]]:
-        """24 greedy tokens for each row, no end token."""
-        tokens: list[list[int]] = self.record["greedy"].tolist()
-        return tokens
-
-
-def load_case(directory: Path) -> Case:
-    """The checkpoint in `directory` with its recorded numbers."""
-    with np.load(directory.with_suffix(".npz")) as file:
-        return Case(directory, rlx.load(directory), dict(file))
-
 
 SLOW = ("gqa_linear_mlpbias_v5", "mha_linear_biases_v4", "mqa_llama3_v4")
 RECORDED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NAMES]

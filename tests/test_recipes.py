@@ -19,6 +19,7 @@ from rlx_jax.models.hooks import LayerContext
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
 
 LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
 TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
@@ -27,12 +28,6 @@ BERT = checkpoints.FIXTURES / "bert" / "masked_lm_v4"
 LAYERS = 3
 CONFIG = LlamaConfig(17, 8, 12, 2, 2, 1, 4, (1.0, 0.1))
 NAMES = [f"hidden.{i}" for i in range(LAYERS + 1)]
-
-
-def record(directory: Path) -> dict[str, Any]:
-    """The recorded numbers of a fixture."""
-    with np.load(directory.with_suffix(".npz")) as file:
-        return dict(file)
 
 
 def compiled(flow: Any, weights: Any = None, **tables: Any) -> Any:
@@ -53,19 +48,19 @@ def composed_at_1(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
 @pytest.mark.parametrize("policy", ["fusable", "direct"])
 def test_a_layer_replaced_by_its_composed_form(policy: str) -> None:
     """The same numbers: bit by bit under `fusable`, to 2e-6 under `direct`."""
-    recipe, tokens = rlx.recipe_for(LLAMA), record(LLAMA)["tokens"]
+    recipe, tokens = rlx.recipe_for(LLAMA), load_record(LLAMA)["tokens"]
     stock = np.asarray(compiled(recipe, fusion={"policy": policy})(tokens))
     model = compiled(recipe.layer(composed_at_1), fusion={"policy": policy})
     hooked = model(tokens)
     assert_close(hooked, stock, tolerance=0 if policy == "fusable" else 2e-6)
-    assert_close(hooked, record(LLAMA)["logits"])
+    assert_close(hooked, load_record(LLAMA)["logits"])
     assert ["layer 1" in refusal for refusal in model.report().refusals] == [True]  # it says why it is not rolled
     assert 'param("model.layers.1.self_attn.o_proj.weight"' in model.text("hir")
 
 
 def test_a_hooked_checkpoint_generates() -> None:
     """`load(path, recipe=…)` keeps the tokenizer and the end tokens; prefill and extend are derived as ever."""
-    want = record(LLAMA)
+    want = load_record(LLAMA)
     lm = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).layer(composed_at_1))
     prompts = [r[:n].tolist() for r, n in zip(want["ragged_tokens"], want["ragged_lengths"], strict=True)]
     assert lm.generate(prompts, max_new_tokens=6) == want["greedy"][:, :6].tolist()
@@ -84,7 +79,7 @@ def test_a_recipe_takes_the_weights_of_the_checkpoint(tmp_path: Path, bound: boo
 def test_a_recipe_follows_how_the_checkpoint_stores_its_weights() -> None:
     """A bare encoder's hooks serve a task checkpoint, whose keys have a prefix."""
     bare = dataclasses.replace(rlx.recipe_for(BERT), prefix="", weights=None)
-    tokens = record(BERT)["tokens"]
+    tokens = load_record(BERT)["tokens"]
     assert_close(rlx.load(BERT, recipe=bare).hidden_states(tokens), rlx.load(BERT).hidden_states(tokens), tolerance=0)
 
 
@@ -106,7 +101,7 @@ def test_equal_layers_of_a_hook_still_roll() -> None:
         return blocks.llama_prefill_layer_composed(ctx.index, ctx.spec)
 
     model = compiled(rlx.recipe_for(LLAMA).layer(every), layers={"roll": "scan"})
-    assert_close(model(record(LLAMA)["tokens"]), record(LLAMA)["logits"])
+    assert_close(model(load_record(LLAMA)["tokens"]), load_record(LLAMA)["logits"])
     assert model.report().refusals == ()
     assert "repeat(count=3" in model.text("hir")
 
@@ -145,7 +140,7 @@ def test_every_hidden_state_as_an_output(family: str, roll: str) -> None:
     directory, states = (
         (LLAMA, numpy_reference.llama_states) if family == "llama" else (BERT, numpy_reference.bert_states)
     )
-    tokens, config = record(directory)["tokens"], numpy_reference.read_config(directory)
+    tokens, config = load_record(directory)["tokens"], numpy_reference.read_config(directory)
     assert config["num_hidden_layers"] == LAYERS
     weights = numpy_reference.read_weights(directory)
     rows = [states(config, weights, row) for row in tokens]
@@ -167,7 +162,7 @@ def test_two_ways_to_capture_are_one() -> None:
 @pytest.mark.slow
 def test_side_outputs_of_the_cached_programs() -> None:
     """Prefill and extend give the hidden states of their own tokens."""
-    recipe, tokens = capturing(rlx.recipe_for(LLAMA)), record(LLAMA)["tokens"]
+    recipe, tokens = capturing(rlx.recipe_for(LLAMA)), load_record(LLAMA)["tokens"]
     prefill = rlx.compile(recipe, program="prefill")
     extend = rlx.compile(recipe, program="extend")
     first, state = prefill(tokens[:, :6], lengths=np.array([6, 6], np.int32), state=prefill.init_state(2, 16))
@@ -181,7 +176,7 @@ def test_side_outputs_of_the_cached_programs() -> None:
 
 def test_an_encoder_with_side_outputs_still_embeds() -> None:
     """`embed` reads the primary output; without the files of sentence-transformers it takes the mean."""
-    want = record(BERT)
+    want = load_record(BERT)
     encoder = rlx.load(BERT, recipe=capturing(rlx.recipe_for(BERT)))
     assert_close(encoder.embed(want["tokens"].tolist()), want["plain"].mean(axis=1))
 
@@ -193,7 +188,7 @@ def test_an_encoder_with_side_outputs_still_embeds() -> None:
 )
 def test_live_hidden_states(directory: Path, kind: str) -> None:
     """`output_hidden_states=True` of transformers."""
-    tokens = record(directory)["tokens"]
+    tokens = load_record(directory)["tokens"]
     out = compiled(capturing(rlx.recipe_for(directory)))(tokens)
     states = hugging_face.hidden_states(hugging_face.load(directory, kind), tokens)
     assert len(states) == len(NAMES)
@@ -211,7 +206,7 @@ def scale(factor: float) -> BlockStage:
 
 def test_stages_before_and_after_the_layers() -> None:
     """They accumulate, in order; powers of two are exact."""
-    directory, tokens = LLAMA, record(LLAMA)["tokens"]
+    directory, tokens = LLAMA, load_record(LLAMA)["tokens"]
     recipe = rlx.recipe_for(directory)
     model = compiled(capturing(recipe.before_layers([scale(2.0)]).before_layers([scale(4.0)]).after([scale(8.0)])))
     embedded = numpy_reference.read_weights(directory)["model.embed_tokens.weight"][tokens].astype(np.float32)
@@ -227,10 +222,10 @@ def test_patch_flow_runs_before_the_head() -> None:
     def softcap(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
         return 5.0 * emit.tanh(x / 5.0)
 
-    tokens = record(LLAMA)["tokens"]
+    tokens = load_record(LLAMA)["tokens"]
     recipe = rlx.recipe_for(LLAMA).patch_flow(lambda flow: flow.custom_named("softcap", softcap))
     weights = numpy_reference.read_weights(LLAMA)
-    hidden = record(LLAMA)["hidden"].astype(np.float64)
+    hidden = load_record(LLAMA)["hidden"].astype(np.float64)
     want = (5 * np.tanh(hidden / 5)) @ weights["lm_head.weight"].T
     assert_close(compiled(recipe)(tokens), want.astype(np.float32))
     rlx.compile(recipe, program="extend").text("mir")  # proved token-wise, so there is a cached program
@@ -285,7 +280,7 @@ def test_the_context_has_the_spec_of_its_layer() -> None:
 
 def test_hidden_only_and_last_token_logits() -> None:
     """No head, or the head of the last token of each row."""
-    recipe, want = rlx.recipe_for(LLAMA), record(LLAMA)
+    recipe, want = rlx.recipe_for(LLAMA), load_record(LLAMA)
     model = compiled(dataclasses.replace(recipe, hidden_only=True))
     assert_close(model(want["tokens"]), want["hidden"])
     assert "lm_head.weight" not in model.params
@@ -296,7 +291,7 @@ def test_hidden_only_and_last_token_logits() -> None:
 @pytest.mark.parametrize("directory", [LLAMA, TIED], ids=["head", "tied"])
 def test_inputs_embeds(directory: Path) -> None:
     """Embeddings in place of ids; a tied head still reads the table."""
-    want, weights = record(directory), numpy_reference.read_weights(directory)
+    want, weights = load_record(directory), numpy_reference.read_weights(directory)
     model = compiled(dataclasses.replace(rlx.recipe_for(directory), inputs_embeds=True))
     embeds = weights["model.embed_tokens.weight"][want["tokens"]].astype(np.float32)
     assert_close(model(inputs_embeds=embeds), want["logits"])

@@ -27,6 +27,12 @@ class Case:
         rows = zip(self.record["ragged_tokens"], self.record["ragged_lengths"], strict=True)
         return [row[:n].tolist() for row, n in rows]
 
+    @property
+    def greedy(self) -> list[list[int]]:
+        """24 greedy tokens for each row, no end token."""
+        tokens: list[list[int]] = self.record["greedy"].tolist()
+        return tokens
+
 
 def load_record(directory: Path) -> dict[str, npt.NDArray[Any]]:
     """The recorded numbers of a fixture."""
