@@ -17,6 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import load_record
 
 BERT = checkpoints.FIXTURES / "bert"
 NAMES = sorted(file.stem for file in BERT.glob("*.npz"))
@@ -43,8 +44,7 @@ class Case:
 
 def load_case(directory: Path) -> Case:
     """The checkpoint in `directory` with its recorded numbers."""
-    with np.load(directory.with_suffix(".npz")) as file:
-        return Case(directory, rlx.load(directory), rlx.compile(rlx.from_pretrained(directory)), dict(file))
+    return Case(directory, rlx.load(directory), rlx.compile(rlx.from_pretrained(directory)), load_record(directory))
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -66,8 +66,7 @@ def bare() -> Case:
 def test_record_agrees_with_numpy(name: str) -> None:
     """What `transformers` said is what the formulas say."""
     config, weights = (f(BERT / name) for f in (numpy_reference.read_config, numpy_reference.read_weights))
-    with np.load(BERT / f"{name}.npz") as file:
-        record = dict(file)
+    record = load_record(BERT / name)
     for b, (tokens, types) in enumerate(zip(record["tokens"], record["types"], strict=True)):
         keep = (np.arange(len(tokens)) < record["lengths"][b]).astype(int)
         for key, inputs in {
@@ -170,9 +169,9 @@ def test_policies_and_rolling(policy: str, roll: str) -> None:
     """Every way to compile gives the same numbers."""
     profile = rlx.CompileProfile.preset("auto").replace(fusion={"policy": policy}, layers={"roll": roll})
     encoder = rlx.load(MASKED_LM, profile=profile)
-    with np.load(MASKED_LM.with_suffix(".npz")) as record:
-        lengths = record["lengths"]
-        assert_rows_close(encoder.hidden_states(record["tokens"], lengths), record["ragged"], lengths)
+    record = load_record(MASKED_LM)
+    lengths = record["lengths"]
+    assert_rows_close(encoder.hidden_states(record["tokens"], lengths), record["ragged"], lengths)
 
 
 # -- config and requests -----------------------------------------------------------------------
