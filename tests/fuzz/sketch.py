@@ -7,6 +7,7 @@ what that changes is the error of the result. An integer or a bool must not chan
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeTable
 from rlx_jax.ir.ops.contract import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.fused import FusedResidualLayerNorm, FusedResidualRmsNorm
+from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, FusedResidualRmsNorm
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.shaping import (
     Concat,
@@ -282,6 +283,8 @@ class Sketch:
         self, fn: Callable[..., Sequence[Array]], operands: Sequence[Known], types: Sequence[TensorType], op: Op
     ) -> list[tuple[Array, float]] | None:
         """Results and their errors; None if a result is too large, too uncertain or hangs on a rounding error."""
+        if isinstance(op, ElementwiseRegion):
+            return self.measure_steps(op, operands)
         with np.errstate(all="ignore"):
             results = fn(*(k.array for k in operands))
             if not all(self.moderate(r, t) for r, t in zip(results, types, strict=True)):
@@ -301,6 +304,18 @@ class Sketch:
                 return None
             out.append((r, error))
         return out
+
+    def measure_steps(self, op: ElementwiseRegion, operands: Sequence[Known]) -> list[tuple[Array, float]] | None:
+        """`measure` of a region: every step rounds, and a later one may leave little but that."""
+        values = list(operands)
+        for step in op.steps:
+            given = [values[i] for i in step.operands]
+            types = self.b.types.infer(step.op, tuple(k.type for k in given))
+            measured = self.measure(functools.partial(meaning.apply, step.op, types), given, types, step.op)
+            if measured is None:
+                return None
+            values.append(Known(Value(-1), types[0], *measured[0]))
+        return [(values[-1].array, values[-1].error)]
 
     def moderate(self, array: Array, t: TensorType) -> bool:
         """Whether a value is finite, small in number and in size."""
