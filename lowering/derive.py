@@ -10,7 +10,7 @@ Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -202,18 +202,23 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
     for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
         if not any(dim in t.symbols for t in (*operands, *node.types)):
             continue
-        verdict = prove(d, node.op, operands, dim)
-        reason = "" if verdict.token_wise or node.origin.token_wise else verdict.reason
-        # A closure may branch on a size of 1, which a symbol hides from the proof.
-        if not reason and (isinstance(node.op, JaxFn) or not verdict.token_wise):
-            reason = (
-                "" if slices_alone(d, node.op, operands, dim) else f"a slice along {dim!r} alone gives other numbers"
-            )
-        if reason:
+        if reason := why_not_alone(d, node, operands, dim):
             raise DeriveError(
                 f"{node.op.text()} is not proved to treat {what} alone: {reason}. "
                 f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
             )
+
+
+def why_not_alone(d: Derivation, node: Node, operands: tuple[TensorType, ...], dim: str) -> str:
+    """Why a node may not treat every entry along `dim` alone; empty if it does."""
+    verdict = prove(d, node.op, operands, dim)
+    if not (verdict.token_wise or node.origin.token_wise):
+        return verdict.reason
+    # A closure may branch on a size of 1, which a symbol hides from the proof.
+    ask = isinstance(node.op, JaxFn) or not verdict.token_wise
+    return (
+        "" if not ask or slices_alone(d, node.op, operands, dim) else f"a slice along {dim!r} alone gives other numbers"
+    )
 
 
 def slices_alone(d: Derivation, op: Op, operands: tuple[TensorType, ...], dim: str) -> bool:
@@ -262,9 +267,11 @@ def prove(d: Derivation, op: Op, operands: tuple[TensorType, ...], dim: str) -> 
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence.
 
+    Of the first output: who asks for the last token leaves the others.
     The suffix goes on through attention on the side of its queries: its last query reads what the last row needs.
     """
     d = Derivation("forward", types)
+    graph = replace(graph, outputs=graph.outputs[:1], output_names=graph.output_names[:1])
     suffix = _suffix(graph, d)
 
     def enter(inner: Graph) -> Rewrite:
@@ -287,8 +294,8 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     out = rewrite(graph, enter, types, "last_token_only")
     b = Builder(out.name, types)
     b.nodes, b.inputs, b.writes = list(out.nodes), list(out.inputs), list(out.writes)
-    outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
-    return b.finish(outputs, out.output_names)
+    first = out.outputs[0]
+    return b.finish([b(hir.LastToken(), first) if "seq" in out.type(first).symbols else first], out.output_names[:1])
 
 
 def _suffix(graph: Graph, d: Derivation) -> set[int]:
@@ -313,7 +320,8 @@ def _suffix(graph: Graph, d: Derivation) -> set[int]:
             continue
         if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
             verdict = prove(d, node.op, operands, "seq")
-            if verdict.token_wise and all(axis == 1 for axis in verdict.out_axes):
+            alone = verdict.token_wise and not why_not_alone(d, node, operands, "seq")
+            if alone and all(axis == 1 for axis in verdict.out_axes):
                 if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
                     suffix.add(number)
     return suffix

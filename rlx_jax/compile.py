@@ -290,6 +290,8 @@ class Compiler:
             return ""
         sizes = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
         told = ", ".join(text.format(binding[dim]) for dim, text in sizes.items() if dim in binding)
+        if not key.last_only and replace(key, last_only=True) in self.executables:
+            return f'{self.flow.name}: {told}: warm-up was for logits="last", not for those of every position'
         return (
             f"{self.flow.name}: input {quote(self.flow.inputs[0].name)} with {told or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"

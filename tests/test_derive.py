@@ -310,6 +310,30 @@ def test_the_last_layer_computes_one_row() -> None:
         assert [str(s) for s in products] == ["seq", "1", "1", "1", "1"], program  # qkv; o, gate and up, down, the head
 
 
+def test_a_branch_on_one_row_is_refused() -> None:
+    """The last row alone would take the other branch, which a symbolic size does not show."""
+    odd = head(llama_layers(tokens_flow(), 1).custom(lambda e, x: e.jax(lambda t: -t if t.shape[1] == 1 else t, x)))
+    lm = rlx.CausalLM(odd, llama_weights(1))
+    for call in (lambda: lm.prefill(TOKENS, logits="last"), lambda: lm.generate(TOKENS.tolist(), max_new_tokens=2)):
+        with pytest.raises(DeriveError, match="a slice along 'seq' alone gives other numbers"):
+            call()
+
+
+def test_side_outputs_of_any_layout_are_left() -> None:
+    """Generation reads the first output alone."""
+
+    def side(emit: Any, x: Any) -> Any:
+        emit.output("first", emit.jax(lambda t: t.transpose(2, 0, 1), x))
+        return x
+
+    plain = llama_layers(tokens_flow(), 1)
+    got, want = (
+        rlx.CausalLM(head(flow), llama_weights(1)).generate(TOKENS[:, :3].tolist(), max_new_tokens=3)
+        for flow in (plain.custom(side), plain)
+    )
+    assert got == want
+
+
 def test_side_outputs_come_along() -> None:
     """Token-wise ones, by name."""
 

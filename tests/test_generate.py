@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -220,6 +221,24 @@ def test_stop_string(chat: Any) -> None:
     stop = example["text"][len(example["text"]) // 2 :][:2]
     want = example["text"].split(stop)[0]
     assert chat.generate(example["prompt"], max_new_tokens=24, stop=(stop,)) == want
+
+
+def test_what_is_behind_a_stop_string_does_not_count(chat: Any) -> None:
+    """Ids end with the token that completes it, whatever was computed ahead: more of them, and a failure."""
+
+    def blow(emit: Any, x: Any) -> Any:
+        return emit.jax(lambda t: jnp.where(t[..., 20:21] > 0, jnp.nan, t), x)  # behind token 20
+
+    count = np.roll(np.eye(VOCABULARY, dtype=np.float32), 1, axis=0)  # token i + 1 follows token i
+    flow = rlx.ModelFlow("count").input("tokens", ("batch", "seq"), dtype="int32").embed("e").custom(blow).linear("h")
+    lm = rlx.CausalLM(flow, {"e": np.eye(VOCABULARY, dtype=np.float32), "h": count}, tokenizer=chat.tokenizer)
+    stop = chat.tokenizer.decode([17])
+    for _ in range(2):  # the loop compiled, and not
+        assert lm.generate([[14], [30]], max_new_tokens=12, stop=stop) == [[15, 16, 17], [*range(31, 43)]]
+        assert list(lm.stream([14], max_new_tokens=12, stop=stop)) == [15, 16, 17]
+    assert lm.generate(chat.tokenizer.decode([14]), max_new_tokens=12, stop=stop) == chat.tokenizer.decode([15, 16])
+    with pytest.raises(errors.NumericsError, match=r"rows \[0\], first at step 6;"):
+        lm.generate([14], max_new_tokens=12)
 
 
 def test_strings_need_a_tokenizer(plain: Case) -> None:

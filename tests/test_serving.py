@@ -172,12 +172,16 @@ def test_generation_shares_the_programs_of_direct_calls() -> None:
 def test_a_surprise_consumes_no_state(warm: Any) -> None:
     """`extend` with logits of all positions was not warmed up; with those of the last one it was."""
     _, state = warm.prefill([[1, 2, 3]], logits="last")
-    with pytest.raises(errors.RecompileError, match="no extend program"):
+    with pytest.raises(
+        errors.RecompileError, match='length 1, .* warm-up was for logits="last", not for those of every'
+    ):
         warm.extend(state, [[4]])
+    twin = copy.copy(state)
     logits, after = warm.extend(state, [[4, 5]], logits="last")
     assert logits.shape == (1, VOCAB) and after.lengths.tolist() == [5] and after.length.tolist() == [5]
-    with pytest.raises(errors.SessionStateError):
-        warm.extend(state, [[4]])
+    for used in (state, twin):
+        with pytest.raises(errors.SessionStateError):
+            warm.extend(used, [[4]])
 
 
 def test_warnings() -> None:

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import rlx_jax as rlx
+from rlx_jax import errors
 from rlx_jax.errors import (
     ConfigError,
     DuplicateWeightError,
@@ -450,3 +452,48 @@ def test_nothing_is_warned_about_in_passing(tmp_path: Path) -> None:
         for key in source.keys():
             source.read(key)
         del source
+
+
+# -- a source of one's own ---------------------------------------------------------------------
+
+
+class Own:
+    """The least that a source is."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def keys(self) -> tuple[str, ...]:
+        return ("w",)
+
+    def has(self, key: str) -> bool:
+        return key == "w"
+
+    def where(self, key: str) -> str:
+        return "mine"
+
+    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2, 3), np.float32)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Any:
+        return self.array
+
+
+def test_a_source_of_ones_own() -> None:
+    """It is used as it is; what it lacks, or reads otherwise than it says, is told."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 3)).linear("w")
+    good = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(rlx.compile(flow, Own(good))(good[:1]), good[:1] @ good.T)
+    for array, got in ((good.tolist(), "gives list"), (good.astype(np.float16), "gives float16")):
+        with pytest.raises(
+            errors.WeightDTypeError, match=rf"'w' \(mine\): read\(\) {got}, expected a NumPy array of f32"
+        ):
+            rlx.compile(flow, Own(array))
+    with pytest.raises(errors.WeightShapeError, match=r"'w' \(mine\) was f32\[2,3\]"):
+        rlx.compile(flow, Own(good.T))
+
+    class Half:
+        keys, read, spec = Own.keys, Own.read, Own.spec
+
+    with pytest.raises(errors.WeightError, match="got 'Half', which lacks has, where"):
+        rlx.compile(flow, Half())

@@ -48,7 +48,7 @@ from rlx_jax.generate.serving import (
     warm_contexts,
     warm_requests,
 )
-from rlx_jax.generate.stopping import cut, settled, split_stops, stops
+from rlx_jax.generate.stopping import cut, settled, split_stops, stopped_at
 from rlx_jax.generate.tokenizer import Tokenizer
 from rlx_jax.inputs import random_key
 from rlx_jax.model import BoundProgram, CompiledModel
@@ -213,7 +213,8 @@ class CausalLM:
                 one starts from the begin token; without a begin token it is an error.
             max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
             sampler: how tokens are chosen; greedy by default. See `Sampler`.
-            stop: strings that end a row before them, or token ids that end it as an end token does.
+            stop: strings that end a row before them, or token ids that end it as an end token does. Ids that are asked
+                for as ids end with the token that completes a stop string.
             seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
 
@@ -408,7 +409,10 @@ class CausalLM:
         generation = self._generation(request, sizes)
         for block in generation:
             new.append(block)
-            done = [i for i in new.grown if stops(self._decode, new.rows[i], block.shape[1], request.words)]
+            counts = {i: stopped_at(self._decode, new.rows[i], block.shape[1], request.words) for i in new.grown}
+            done = {i: count for i, count in counts.items() if count is not None}
+            for i, count in done.items():
+                new.end(i, count)
             if done:
                 generation.stop(done)
             yield

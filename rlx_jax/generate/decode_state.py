@@ -36,7 +36,7 @@ class DecodeState:
         """The state, once."""
         if owner is not self.owner:
             raise SessionStateError("this state belongs to another model; call prefill of the model you extend with")
-        if self.state is None:
+        if self.state is None or self.state.length.is_deleted():  # a copy of this object may have consumed it
             raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
         state = self.state
         if not peek:

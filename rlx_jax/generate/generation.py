@@ -96,20 +96,29 @@ def read_prompts(
 @dataclass
 class NewTokens:
     """The new tokens of each row, as the host has them so far. `grown` are rows that the last block added to; `failed`
-    has the step at which a row's logits were not finite."""
+    has the step at which a row's logits were not finite; `ended` are rows that the host ended, and grow no more."""
 
     rows: list[list[int]]
     failed: dict[int, int] = field(default_factory=dict)
     grown: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
     steps: int = 0
 
     def append(self, block: np.ndarray[Any, Any]) -> None:
         """Add a block."""
+        block = block.copy()
+        block[self.ended] = STOPPED  # computed ahead, before they were ended
         self.grown = np.flatnonzero((block >= 0).any(axis=1)).tolist()
         for i in self.grown:
             self.rows[i].extend(block[i][block[i] >= 0].tolist())
         self.failed |= {int(row): self.steps + int(step) for row, step in np.argwhere(block == NOT_FINITE)}
         self.steps += block.shape[1]
+
+    def end(self, row: int, count: int) -> None:
+        """End a row after its first `count` tokens, whatever came behind them."""
+        del self.rows[row][count:]
+        self.failed.pop(row, None)
+        self.ended.append(row)
 
     def check(self, outputs: Sequence[Any]) -> None:
         """Raise the error for rows that failed, with what there is of all of them: `outputs`.

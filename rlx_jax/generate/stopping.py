@@ -33,16 +33,19 @@ def split_stops(stop: Any) -> tuple[tuple[str, ...], list[Any]]:
     return words, [s for s in items if not isinstance(s, str)]
 
 
-def stops(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> bool:
-    """Whether the text of `ids` holds a stop string, which was not there before the last `new` tokens."""
+def stopped_at(decode: Callable[[list[int]], str], ids: list[int], new: int, words: tuple[str, ...]) -> int | None:
+    """How many of `ids` it takes for their text to hold a stop string; one of the last `new` completes it, or None."""
     if not words:
-        return False
+        return None
     text = decode(ids[-(new + TAIL + max(map(len, words)) * 4) :])  # of some, which does not take longer and longer
     if not any(word in text for word in words):
-        return False
+        return None
     # The text of some may begin with half of a character, and both may end with one.
-    whole = decode(ids).rstrip(PART)
-    return any(word in whole for word in words)
+    for count in range(len(ids) - new + 1, len(ids) + 1):
+        whole = decode(ids[:count]).rstrip(PART)
+        if any(word in whole for word in words):
+            return count
+    return None
 
 
 def cut(text: str, words: tuple[str, ...]) -> str:

@@ -117,6 +117,11 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
 
 def _read(key: Key, source: WeightSource) -> HostArray:
     data = source.read(key.key)
+    if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
+        got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
+        raise WeightDTypeError(
+            f"weight {key.key!r} ({source.where(key.key)}): read() gives {got}, expected a NumPy array of {key.type}"
+        )
     if data.shape != key.type.shape:
         raise WeightShapeError(
             f"weight {key.key!r} ({source.where(key.key)}) was {key.type} when the flow was built, is {data.shape} now"

@@ -131,7 +131,11 @@ def open_weights(
         arrays = MappingSource(weights, on_nonfinite=on_nonfinite)
         _check_total(arrays, max_bytes)
         return arrays
-    raise WeightError(f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}")
+    lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
+    told = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
+    raise WeightError(
+        f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{told}"
+    )
 
 
 @dataclass(frozen=True)
