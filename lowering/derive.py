@@ -35,7 +35,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.pointwise import Binary, JaxFn
 from rlx_jax.ir.ops.shaping import Iota, Reshape
-from rlx_jax.ir.types import Path, TensorType, is_static, symbol
+from rlx_jax.ir.types import Path, TensorType, symbol
 from rlx_jax.lowering.lower import as_function
 from rlx_jax.lowering.tokenwise import Verdict, token_wise
 
@@ -153,16 +153,15 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             "make the mask an optional input (default=None)"
         )
     q, k, v = inputs
-    t, queries = b.type(k), b.type(q).shape[1]
-    last = is_static(queries) and queries == 1  # among all keys of the forward program: the last token's
-    if t.shape[1] != symbol("seq") or not (last or queries == symbol("seq")):
+    t = b.type(k)
+    if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     cache = TensorType(
         (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
     )
     leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
     leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
-    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None, last=last)
+    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
     out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
     return (out,)
@@ -287,7 +286,8 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
                         moved[new] = b(hir.LastToken(), new)
                     new = moved[new]
                 gathered.append(new)
-            return b.add(node.op, *gathered)
+            op = node.op
+            return b.add(replace(op, last=True) if isinstance(op, hir.Attention) else op, *gathered)
 
         return fn
 

@@ -319,6 +319,19 @@ def test_a_branch_on_one_row_is_refused() -> None:
             call()
 
 
+def test_a_query_of_the_last_token_for_every_row_is_refused() -> None:
+    """Whoever adds what it reads to earlier tokens lets them see later ones."""
+
+    def pooled(emit: Any, x: Any) -> Any:
+        context = emit.add(hir.Attention(2, 2, causal=True), emit.add(hir.LastToken(), x), x, x)
+        return emit.jax(lambda t, c: t + c, x, context)
+
+    lm = rlx.CausalLM(head(llama_layers(tokens_flow(), 1).custom(pooled)), llama_weights(1))
+    for logits in ("all", "last"):
+        with pytest.raises(DeriveError, match="attention reads keys .* of another sequence"):
+            lm.prefill(TOKENS, logits=logits)
+
+
 def test_side_outputs_of_any_layout_are_left() -> None:
     """Generation reads the first output alone."""
 

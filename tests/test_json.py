@@ -72,7 +72,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Attention(4, 2, True, 2, 0.3, 5.0, ("keep",)), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 3")),
     (
-        hir.CachedAttention(hir.Attention(4, 2, causal=True), last=True),
+        hir.CachedAttention(hir.Attention(4, 2, causal=True, last=True)),
         ("f32 2 1 8", "f32 2 1 4", "f32 2 1 4", "f32 2 6 2 2", "f32 2 6 2 2", "i32 2", "i32 2"),
     ),
     (hir.LastToken(), ("f32 2 3 8", "i32 2")),

@@ -245,6 +245,7 @@ class Attention(Hir):
     """Attention over packed heads: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then `keep` and `bias` as in `extra`.
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
+    With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
     """
 
     heads: int
@@ -254,6 +255,7 @@ class Attention(Hir):
     scale: float | None = None
     softcap: float | None = None
     extra: tuple[str, ...] = ()
+    last: bool = False
 
     def check(self, *operands: TensorType) -> None:
         check_arity("attention", len(operands), 3 + len(self.extra))
@@ -299,13 +301,12 @@ class CachedAttention(Hir):
     Results: the context, and both caches with the new rows written at `start`.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
     With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
-    With `last` q is `[B,1,N·D]`, the query of each row's last valid token.
+    Where `attend.last`, q is `[B,1,N·D]`, the query of each row's last valid token.
     """
 
     attend: Attention
     block_only: bool = False
     ring: bool = False
-    last: bool = False
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         return self.grouped(b, self.attend.heads // self.attend.kv_heads, *operands)
@@ -330,7 +331,7 @@ class CachedAttention(Hir):
             extra, rows = (), ()
         else:
             k, v = (_as_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
-        if self.last or not self.block_only:
+        if self.attend.last or not self.block_only:
             extra, rows = ("positions", *extra), (self._positions(b, q, start, lengths), *rows)
         if times > 1:
             k, v = (b(RepeatHeads(kv_heads, times), x) for x in (k, v))
@@ -339,14 +340,14 @@ class CachedAttention(Hir):
     def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
         """Where the queries stand among the keys, `[B,S]`. That of a row without new tokens reads something all the
         same."""
-        if not self.last:
+        if not self.attend.last:
             return b(Binary("add"), b(Reshape((-1, 1)), start), b(Reshape((1, -1)), b(Iota(1), q)))
         one = b.scalar(1, lengths)
         behind = b(Binary("sub"), b(Binary("max"), lengths, one), one)
         return b(Reshape((-1, 1)), behind if self.block_only else b(Binary("add"), start, behind))
 
     def text(self) -> str:
-        notes = [", block_only"] * self.block_only + [", ring"] * self.ring + [", last"] * self.last
+        notes = [", block_only"] * self.block_only + [", ring"] * self.ring
         return f"cached_{self.attend.text()}{''.join(notes)}"
 
 

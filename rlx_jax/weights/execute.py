@@ -39,7 +39,7 @@ def load_leaves(
     hears ("load", bytes read, bytes in all) after each, in order. Ends early once it is `given_up`.
     """
     sizes = {name: program.type.nbytes for name, program in leaves.items()}
-    needs = {name: host_bytes(program) for name, program in leaves.items()}
+    needs = {name: bytes_to_fill(program) for name, program in leaves.items()}
     total, done = sum(sizes.values()), 0
     limit = total // 10 + max(needs.values(), default=0)
     arrays: dict[str, jax.Array] = {}
@@ -68,7 +68,7 @@ def load_leaves(
     return arrays
 
 
-def host_bytes(program: Program) -> int:
+def bytes_to_fill(program: Program) -> int:
     """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of."""
     if isinstance(program, Key):
         return program.type.nbytes

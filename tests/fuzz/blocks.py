@@ -172,10 +172,10 @@ def cached_attention(s: Sketch) -> object:
     caches = [s.leaf((batch, slots, kv_heads, dim), F32, kind="state") for _ in range(2)]
     block_only = s.coin(3)
     start = s.leaf((batch,), I32, 0, 1 if block_only else 4)
-    attend = hir.Attention(heads, kv_heads, True, window, softcap=s.choice((None, 1.5)))
+    attend = hir.Attention(heads, kv_heads, True, window, softcap=s.choice((None, 1.5)), last=last)
     # Of padding nothing is promised: behind a window it may have no key.
     lengths = s.leaf((batch,), I32, seq if window and not block_only else 0, seq + 1)
-    return s.add(hir.CachedAttention(attend, block_only, ring, last), q, k, v, *caches, start, lengths)
+    return s.add(hir.CachedAttention(attend, block_only, ring), q, k, v, *caches, start, lengths)
 
 
 def last_token(s: Sketch) -> object:

@@ -243,7 +243,7 @@ def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, 
     extra["positions"] = start[:, None] + np.arange(k.shape[1])
     if op.block_only:
         keys, values, extra = new_k, new_v, {"positions": np.tile(np.arange(k.shape[1]), (len(k), 1))}
-    if op.last:
+    if op.attend.last:
         behind = np.maximum(lengths - 1, 0)[:, None]
         extra["positions"] = np.take_along_axis(extra["positions"], behind, axis=1)
     flat = (*keys.shape[:2], -1)
