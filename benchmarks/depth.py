@@ -20,13 +20,13 @@ from handwritten_llama import Sizes, hf_config
 from report import Goals, emit, median_ratio, table
 
 import rlx_jax as rlx
-from rlx_jax.compile import ProgramKey
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.runtime.programs import ProgramKey
 
 GOAL = 1.5
 SHALLOW, DEEP = 4, 64
 TOKENS = jax.ShapeDtypeStruct((2, 128), np.int32)
-KEY = ProgramKey("forward", frozenset(), False, (("batch", 2), ("seq", 128)))
+KEY = ProgramKey("llama", "forward", binding=(("batch", 2), ("seq", 128)))
 
 
 def figures(layers: int, roll: str, trace: bool, size: bool = False) -> dict[str, float]:
@@ -37,7 +37,7 @@ def figures(layers: int, roll: str, trace: bool, size: bool = False) -> dict[str
     gc.collect()
     start = time.perf_counter()
     model = rlx.compile(flow, specs, profile=profile)
-    function = model.compiler.function(KEY).run  # specialise, verify, plan
+    function = model.programs.function(KEY).run  # specialise, verify, plan
     found = {"before tracing": time.perf_counter() - start}
     if trace:
         jitted = jax.jit(function)

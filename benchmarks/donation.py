@@ -20,9 +20,9 @@ from handwritten_llama import Sizes, hf_config
 from report import Goals, emit, table
 
 import rlx_jax as rlx
-from rlx_jax.compile import Executable
-from rlx_jax.lowering.buffers import activation_bytes
-from rlx_jax.lowering.plan import state_types
+from rlx_jax.compiler.executable import Executable
+from rlx_jax.lowering.inspect.buffers import activation_bytes
+from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 
 SLOTS = 2048
@@ -38,7 +38,7 @@ def extend_step(sizes: Sizes, roll: str, batch: int, tokens: int) -> Executable:
     model = rlx.compile(Llama32Flow(config), profile=profile, program="extend")
     state = jax.eval_shape(partial(model.init_state, batch, SLOTS))
     model.lower(np.ones((batch, tokens), np.int32), np.full(batch, tokens, np.int32), state=state)
-    (found,) = model.compiler.executables.values()
+    (found,) = model.programs.executables.values()
     return found
 
 

@@ -6,40 +6,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
+from rlx_jax.blocks.control import check_hidden
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import FullLike
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
 class AttnMask:
-    """Register a keep mask `[B, S]` (1 keeps a key, less than ½ drops it) as `attn_mask`."""
+    """Register a keep mask `[B, S]` (1 keeps a key, less than ½ drops it) as `attn_mask`.
+
+    `batch` and `seq` are checked against the mask when given.
+    """
 
     input_name: str | None = None
+    batch: int | str | None = None
+    seq: int | str | None = None
 
     @staticmethod
-    def ones(batch: int | str = "batch", seq: int | str = "seq") -> AttnMask:
+    def ones(batch: int | str | None = None, seq: int | str | None = None) -> AttnMask:
         """Keep every key of the active value `[B, S, …]`."""
-        return AttnMask(None)
+        return AttnMask(None, batch, seq)
 
     @staticmethod
-    def from_input(name: str, batch: int | str = "batch", seq: int | str = "seq") -> AttnMask:
+    def from_input(name: str, batch: int | str | None = None, seq: int | str | None = None) -> AttnMask:
         """A declared input."""
-        return AttnMask(name)
+        return AttnMask(name, batch, seq)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         if self.input_name is not None:
-            emit.set_named("attn_mask", emit.flow_input(self.input_name))
+            given = emit.flow_input(self.input_name)
+            check_hidden(emit, given, (self.batch, self.seq), "AttnMask")
+            emit.set_named("attn_mask", given)
             return value
         rows = emit.require(value, "AttnMask")
         while rows.ndim > 2:
             rows = rows[..., 0]
-        emit.set_named("attn_mask", emit.add(FullLike(1.0, np.dtype(np.float32)), rows))
+        check_hidden(emit, rows, (self.batch, self.seq), "AttnMask")
+        emit.set_named("attn_mask", emit.add_node(FullLike(1.0, np.dtype(np.float32)), rows))
         return value
 
 
@@ -84,32 +92,29 @@ class SelfAttnPrefillSpec:
         )  # fmt: skip
 
     def block(self, mask: MaskKind) -> hir.Attention:
-        """The attention itself; a keep mask is AND-ed with causality."""
+        """The attention itself."""
         return hir.attention(
-            self.num_heads, self.num_kv_heads, mask, causal_keep=True,
-            scale=self.score_scale, softcap=self.attn_logit_softcap,
-        )  # fmt: skip
+            self.num_heads, self.num_kv_heads, mask, scale=self.score_scale, softcap=self.attn_logit_softcap
+        )
 
 
 @dataclass(frozen=True)
 class SelfAttnPrefill:
     """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection.
 
-    With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`.
+    With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`. Errors name
+    `stage`, which may be a layer that this is part of.
     """
 
     spec: SelfAttnPrefillSpec
     kv_name: str | None = None
+    stage: str = "SelfAttnPrefill"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        context, k, v = self_attention(emit, emit.require(value, "SelfAttnPrefill"), self.spec, "SelfAttnPrefill")
+        context, k, v = self_attention(emit, emit.require(value, self.stage), self.spec, self.stage)
         if self.kv_name is not None:
             side_outputs(emit, self.kv_name, k, v)
         return context
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
-        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
 
 
 def self_attention(
@@ -121,7 +126,7 @@ def self_attention(
         check_heads(emit, spec, stage, q, k, v)
         mask = mask_kind(spec.mask)
         extra = mask_operand(emit, mask, spec.mask_input, stage)
-        return emit.add(spec.block(mask), q, k, v, *extra), k, v
+        return emit.add_node(spec.block(mask), q, k, v, *extra), k, v
 
 
 def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue) -> None:
@@ -144,7 +149,7 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
             made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
     cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
     rope = hir.Rope(s.head_dim, s.head_dim)
-    return [made[name] if name == "v" else emit.add(rope, made[name], cos, sin) for name in wanted]
+    return [made[name] if name == "v" else emit.add_node(rope, made[name], cos, sin) for name in wanted]
 
 
 def check_heads(emit: Emit, spec: SelfAttnPrefillSpec, stage: str, q: FlowValue, k: FlowValue, v: FlowValue) -> None:

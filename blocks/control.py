@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import GraphError, RlxError, shown
-from rlx_jax.ir.graph import first_line
+from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 class BlockStage(Protocol):
@@ -36,13 +36,21 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
 
 @dataclass(frozen=True)
 class Named:
-    """Add a segment to the block path of everything inside."""
+    """Add a segment to the block path of everything inside.
+
+    A layer of a Repeat that is called by its number, `layer3`, adds none: `layers.3` says it already. With `again` the
+    block is the one that a stage before has under this name, as a projection behind attention belongs to it.
+    """
 
     name: str
     inner: BlockStage
+    again: bool = False
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        with emit.scope(self.name):
+        numbers = [segment for segment in emit.builder.origin.path if isinstance(segment, int)]
+        if numbers and self.name == f"layer{numbers[-1]}":
+            return self.inner.emit(emit, value)
+        with emit.stage(), emit.scope(self.name, again=self.again):
             return self.inner.emit(emit, value)
 
 
@@ -57,7 +65,8 @@ class Sequence:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         for stage in self.stages:
-            value = stage.emit(emit, value)
+            with emit.stage():
+                value = stage.emit(emit, value)
         return value
 
 
@@ -65,8 +74,8 @@ class Sequence:
 class Repeat:
     """`count` layers, layer i made by `stage_for_index(i)`; their path is `{name}.{i}`.
 
-    Layers that differ in their parameters only become one region of the compiled program.
-    A `Named` layer is entered without its own segment: the index names it already.
+    Layers that differ in their parameters only become one region of the compiled program; around those that differ in
+    more, several.
     """
 
     count: int
@@ -82,21 +91,24 @@ class Repeat:
         nested = emit.repeating
         emit.repeating = True
         bounds = [len(emit.builder.nodes)]
-        for index in range(self.count):
-            stage = self.stage_for_index(index)
-            inner = stage.inner if isinstance(stage, Named) else stage
-            if not callable(getattr(inner, "emit", None)):
-                raise GraphError(
-                    f"{emit.path}: layer {index} is {type(inner).__name__}, not a stage "
-                    "(a LayerStack becomes one by .build())"
-                )
-            with emit.scope(self.name, index):
-                value = inner.emit(emit, value)
-            bounds.append(len(emit.builder.nodes))
+        with emit.stage(), emit.scope(self.name):
+            for index in range(self.count):
+                value = self._layer(index, emit, value)
+                bounds.append(len(emit.builder.nodes))
         emit.repeating = nested
         if not nested:  # a repeat inside a repeat is part of the outer body
             emit.state.repeats.append(bounds)
         return value
+
+    def _layer(self, index: int, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        stage = self.stage_for_index(index)
+        if not callable(getattr(stage, "emit", None)):
+            raise GraphError(
+                f"{emit.path}: layer {index} is {type(stage).__name__}, not a stage "
+                "(a LayerStack becomes one by .build())"
+            )
+        with emit.stage(), emit.scope(index):
+            return stage.emit(emit, value)
 
 
 @dataclass(frozen=True)
@@ -113,22 +125,29 @@ class Custom:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         builder = emit.builder
         name = self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")
-        with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.scope(name):
-            try:
+        with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.stage(), emit.scope(name):
+            with emit.users_code():
                 out = self.fn(emit, value)
-            except RlxError as error:
-                error.locate(emit.path)
-                raise
-            except Exception as error:
-                if "FlowValue" not in str(error):
-                    error.add_note(f"in the custom stage {emit.path}")
-                    raise
-                raise GraphError(
-                    f"{emit.path}: {first_line(error)}; a FlowValue takes operators and the functions of emit: "
-                    "use emit.jax(fn, value) for JAX functions and emit.constant(array) for small arrays"
-                ) from error
             if out is not None and not isinstance(out, FlowValue):
                 raise GraphError(f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}")
             if out is None:
                 emit.state.left_none = emit.path
             return out
+
+
+def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:
+    """Hold a value against the sizes that a stage was given; None is any size.
+
+    A number agrees with a symbolic size that the flow is bound to.
+
+    Raises:
+        ShapeError: block path, stage, both types.
+    """
+    if shape is None:
+        return
+    known = x.type.shape if len(shape) == x.ndim else shape
+    sizes = [have if size is None else size for size, have in zip(shape, known, strict=True)]
+    want = tensor_type(sizes, x.dtype, f"{emit.path}: {stage}")
+    bound = x.type.bind(emit.binding).shape
+    if any(size not in pair for size, *pair in zip(want.shape, x.type.shape, bound, strict=True)):
+        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {want}")

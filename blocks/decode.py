@@ -1,38 +1,40 @@
-"""Explicit decode: stages that read cached keys and values as inputs, and give the longer ones as outputs.
+"""Explicit decode with the inputs and layers that the spec names: cached keys and values come in, longer ones go out.
 
-Any causal flow decodes without these, by the programs derived from it (`prefill`, `extend`), whose cache has a fixed
-size and is written in place. Here the cache grows by concatenation, and every value is an input or an output of the
-flow. Keys are cached rotated. Letters: B batch, S new tokens, P cached ones, K key/value heads, D head width.
+Any causal flow has this program without these stages (`program="explicit"`, derived), and `prefill` and `extend`, whose
+cache has a fixed size and is written in place. BindDecodeInputs says that its flow is explicit and checks the inputs;
+SelfAttnDecode writes the block that the derivation writes. Keys are cached rotated. Letters: B batch, S new tokens, P
+cached ones, K key/value heads, D head width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, projections, side_outputs
-from rlx_jax.blocks.contracts import KvCacheContract, Shape
-from rlx_jax.blocks.rope import positions_of
-from rlx_jax.emit import DecodeBindings, Emit, FlowValue
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
-from rlx_jax.ir.types import is_float, path_text
+from rlx_jax.ir.types import is_float
+from rlx_jax.trace.emit import Emit, FlowValue
+
+BOUND = "decode."
+"""What the registers begin with that BindDecodeInputs fills: the cache, and the keep mask."""
 
 # -- the inputs ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BindDecodeInputs:
-    """Find the cached keys and values of every layer among the flow's inputs, and put positions behind them.
+    """Say that the flow's tokens stand behind cached ones, and check the inputs that hold the cache.
 
     Inputs: `past_k_{i}` and `past_v_{i}` `[B, P, K·D]` for each layer i, the keys rotated. With `use_custom_mask` also
     `mask` `[B, P+S]` over cached and new keys: 1 keeps a key, less than ½ drops it, and causality holds besides.
-    The rope tables are those of an earlier stage: RopeTables makes its own again, at positions P … P+S−1 or those of
-    the input `position_ids` `[B, S]`; others are taken as they are. Without any, the inputs `rope_cos` and `rope_sin`
-    `[S, D/2]` (or `[B, S, D/2]`) are the rows of the new tokens.
+    Positions count on behind the cache wherever they are read, so RopeTables may stand before this stage or after it.
+    Without any, the inputs `rope_cos` and `rope_sin` `[S, D/2]` (or `[B, S, D/2]`) are the rows of the new tokens.
 
     Raises:
         UnboundInputError: names the first input that is not declared. ShapeError: one has another shape.
@@ -46,84 +48,59 @@ class BindDecodeInputs:
         if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
             raise GraphError(f"{emit.path}: BindDecodeInputs of {self.num_layers!r} layers; expected at least 1")
         with emit.scope("decode_inputs"):
-            ready = emit.state.rope_cos is not None or bool(emit.state.rope_tables)
-            given = None if ready else (_rows(emit, "rope_cos"), _rows(emit, "rope_sin"))
+            emit.state.program = "explicit"
+            if not any(isinstance(n.op, hir.RopeAngles | hir.RopeRows) for n in emit.builder.nodes):
+                _bind_tables(emit)
+            _check_tables(emit, x)
             mask = emit.optional_input("mask") if self.use_custom_mask else None
-            past = tuple((_past(emit, f"past_k_{i}", x), _past(emit, f"past_v_{i}", x)) for i in range(self.num_layers))
-            _check_lengths(emit, past)
-            _check_mask(emit, mask, x, past[0][0])
-            among_kept = None if mask is None else emit.cumsum((mask.astype("float32") >= 0.5).astype("int32"), 1) - 1
-            emit.state.decode = DecodeBindings(past, mask, among_kept, self.use_custom_mask)
-            _count_on(emit, x)
-            _place_tables(emit, x, given)
+            _bind_past(emit, x, self.num_layers)
+            if mask is not None:
+                _check_mask(emit, mask, x)
+                emit.set_named(BOUND + "mask", mask)
         return x
 
 
-def _rows(emit: Emit, name: str) -> FlowValue:
-    """An input of rope rows as `[B|1, S, D/2]`."""
-    rows = emit.flow_input(name)
-    return rows[None] if rows.ndim == 2 else rows
+def _bind_tables(emit: Emit) -> None:
+    """The rope tables are inputs, unless a stage wrote the registers."""
+    if emit.state.rope_cos is None:
+        rows = [emit.flow_input(name) for name in ("rope_cos", "rope_sin")]
+        emit.state.rope_cos, emit.state.rope_sin = (row[None] if row.ndim == 2 else row for row in rows)
 
 
-def _past(emit: Emit, name: str, x: FlowValue) -> FlowValue:
-    """The input `name`, if it can hold cached keys or values for rows of `x`."""
-    past = emit.flow_input(name)
-    if past.ndim != 3 or not is_float(past.dtype) or past.type.shape[0] != x.type.shape[0]:
-        raise ShapeError(
-            f"{emit.path}: input {name} is {past.type}; expected floats [{x.type.shape[0]}, P, K·D]: keys or values of "
-            "P earlier tokens"
-        )
-    return past
-
-
-def _check_lengths(emit: Emit, past: tuple[tuple[FlowValue, FlowValue], ...]) -> None:
-    """Every layer caches the same number of tokens."""
-    first = past[0][0].type
-    for i, pair in enumerate(past):
-        for name, value in zip("kv", pair, strict=True):
-            if value.type.shape[1] != first.shape[1]:
-                raise ShapeError(
-                    f"{emit.path}: input past_{name}_{i} is {value.type}, past_k_0 is {first}: "
-                    "expected as many cached tokens in every layer"
-                )
-
-
-def _check_mask(emit: Emit, mask: FlowValue | None, x: FlowValue, past: FlowValue) -> None:
-    """The mask covers cached and new tokens."""
-    keys = past.type.shape[1] + x.type.shape[1]
-    if mask is not None and (mask.ndim != 2 or mask.type.shape[1] != keys):
-        raise ShapeError(
-            f"{emit.path}: input mask is {mask.type}; expected [{x.type.shape[0]},{keys}]: cached and new tokens, such "
-            "as ('batch', 'past + seq')"
-        )
-
-
-def _count_on(emit: Emit, x: FlowValue) -> None:
-    """Where `position_ids` are counted by default, count from behind the cache."""
-    ids = emit.state.inputs.get("position_ids")
-    if ids is not None and isinstance(emit.builder.nodes[ids.value.node].op, hir.Positions):
-        for node in emit.builder.nodes:
-            if ids.value in node.inputs and not isinstance(node.op, hir.RopeAngles | hir.RopeRows):
-                reader = path_text(node.origin.path)
-                raise GraphError(f"{emit.path}: {reader} read position_ids from 0 on: put BindDecodeInputs before it")
-        del emit.state.inputs["position_ids"]
-        emit.state.inputs["position_ids"] = positions_of(emit, x)
-
-
-def _place_tables(emit: Emit, x: FlowValue, given: tuple[FlowValue, FlowValue] | None) -> None:
-    """Put the rope tables of the new tokens into the registers."""
-    state = emit.state
-    if given is not None:
-        state.rope_cos, state.rope_sin = given
-    made, state.rope_tables = state.rope_tables, []
-    for stage, cos in made:
-        if any(cos is register for register in (state.rope_cos, *state.named.values())):  # not overwritten since
-            stage.emit(emit, x)
-    rows = state.rope_cos
+def _check_tables(emit: Emit, x: FlowValue) -> None:
+    rows = emit.state.rope_cos
     if rows is not None and (rows.ndim != 3 or rows.type.shape[1] != x.type.shape[1]):
         raise ShapeError(
             f"{emit.path}: the rope tables are {rows.type} for {x.type.shape[1]} new tokens; expected one row for "
             "each, that of its position: slice them, or let a RopeTables stage make them"
+        )
+
+
+def _bind_past(emit: Emit, x: FlowValue, layers: int) -> None:
+    """Every layer has keys and values for the rows of `x`, all of as many tokens."""
+    first = emit.flow_input("past_k_0").type
+    for name in (f"past_{kind}_{i}" for i in range(layers) for kind in "kv"):
+        past = emit.flow_input(name)
+        emit.set_named(BOUND + name, past)
+        if past.ndim != 3 or not is_float(past.dtype) or past.type.shape[0] != x.type.shape[0]:
+            raise ShapeError(
+                f"{emit.path}: input {name} is {past.type}; expected floats [{x.type.shape[0]}, P, K·D]: keys or "
+                "values of P earlier tokens"
+            )
+        if past.type.shape[1] != first.shape[1]:
+            raise ShapeError(
+                f"{emit.path}: input {name} is {past.type}, past_k_0 is {first}: "
+                "expected as many cached tokens in every layer"
+            )
+
+
+def _check_mask(emit: Emit, mask: FlowValue, x: FlowValue) -> None:
+    """The mask covers cached and new tokens."""
+    keys = emit.flow_input("past_k_0").type.shape[1] + x.type.shape[1]
+    if mask.ndim != 2 or mask.type.shape[1] != keys:
+        raise ShapeError(
+            f"{emit.path}: input mask is {mask.type}; expected [{x.type.shape[0]},{keys}]: cached and new tokens, such "
+            "as ('batch', 'past + seq')"
         )
 
 
@@ -152,16 +129,26 @@ class DecodeRopeParams:
 # -- attention over cached and new keys ----------------------------------------------------------
 
 
-def cached(emit: Emit, index: int, stage: str) -> tuple[FlowValue, FlowValue]:
-    """The cached keys and values of layer `index`."""
-    bindings = emit.state.decode
-    if bindings is None:
+def check_cached(emit: Emit, index: int, stage: str) -> None:
+    """Layer `index` has a cache: BindDecodeInputs bound it, or without that stage the flow is `explicit` as a whole."""
+    if emit.state.program != "explicit":
         raise UnboundStreamError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
-    if not 0 <= index < len(bindings.past):
-        raise GraphError(
-            f"{emit.path}: {stage} of layer {index}, and BindDecodeInputs bound {len(bindings.past)} layers"
-        )
-    return bindings.past[index]
+    bound = next(i for i in itertools.count() if f"{BOUND}past_k_{i}" not in emit.state.named)
+    if index < 0 or bound and index >= bound:
+        raise GraphError(f"{emit.path}: {stage} of layer {index}, and BindDecodeInputs bound {bound} layers")
+
+
+def cached(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValue]:
+    """The cached keys and values of layer `index`, in front of the `new` ones `[B, S, K·D]`."""
+    past = []
+    for kind, x in zip("kv", new, strict=True):
+        name, (batch, _, width) = f"past_{kind}_{index}", x.type.shape
+        past.append(emit.input(name, (batch, "past", width)))
+        if past[-1].type.shape[2] != width:
+            raise ShapeError(
+                f"{emit.path}: input {name} is {past[-1].type}, the new ones are {x.type}: expected width {width}, K·D"
+            )
+    return past
 
 
 @dataclass(frozen=True)
@@ -179,43 +166,29 @@ class SelfAttnDecode:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttnDecode")
+        mask = mask_kind(self.spec.mask)
         with emit.scope("self_attn"):
-            past = cached(emit, self.layer, "SelfAttnDecode")
+            check_cached(emit, self.layer, "SelfAttnDecode")
+            if mask.kind not in ("causal", "sliding_window"):
+                raise GraphError(
+                    f"{emit.path}: mask {mask}; decode is causal or in a sliding window; use_custom_mask adds a keep "
+                    "mask"
+                )
             q, *new = projections(emit, x, self.spec)
             check_heads(emit, self.spec, "SelfAttnDecode", q, *new)
-            k, v = (self._grown(emit, name, *pair) for name, *pair in zip("kv", past, new, strict=True))
-            side_outputs(emit, f"kv.{self.layer}", k, v)
-            block, keep = self._block(emit)
-            return emit.add(block, q, k, v, *keep)
+            past, keep = cached(emit, self.layer, new), self._keep(emit)
+            block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
+            context, *grown = emit.add_all(block, q, *new, *past, *keep)
+            side_outputs(emit, f"kv.{self.layer}", *grown)
+            return context
 
-    def _grown(self, emit: Emit, name: str, past: FlowValue, new: FlowValue) -> FlowValue:
-        if past.type.shape[2] != new.type.shape[2]:
-            raise ShapeError(
-                f"{emit.path}: input past_{name}_{self.layer} is {past.type}, the new ones are {new.type}: "
-                f"expected width {new.type.shape[2]}, K·D"
-            )
-        return emit.concat([past, new], axis=1)
-
-    def _block(self, emit: Emit) -> tuple[hir.Attention, list[FlowValue]]:
-        """The attention, and the keep mask where there is one, with the positions that a window is measured by."""
-        mask, bindings = mask_kind(self.spec.mask), emit.state.decode
-        if mask.kind not in ("causal", "sliding_window"):
-            raise GraphError(
-                f"{emit.path}: mask {mask}; decode is causal or in a sliding window; use_custom_mask adds a keep mask"
-            )
-        block = self.spec.block(mask)
-        if not self.use_custom_mask or bindings is None or (bindings.mask is None and bindings.use_custom_mask):
-            return block, []
-        if bindings.mask is None or bindings.key_positions is None:
+    def _keep(self, emit: Emit) -> list[FlowValue]:
+        """The keep mask where there is one."""
+        mask = emit.optional_input("mask") if self.use_custom_mask else None
+        if mask is None:
+            return []
+        if BOUND + "past_k_0" in emit.state.named and BOUND + "mask" not in emit.state.named:
             raise GraphError(
                 f"{emit.path}: use_custom_mask, and no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
             )
-        if block.window is None:
-            return replace(block, extra=("keep",)), [bindings.mask]
-        return replace(block, extra=("keep", "key_positions")), [bindings.mask, bindings.key_positions]
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""
-        past, _ = cached(emit, self.layer, "SelfAttnDecode")
-        shape = (hidden[0], past.type.shape[1] + hidden[1], self.spec.num_kv_heads * self.spec.head_dim)
-        return KvCacheContract(shape, shape)
+        return [mask]

@@ -1,60 +1,69 @@
-"""The decode forms of the families' layers: the layer with SelfAttnDecode as its attention, and taps of its keys."""
+"""Layers that decode, and taps of keys and values, under the names of the spec.
+
+Each is the family's own layer with SelfAttnDecode in its middle. A recipe needs none of them: `explicit` and
+`export_kv` are derived from any causal flow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, projections, side_outputs
-from rlx_jax.blocks.contracts import KvCacheContract, Shape
-from rlx_jax.blocks.control import BlockStage, Named, Sequence
-from rlx_jax.blocks.decode import SelfAttnDecode, cached
-from rlx_jax.blocks.decoder import (
-    LlamaDecoder,
-    LlamaDecoderSpec,
-    attention_spec,
-    check_hidden,
-    norm_beta,
-    pre_norm_layer,
-)
-from rlx_jax.blocks.gemma import GemmaStyle, gemma_attention, gemma_layer
-from rlx_jax.blocks.qwen3 import Qwen3Decoder, Qwen3DecoderSpec, attention_of
-from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
+from rlx_jax.blocks.control import Named
+from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
+from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, LlamaDecoder, LlamaDecoderSpec, norm_beta
+from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer, gemma_layer_spec
+from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
+from rlx_jax.trace.emit import Emit, FlowValue
 
 # -- what they share -----------------------------------------------------------------------------
 
 
 class DecodeSpec(Protocol):
-    """The fields that every decode layer's spec has."""
+    """The spec of a layer that decodes: what it says of the cache, and the layer it is without one."""
 
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
     @property
     def kv_group_size(self) -> int | None: ...
     @property
-    def hidden_shape(self) -> tuple[int | str, ...] | None: ...
+    def use_custom_mask(self) -> bool: ...
+    def layer(self) -> DecoderLayerSpec: ...
 
 
-def emit_layer(
-    emit: Emit, value: FlowValue | None, stage: str, index: int, spec: DecodeSpec, layer: BlockStage
-) -> FlowValue:
-    """`layer`, after its input, its spec and its cache were checked."""
-    x = emit.require(value, stage)
-    check_hidden(emit, x, spec.hidden_shape, stage)
-    group, heads, kv_heads = spec.kv_group_size, spec.num_heads, spec.num_kv_heads
-    if group is not None and group * kv_heads != heads:
-        raise GraphError(
-            f"{emit.path}: {stage}: kv_group_size is {group}, and {heads} query heads to {kv_heads} key heads are "
-            f"{heads / kv_heads:g}; leave it out"
-        )
-    cached(emit, index, stage)
-    return emit.require(layer.emit(emit, x), stage)
+@dataclass(frozen=True)
+class DecodeLayer:
+    """One layer over cached and new tokens: `[B,S,H]` → same; see SelfAttnDecode.
+
+    A family's stage is this class with the spec of its layer.
+    """
+
+    layer_prefix: str
+    layer_idx: int
+    spec: DecodeSpec
+
+    @classmethod
+    def layer(cls, index: int, spec: Any) -> Self:
+        """Layer `index` under Hugging Face's keys."""
+        return cls(f"model.layers.{index}", index, spec)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        stage, layer = type(self).__name__, self.spec.layer()
+        x, group = emit.require(value, stage), self.spec.kv_group_size
+        if group is not None and group * layer.num_kv_heads != layer.num_heads:
+            raise GraphError(
+                f"{emit.path}: {stage}: kv_group_size is {group}, and {layer.num_heads} query heads to "
+                f"{layer.num_kv_heads} key heads are {layer.num_heads / layer.num_kv_heads:g}; leave it out"
+            )
+        check_cached(emit, self.layer_idx, stage)
+        return layer.whole(emit, x, self.layer_prefix, self.attention(), stage)
+
+    def attention(self) -> SelfAttnDecode:
+        """The stage in the middle."""
+        spec = self.spec.layer().attention(self.layer_prefix)
+        return SelfAttnDecode(spec, self.layer_idx, self.spec.use_custom_mask)
 
 
 def common(spec: Any, kind: type[Any]) -> dict[str, Any]:
@@ -65,7 +74,7 @@ def common(spec: Any, kind: type[Any]) -> dict[str, Any]:
 # -- Llama ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaDecodeLayerSpec:
     """Sizes of a Llama layer that decodes. As `LlamaDecoderSpec`; `mask` is causal or a sliding window.
 
@@ -78,7 +87,7 @@ class LlamaDecodeLayerSpec:
     kv_group_size: int | None = None
     eps: float = 1e-5
     use_custom_mask: bool = False
-    hidden_shape: tuple[int | str, ...] | None = None
+    hidden_shape: HiddenShape = None
     mask: MaskKind | str = MaskKind.CAUSAL
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -89,33 +98,16 @@ class LlamaDecodeLayerSpec:
         """The decode form of a layer."""
         return LlamaDecodeLayerSpec(**common(spec, LlamaDecodeLayerSpec), use_custom_mask=use_custom_mask)
 
+    def layer(self) -> DecoderLayerSpec:
+        """The layer without a cache."""
+        return LlamaDecoderSpec(**common(self, LlamaDecoderSpec)).layer()
+
 
 @dataclass(frozen=True)
-class LlamaDecodeLayer:
-    """One Llama layer over cached and new tokens: `[B,S,H]` → same. Weights as LlamaDecoder; see SelfAttnDecode."""
+class LlamaDecodeLayer(DecodeLayer):
+    """One Llama layer over cached and new tokens: `[B,S,H]` → same. Weights as LlamaDecoder."""
 
-    layer_prefix: str
-    layer_idx: int
     spec: LlamaDecodeLayerSpec
-
-    @staticmethod
-    def layer(index: int, spec: LlamaDecodeLayerSpec) -> LlamaDecodeLayer:
-        """Layer `index` under Hugging Face's keys."""
-        return LlamaDecodeLayer(f"model.layers.{index}", index, spec)
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        s = self.spec
-        layer = pre_norm_layer(self.layer_prefix, s.eps, self.attention(), s.attention_bias, s.mlp_bias)
-        return emit_layer(emit, value, "LlamaDecodeLayer", self.layer_idx, s, layer)
-
-    def attention(self) -> SelfAttnDecode:
-        """The stage in the middle."""
-        spec = LlamaDecoderSpec(**common(self.spec, LlamaDecoderSpec))
-        return SelfAttnDecode(attention_spec(self.layer_prefix, spec), self.layer_idx, self.spec.use_custom_mask)
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""
-        return self.attention().cache_contract(emit, hidden)
 
 
 @dataclass(frozen=True)
@@ -147,10 +139,13 @@ class LlamaKvTap:
         x = emit.require(value, "LlamaKvTap")
         with emit.scope("input_layernorm"):
             gamma = emit.param(f"{self.layer_prefix}.input_layernorm.weight")
-            normed = emit.add(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
-        sizes = LlamaDecoderSpec(1, self.head_dim, 1, attention_bias=self.attention_bias, rope_theta=self.rope_theta)
+            normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
+        sizes = DecoderLayerSpec(
+            num_heads=1, head_dim=self.head_dim, num_kv_heads=1, qkv_bias=self.attention_bias,
+            rope_theta=self.rope_theta,
+        )  # fmt: skip
         with emit.scope("self_attn"):
-            k, v = projections(emit, normed, attention_spec(self.layer_prefix, sizes), "kv")
+            k, v = projections(emit, normed, sizes.attention(self.layer_prefix), "kv")
         side_outputs(emit, f"kv.{self.layer_idx}", k, v)
         return x
 
@@ -163,7 +158,7 @@ def llama_decode_layer(index: int, spec: LlamaDecodeLayerSpec) -> Named:
 # -- Qwen 2 and 3 --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3DecodeLayerSpec:
     """Sizes of a Qwen layer that decodes. As `Qwen3DecoderSpec`; `mask` is causal or a sliding window.
 
@@ -176,7 +171,7 @@ class Qwen3DecodeLayerSpec:
     kv_group_size: int | None = None
     eps: float = 1e-6
     use_custom_mask: bool = False
-    hidden_shape: tuple[int | str, ...] | None = None
+    hidden_shape: HiddenShape = None
     batch: int | str | None = None
     qk_norm: bool = True
     attention_bias: bool = False
@@ -189,35 +184,16 @@ class Qwen3DecodeLayerSpec:
         """The decode form of a layer."""
         return Qwen3DecodeLayerSpec(**common(spec, Qwen3DecodeLayerSpec), use_custom_mask=use_custom_mask)
 
+    def layer(self) -> DecoderLayerSpec:
+        """The layer without a cache."""
+        return Qwen3DecoderSpec(**common(self, Qwen3DecoderSpec)).layer()
+
 
 @dataclass(frozen=True)
-class Qwen3DecodeLayer:
-    """One Qwen layer over cached and new tokens: `[B,S,H]` → same. Weights as Qwen3Decoder; see SelfAttnDecode."""
+class Qwen3DecodeLayer(DecodeLayer):
+    """One Qwen layer over cached and new tokens: `[B,S,H]` → same. Weights as Qwen3Decoder."""
 
-    layer_prefix: str
-    layer_idx: int
     spec: Qwen3DecodeLayerSpec
-
-    @staticmethod
-    def layer(index: int, spec: Qwen3DecodeLayerSpec) -> Qwen3DecodeLayer:
-        """Layer `index` under Hugging Face's keys."""
-        return Qwen3DecodeLayer(f"model.layers.{index}", index, spec)
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        s = self.spec
-        x = emit.require(value, "Qwen3DecodeLayer")
-        check_hidden(emit, x, (s.batch, None, None), "Qwen3DecodeLayer")
-        layer = pre_norm_layer(self.layer_prefix, s.eps, self.attention(), s.output_bias)
-        return emit_layer(emit, x, "Qwen3DecodeLayer", self.layer_idx, s, layer)
-
-    def attention(self) -> SelfAttnDecode:
-        """The stage in the middle."""
-        spec = Qwen3DecoderSpec(**common(self.spec, Qwen3DecoderSpec))
-        return SelfAttnDecode(attention_of(self.layer_prefix, spec), self.layer_idx, self.spec.use_custom_mask)
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""
-        return self.attention().cache_contract(emit, hidden)
 
 
 def qwen3_decode_layer_fused(index: int, spec: Qwen3DecodeLayerSpec) -> Named:
@@ -228,7 +204,7 @@ def qwen3_decode_layer_fused(index: int, spec: Qwen3DecodeLayerSpec) -> Named:
 # -- Gemma 1, 2 and 3 ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GemmaDecodeLayerSpec:
     """Sizes of a Gemma layer that decodes; `mask` is causal or a sliding window, a custom mask changes nothing else.
 
@@ -243,7 +219,7 @@ class GemmaDecodeLayerSpec:
     kv_group_size: int | None = None
     eps: float = 1e-6
     use_custom_mask: bool = False
-    hidden_shape: tuple[int | str, ...] | None = None
+    hidden_shape: HiddenShape = None
     mask: MaskKind | str = MaskKind.CAUSAL
     score_scale: float | None = None
     attn_logit_softcap: float | None = None
@@ -257,47 +233,23 @@ class GemmaDecodeLayerSpec:
     ) -> GemmaDecodeLayerSpec:
         """The decode form of the layer around `attention`."""
         return GemmaDecodeLayerSpec(
-            style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,
+            style=style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,
             attention_bias=attention.biases is not None,
         )  # fmt: skip
 
-    def attention(self, prefix: str) -> SelfAttnPrefillSpec:
-        """The attention of the layer under `prefix`."""
-        heads = (self.num_heads, self.head_dim, self.num_kv_heads)
-        keys = SelfAttnPrefillSpec.hf_layer(prefix, *heads, self.attention_bias)
-        names = ("mask", "score_scale", "attn_logit_softcap", "rope_theta", "rope")
-        spec = replace(keys, **{name: getattr(self, name) for name in names})
-        return gemma_attention(prefix, self.style, spec, self.eps)
+    def layer(self) -> DecoderLayerSpec:
+        """The layer without a cache."""
+        sizes = DecoderLayerSpec(
+            **common(self, DecoderLayerSpec), qkv_bias=self.attention_bias, output_bias=self.attention_bias
+        )
+        return gemma_layer_spec(self.style, sizes)
 
 
 @dataclass(frozen=True)
-class GemmaDecodeLayer:
-    """One Gemma layer over cached and new tokens: `[B,S,H]` → same.
+class GemmaDecodeLayer(DecodeLayer):
+    """One Gemma layer over cached and new tokens: `[B,S,H]` → same. Weights as `gemma_prefill_layer_composed`."""
 
-    Weights as `gemma_prefill_layer_composed`; see SelfAttnDecode.
-    """
-
-    layer_prefix: str
-    layer_idx: int
     spec: GemmaDecodeLayerSpec
-
-    @staticmethod
-    def layer(index: int, spec: GemmaDecodeLayerSpec) -> GemmaDecodeLayer:
-        """Layer `index` under Hugging Face's keys."""
-        return GemmaDecodeLayer(f"model.layers.{index}", index, spec)
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        s = self.spec
-        layer = gemma_layer(self.layer_prefix, s.style, self.attention(), s.eps, s.attention_bias)
-        return emit_layer(emit, value, "GemmaDecodeLayer", self.layer_idx, s, layer)
-
-    def attention(self) -> SelfAttnDecode:
-        """The stage in the middle."""
-        return SelfAttnDecode(self.spec.attention(self.layer_prefix), self.layer_idx, self.spec.use_custom_mask)
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, P+S, K·D]` of an input `[B, S, H]`."""
-        return self.attention().cache_contract(emit, hidden)
 
 
 @dataclass(frozen=True)
@@ -326,61 +278,16 @@ class GemmaKvTap:
         x = emit.require(value, "GemmaKvTap")
         spec = GemmaDecodeLayerSpec(num_heads=1, num_kv_heads=1, **common(self, GemmaDecodeLayerSpec))
         with emit.scope("self_attn"):
-            k, v = projections(emit, x, spec.attention(self.layer_prefix), "kv")
+            k, v = projections(emit, x, spec.layer().attention(self.layer_prefix), "kv")
         side_outputs(emit, f"kv.{self.layer_idx}", k, v)
         return x
 
 
 def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6) -> Named:
     """`gemma_prefill_layer_composed` with the side outputs `kv.{index}.k` and `kv.{index}.v`."""
-    p = f"model.layers.{index}"
-    attend = SelfAttnPrefill(gemma_attention(p, style, attention, eps))
-    tapped = Sequence([GemmaKvTap.layer(index, style, attention, eps), attend])
-    return Named(f"layer{index}", gemma_layer(p, style, tapped, eps, o_bias=attention.biases is not None))
+    return gemma_layer(index, style, attention, eps, GemmaKvTap.layer(index, style, attention, eps))
 
 
 def gemma_decode_layer(index: int, spec: GemmaDecodeLayerSpec) -> Named:
     """Gemma's layer `index` over cached and new tokens."""
     return Named(f"layer{index}", GemmaDecodeLayer.layer(index, spec))
-
-
-# -- any layer -----------------------------------------------------------------------------------
-
-Rules = dict[type[Any], Callable[[Any], BlockStage]]
-
-
-def decode_form(layer: BlockStage, index: int, use_custom_mask: bool = False) -> BlockStage:
-    """Layer `index` of any family behind a cache: its attention, or the fused layer, in its decode form.
-
-    What is neither stays as it is, and has to treat tokens one by one; nothing here proves that, unlike `derive`.
-    """
-    rules: Rules = {
-        SelfAttnPrefill: lambda s: SelfAttnDecode(s.spec, index, use_custom_mask),
-        LlamaDecoder: lambda s: LlamaDecodeLayer(
-            s.layer_prefix, index, LlamaDecodeLayerSpec.of(s.spec, use_custom_mask)
-        ),
-        Qwen3Decoder: lambda s: Qwen3DecodeLayer(
-            s.layer_prefix, index, Qwen3DecodeLayerSpec.of(s.spec, use_custom_mask)
-        ),
-    }
-    return _changed(layer, rules)
-
-
-def tapped(layer: BlockStage, index: int) -> BlockStage:
-    """Layer `index` of any family, with its keys and values as the side outputs `kv.{index}.k` and `kv.{index}.v`."""
-    rules: Rules = {
-        SelfAttnPrefill: lambda s: SelfAttnPrefill(s.spec, f"kv.{index}"),
-        LlamaDecoder: lambda s: Sequence([LlamaKvTap.of(s, index), s]),
-        Qwen3Decoder: lambda s: replace(s, kv_name=f"kv.{index}"),
-    }
-    return _changed(layer, rules)
-
-
-def _changed(stage: BlockStage, rules: Rules) -> BlockStage:
-    """The stage with every stage inside it by its rule."""
-    if isinstance(stage, Named):
-        return replace(stage, inner=_changed(stage.inner, rules))
-    if isinstance(stage, Sequence):
-        return Sequence(_changed(s, rules) for s in stage.stages)
-    rule = rules.get(type(stage))
-    return stage if rule is None else rule(stage)

@@ -1,24 +1,196 @@
-"""Llama's decoder layer, fused (one HIR block) and composed (small stages)."""
+"""Decoder layers: one from small stages that a record describes, and Llama's as one block."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
-from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
-from rlx_jax.blocks.control import BlockStage, Named, Sequence
-from rlx_jax.blocks.ffn import SwiGlu
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
+from rlx_jax.blocks.ffn import GeGlu, SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
-from rlx_jax.blocks.norm import RmsNorm
+from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
 from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.emit import Emit, FlowValue
-from rlx_jax.errors import ShapeError
+from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
-from rlx_jax.ir.types import tensor_type
+from rlx_jax.trace.emit import Emit, FlowValue
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+GATES: dict[str, type[SwiGlu] | type[GeGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
+"""The MLP by the activation of its gate."""
+
+HiddenShape = tuple[int | str | None, ...] | None
+"""Of the input `[B, S, H]` of a layer, to be checked; None is any size."""
+
+# -- any layer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """The keys, inside a layer, of the norms around its two halves; None for no norm. The defaults are Llama's."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @staticmethod
+    def around_both() -> LayerNorms:
+        """One before and one after each half, under Gemma 2's keys."""
+        return LayerNorms(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        )
 
 
 @dataclass(frozen=True)
+class CheckHidden:
+    """Hold the active value against a `hidden_shape`, as `check_hidden` does, and pass it on."""
+
+    shape: HiddenShape
+    stage: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, self.stage)
+        check_hidden(emit, x, self.shape, self.stage)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayerSpec:
+    """A decoder layer: its sizes, and how it differs from Llama's, whose values are the defaults.
+
+        h = x + after(attention(before(x)) Wo)        y = h + after(mlp(before(h)))
+
+    `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
+
+    Args:
+        eps: of every norm.
+        mask: causal, or a sliding window of the last keys.
+        rope: the name of the RopeTables to read, where a flow has several.
+        rope_theta: the base of the rotation when no RopeTables stage ran.
+        score_scale: what q kᵀ is multiplied with; None is D^(−1/2).
+        attn_logit_softcap: c tanh(scores / c).
+        qkv_bias, output_bias, mlp_bias: biases of the projections.
+        qk_norm: an RMSNorm of every query and key head before the rotation, or none.
+        norms: which norms there are, and their keys.
+        zero_centred: norms multiply with 1 + w, those of heads too.
+        activation: of the gate, `silu` or `gelu_tanh`.
+        hidden_shape: what the input is held against, if given.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    mask: MaskKind | str = hir.MASK_KINDS["causal"]
+    rope: str = ""
+    rope_theta: float = 10000.0
+    score_scale: float | None = None
+    attn_logit_softcap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["heads"] | None = None
+    norms: LayerNorms = LayerNorms()
+    zero_centred: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    mlp_bias: bool = False
+    hidden_shape: HiddenShape = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("activation", tuple(GATES)), ("qk_norm", (None, "heads"))):
+            if getattr(self, name) not in known:
+                said = " or ".join(map(repr, known))
+                raise GraphError(f"DecoderLayerSpec: {name} is {getattr(self, name)!r}; expected {said}")
+
+    def attention(self, prefix: str, mask_input: str | None = None) -> SelfAttnPrefillSpec:
+        """The attention of the layer under `prefix`."""
+        heads = (self.num_heads, self.head_dim, self.num_kv_heads)
+        keys = SelfAttnPrefillSpec.hf_layer(prefix, *heads, bias=self.qkv_bias, qk_norm=self.qk_norm == "heads")
+        return replace(
+            keys, mask=self.mask, mask_input=mask_input, rope=self.rope, rope_theta=self.rope_theta,
+            score_scale=self.score_scale, attn_logit_softcap=self.attn_logit_softcap,
+            qk_norm_eps=self.eps, qk_norm_offset=float(self.zero_centred),
+        )  # fmt: skip
+
+    def around(self, prefix: str, attention: BlockStage, stage: str = "decoder_layer") -> Sequence:
+        """The layer under `prefix` from small stages; `stage` is its name in errors.
+
+        `attention` turns the normalised `[B,S,H]` into the context `[B,S,N·D]`, before its output projection.
+        """
+        o_proj, n = f"{prefix}.self_attn.o_proj", self.norms
+        output = Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if self.output_bias else None)
+        mlp = GATES[self.activation].hf_mlp(prefix, self.mlp_bias)
+        return Sequence(
+            (
+                *([] if self.hidden_shape is None else [CheckHidden(self.hidden_shape, stage)]),
+                *self._added(
+                    prefix, n.before_attention, [attention, Named("self_attn", output, again=True)], n.after_attention
+                ),
+                *self._added(prefix, n.before_mlp, [mlp], n.after_mlp),
+            )
+        )
+
+    def whole(self, emit: Emit, x: FlowValue, prefix: str, attention: BlockStage, stage: str) -> FlowValue:
+        """The layer as the work of one stage: its own sums leave the register of ResidualSave as it was."""
+        outer, emit.state.residual = emit.state.residual, None
+        out = self.around(prefix, attention, stage).emit(emit, x)
+        emit.state.residual = outer
+        return emit.require(out, stage)
+
+    def _added(
+        self, prefix: str, before: str | None, half: Iterable[BlockStage], after: str | None
+    ) -> Iterable[BlockStage]:
+        """`x + after(half(before(x)))`."""
+        first, last = ([] if name is None else [self.norm(f"{prefix}.{name}")] for name in (before, after))
+        return (ResidualSave(), *first, *half, *last, ResidualAdd())
+
+    def norm(self, name: str) -> RmsNorm | GemmaRmsNorm:
+        """A norm as those of the layer, with the weight `{name}.weight`."""
+        return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
+
+    def shapes(self, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of the layer by its key inside it, for values `[B,S,hidden]` and an MLP `inner` wide."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        names = (getattr(self.norms, f.name) for f in fields(self.norms))
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
+        attention = dict(zip(ATTENTION, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
+        mlp = dict(zip(MLP, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
+        biased = ATTENTION[:3] * self.qkv_bias + ATTENTION[3:] * self.output_bias + MLP * self.mlp_bias
+        for name, shape in (attention | mlp).items():
+            shapes[f"{name}.weight"] = shape
+            if name in biased:
+                shapes[f"{name}.bias"] = shape[:1]
+        if self.qk_norm is not None:
+            shapes |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk"}
+        return shapes
+
+    def held_by(self, other: DecoderLayerSpec, stage: str) -> None:
+        """Refuse what a stage with a narrower spec would drop; `other` is that spec's own layer.
+
+        Raises:
+            GraphError: names the fields.
+        """
+        lost = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        if lost:
+            values = ", ".join(f"{name} {getattr(self, name)}" for name in lost)
+            raise GraphError(f"{stage} has no {values}: make the layer with decoder_layer")
+
+
+def decoder_layer(index: int, spec: DecoderLayerSpec, mask_input: str | None = None) -> Named:
+    """Layer `index` from small stages, under Hugging Face's keys."""
+    p = f"model.layers.{index}"
+    return Named(f"layer{index}", spec.around(p, SelfAttnPrefill(spec.attention(p, mask_input))))
+
+
+# -- Llama's -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
 class LlamaDecoderSpec:
     """Sizes of a Llama layer. `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
 
@@ -31,10 +203,33 @@ class LlamaDecoderSpec:
     num_kv_heads: int
     eps: float = 1e-5
     mask: MaskKind | str = hir.MASK_KINDS["causal"]
-    hidden_shape: tuple[int | str, ...] | None = None
+    hidden_shape: HiddenShape = None
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float = 10000.0
+
+    @staticmethod
+    def of(layer: DecoderLayerSpec) -> LlamaDecoderSpec:
+        """The spec of such a layer.
+
+        Raises:
+            GraphError: Llama's block has not all that the layer has.
+        """
+        spec = LlamaDecoderSpec(
+            num_heads=layer.num_heads, head_dim=layer.head_dim, num_kv_heads=layer.num_kv_heads, eps=layer.eps,
+            mask=layer.mask, attention_bias=layer.qkv_bias, mlp_bias=layer.mlp_bias, rope_theta=layer.rope_theta,
+            hidden_shape=layer.hidden_shape,
+        )  # fmt: skip
+        layer.held_by(spec.layer(), "LlamaDecoder")
+        return spec
+
+    def layer(self) -> DecoderLayerSpec:
+        """The same layer from small stages."""
+        return DecoderLayerSpec(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, eps=self.eps,
+            mask=self.mask, rope_theta=self.rope_theta, qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias, mlp_bias=self.mlp_bias, hidden_shape=self.hidden_shape,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,24 +261,18 @@ class LlamaDecoder:
         def weight(name: str) -> FlowValue:
             return emit.param(f"{p}.{name}.weight")
 
-        attn = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-        mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        biased = (attn if s.attention_bias else []) + (mlp if s.mlp_bias else [])
+        biased = ATTENTION * s.attention_bias + MLP * s.mlp_bias
         block = hir.LlamaDecoderBlock(
             s.num_heads, s.head_dim, s.num_kv_heads, s.eps, mask, contract=1,
             biases=tuple(f"{name.split('.')[1].removesuffix('_proj')}_bias" for name in biased),
         )  # fmt: skip
-        return emit.add(
+        return emit.add_node(
             block, x,
-            weight("input_layernorm"), zero, *(weight(name) for name in attn),
-            weight("post_attention_layernorm"), zero, *(weight(name) for name in mlp),
+            weight("input_layernorm"), zero, *(weight(name) for name in ATTENTION),
+            weight("post_attention_layernorm"), zero, *(weight(name) for name in MLP),
             cos, sin, *mask_operand(emit, mask, self.mask_input, "LlamaDecoder"),
             *(emit.param(f"{p}.{name}.bias") for name in biased),
         )  # fmt: skip
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
-        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
 
 
 def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
@@ -93,55 +282,10 @@ def llama_prefill_layer_fused(index: int, spec: LlamaDecoderSpec, mask_input: st
 
 def llama_prefill_layer_composed(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> Named:
     """Layer `index` from small stages; the same numbers as the fused form from the same checkpoint."""
-    p = f"model.layers.{index}"
-    attention = SelfAttnPrefill(attention_spec(p, spec, mask_input))
-    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attention, spec.attention_bias, spec.mlp_bias))
-
-
-def attention_spec(prefix: str, spec: LlamaDecoderSpec, mask_input: str | None = None) -> SelfAttnPrefillSpec:
-    """The attention of the layer under `prefix`."""
-    keys = SelfAttnPrefillSpec.hf_layer(prefix, spec.num_heads, spec.head_dim, spec.num_kv_heads, spec.attention_bias)
-    return replace(keys, mask=spec.mask, mask_input=mask_input, rope_theta=spec.rope_theta)
-
-
-def pre_norm_layer(
-    prefix: str, eps: float, attention: BlockStage, o_bias: bool = False, mlp_bias: bool = False
-) -> Sequence:
-    """`h = x + attention(rms(x))·Wo`, `y = h + swiglu(rms(h))` from small stages, under Llama's keys.
-
-    `attention` turns the normalised `[B,S,H]` into the context `[B,S,N·D]`: SelfAttnPrefill or SelfAttnDecode.
-    """
-    o_proj = f"{prefix}.self_attn.o_proj"
-    stages = (
-        ResidualSave(),
-        RmsNorm(f"{prefix}.input_layernorm.weight", eps),
-        attention,
-        Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if o_bias else None),
-        ResidualAdd(),
-        ResidualSave(),
-        RmsNorm(f"{prefix}.post_attention_layernorm.weight", eps),
-        SwiGlu.hf_mlp(prefix, mlp_bias),
-        ResidualAdd(),
-    )
-    return Sequence(stages)
+    return decoder_layer(index, spec.layer(), mask_input)
 
 
 def norm_beta(emit: Emit, x: FlowValue) -> FlowValue:
     """The beta `[H]` of a fused layer's norms: zeros, those of a ZeroBeta stage if they fit."""
     zero = emit.state.zero_beta
     return zero if zero is not None and zero.type.shape == x.type.shape[-1:] else emit.zeros(x.type.shape[-1])
-
-
-def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:
-    """Hold the input of a layer against the `hidden_shape` of its spec; None is any size.
-
-    Raises:
-        ShapeError: block path, stage, both types.
-    """
-    if shape is None:
-        return
-    known = x.type.shape if len(shape) == x.ndim else shape
-    sizes = [have if size is None else size for size, have in zip(shape, known, strict=True)]
-    want = tensor_type(sizes, x.dtype, "hidden_shape")
-    if want.shape != x.type.shape:
-        raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, its spec says {want}")

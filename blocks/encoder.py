@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BertEncoderLayer:
         x = emit.require(value, "BertEncoderLayer")
         s = self.spec
         keep = emit.optional_input(s.attention_mask_input) if s.attention_mask_input else None
-        mask = MaskKind.CUSTOM if keep is not None else MaskKind.NONE
+        mask = MaskKind.KEEP if keep is not None else MaskKind.NONE
 
         def linear(name: str, x: FlowValue, activation: str = "") -> FlowValue:
             with emit.scope(*name.split(".")):
@@ -57,12 +57,12 @@ class BertEncoderLayer:
 
         def add_norm(name: str, x: FlowValue, residual: FlowValue) -> FlowValue:
             with emit.scope(*name.split(".")):
-                total = emit.add(Binary("add"), x, residual)
+                total = emit.add_node(Binary("add"), x, residual)
                 return emit.layer_norm(total, f"{s.layer_prefix}.{name}.weight", f"{s.layer_prefix}.{name}.bias", s.eps)
 
         q, k, v = (linear(f"attention.self.{n}", x) for n in ("query", "key", "value"))
         with emit.scope("attention", "self"):
-            context = emit.add(
+            context = emit.add_node(
                 hir.attention(s.num_heads, s.num_heads, mask), q, k, v, *([keep] if keep is not None else [])
             )
         h = add_norm("attention.output.LayerNorm", linear("attention.output.dense", context), x)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.contracts import Shape
-from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.ir import hir
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 def mlp_prefix(prefix: str) -> str:
@@ -32,7 +31,7 @@ def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: 
             gate = emit.linear(x, gate_w, gate_b)
         with emit.scope("up_proj"):
             up = emit.linear(x, up_w, up_b)
-        inner = emit.add(hir.GatedFfn(activation), gate, up)
+        inner = emit.add_node(hir.GatedFfn(activation), gate, up)
         with emit.scope("down_proj"):
             return emit.linear(inner, down_w, down_b)
 
@@ -55,31 +54,25 @@ class SwiGlu:
         x = emit.require(value, "SwiGlu")
         return gated_ffn(emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases)
 
-    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
-        """`[B, S, F]` for an input `[B, S, H]`."""
-        return (*hidden[:-1], emit.param(self.gate_key).type.shape[0])
-
 
 @dataclass(frozen=True)
 class GeGlu:
-    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`."""
+    """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are
+    optional."""
 
     gate_key: str
     up_key: str
     down_key: str
+    biases: Keys | None = None
 
     @staticmethod
-    def hf_mlp(prefix: str) -> GeGlu:
+    def hf_mlp(prefix: str, bias: bool = False) -> GeGlu:
         """`{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may name the layer or its `.mlp`."""
-        return GeGlu(*mlp_keys(prefix))
+        return GeGlu(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeGlu")
-        return gated_ffn(emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key))
-
-    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
-        """`[B, S, F]` for an input `[B, S, H]`."""
-        return (*hidden[:-1], emit.param(self.gate_key).type.shape[0])
+        return gated_ffn(emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key), self.biases)
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,3 @@ class GeluFfn:
             inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act)
         with emit.scope("output"):
             return emit.linear(inner, self.output_w, self.output_b)
-
-    def intermediate_shape(self, emit: Emit, hidden: Shape) -> Shape:
-        """`[B, S, F]` for an input `[B, S, H]`."""
-        return (*hidden[:-1], emit.param(self.intermediate_w).type.shape[0])

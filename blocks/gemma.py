@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from typing import Literal
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec
 from rlx_jax.blocks.control import BlockStage, Named, Sequence
-from rlx_jax.blocks.ffn import GeGlu
-from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
-from rlx_jax.blocks.norm import GemmaRmsNorm
+from rlx_jax.blocks.decoder import DecoderLayerSpec, LayerNorms
 from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.ir.hir import MaskKind
 
@@ -27,6 +26,26 @@ class GemmaStyle(Enum):
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3"
     GEMMA4 = "gemma4"
+
+
+NORMS = {
+    GemmaStyle.GEMMA: LayerNorms(),
+    GemmaStyle.GEMMA2: LayerNorms.around_both(),
+    GemmaStyle.GEMMA3: LayerNorms.around_both(),
+}
+"""The norms of a layer by its style."""
+
+
+def gemma_layer_spec(style: GemmaStyle, layer: DecoderLayerSpec) -> DecoderLayerSpec:
+    """`layer` with what sets Gemma apart from Llama, as far as its sizes do not say so.
+
+    Raises:
+        UnsupportedError: Gemma 4.
+    """
+    if style not in NORMS:
+        raise UnsupportedError(f"{style.name} is not built; {', '.join(known.name for known in NORMS)} are")
+    qk_norm: Literal["heads"] | None = "heads" if style is GemmaStyle.GEMMA3 else None
+    return replace(layer, norms=NORMS[style], zero_centred=True, activation="gelu_tanh", qk_norm=qk_norm)
 
 
 def gemma_attn_spec(
@@ -66,49 +85,23 @@ def gemma_prefill_layer_composed(
     Raises:
         UnsupportedError: Gemma 4.
     """
-    p = f"model.layers.{index}"
-    attend = SelfAttnPrefill(gemma_attention(p, style, attention, eps))
-    return Named(f"layer{index}", gemma_layer(p, style, attend, eps, o_bias=attention.biases is not None))
-
-
-def gemma_attention(
-    prefix: str, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6
-) -> SelfAttnPrefillSpec:
-    """`attention`, in Gemma 3 with norms of the query and key heads."""
-    if style is not GemmaStyle.GEMMA3:
-        return attention
-    q, k = (f"{prefix}.self_attn.{n}_norm.weight" for n in "qk")
-    return replace(attention, q_norm_key=q, k_norm_key=k, qk_norm_eps=eps, qk_norm_offset=1.0)
+    return gemma_layer(index, style, attention, eps)
 
 
 def gemma_layer(
-    prefix: str, style: GemmaStyle, attention: BlockStage, eps: float = 1e-6, o_bias: bool = False
-) -> Sequence:
-    """The layer under `prefix` around `attention`: SelfAttnPrefill or SelfAttnDecode.
-
-    Raises:
-        UnsupportedError: Gemma 4.
-    """
-    if style is GemmaStyle.GEMMA4:
-        raise UnsupportedError(f"{prefix}: GEMMA4 is not built; GEMMA, GEMMA2 and GEMMA3 are")
-
-    def norm(name: str) -> GemmaRmsNorm:
-        return GemmaRmsNorm.hf_layer(f"{prefix}.{name}", eps)
-
-    o_proj = f"{prefix}.self_attn.o_proj"
-    attend = [attention, Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if o_bias else None)]
-    feed: list[BlockStage] = [norm("post_attention_layernorm"), GeGlu.hf_mlp(prefix)]
-    if style is not GemmaStyle.GEMMA:
-        attend.append(norm("post_attention_layernorm"))
-        feed = [norm("pre_feedforward_layernorm"), GeGlu.hf_mlp(prefix), norm("post_feedforward_layernorm")]
-    return Sequence(
-        (
-            ResidualSave(),
-            norm("input_layernorm"),
-            *attend,
-            ResidualAdd(),
-            ResidualSave(),
-            *feed,
-            ResidualAdd(),
-        )
-    )
+    index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float, *before: BlockStage
+) -> Named:
+    """The layer around `attention`, with the stages of `before` between its first norm and that."""
+    a, p = attention, f"model.layers.{index}"
+    sizes = DecoderLayerSpec(
+        num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, eps=eps,
+        output_bias=a.biases is not None,
+    )  # fmt: skip
+    spec = gemma_layer_spec(style, sizes)
+    if spec.qk_norm is not None:
+        own = spec.attention(p)
+        a = replace(
+            a, q_norm_key=own.q_norm_key, k_norm_key=own.k_norm_key,
+            qk_norm_eps=own.qk_norm_eps, qk_norm_offset=own.qk_norm_offset,
+        )  # fmt: skip
+    return Named(f"layer{index}", spec.around(p, Sequence([*before, SelfAttnPrefill(a)])))

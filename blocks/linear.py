@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Embed:
         with emit.scope("embed_tokens"):
             table = emit.param(self.weight_key, self.shape)
             emit.state.embed_weight = table
-            return emit.add(hir.Embed(), table, ids)
+            return emit.add_node(hir.Embed(), table, ids)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class GatherFromInput:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         emit.require(value, "GatherFromInput")
         with emit.scope(self.input_name):
-            return emit.add(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
+            return emit.add_node(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class GatherAdd:
         x = emit.require(value, "GatherAdd")
         with emit.scope(self.input_name):
             table = emit.param(self.weight_key, self.shape)
-            return x + emit.add(hir.Embed(), table, emit.flow_input(self.input_name))
+            return x + emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Linear:
             w = emit.param(self.weight_key, self.shape)
             out = None if self.shape is None else (self.shape[0 if self.transpose else 1],)
             bias = [emit.param(self.bias_key, out)] if self.bias_key else []
-            return emit.add(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
+            return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
 
 
 def _block_of(key: str) -> str:
@@ -121,7 +122,7 @@ class ResidualAdd:
         emit.state.residual = None
         if saved.type != x.type:
             raise ShapeError(f"{emit.path}: ResidualAdd: the saved value is {saved.type}, the active one {x.type}")
-        return emit.add(Binary("add"), saved, x)
+        return emit.add_node(Binary("add"), saved, x)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class LmHead:
             expected = (self.vocab_size, self.hidden_size)
             if weight.type.shape != expected:
                 raise ShapeError(f"{emit.path}: the head is {list(expected)}, its weight is {weight.type}")
-            return emit.add(hir.Linear(contract=1, f32_result=True), x, weight)
+            return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
 
     def _weight(self, emit: Emit) -> FlowValue:
         if not self.tie_word_embeddings:
@@ -183,41 +184,47 @@ class LogitSoftcap:
 
 @dataclass(frozen=True)
 class GatherLastToken:
-    """The last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`."""
+    """The last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`.
 
-    batch: int | str = "batch"
+    `batch` and `seq` are checked against the value when given.
+    """
+
+    batch: int | str | None = None
     input_name: str | None = None
+    seq: int | str | None = None
 
     @staticmethod
-    def dynamic(batch: int | str = "batch") -> GatherLastToken:
+    def dynamic(batch: int | str | None = None) -> GatherLastToken:
         """Row `last_token_idx[b]`; the input is declared unless the flow has it."""
         return GatherLastToken(batch, "last_token_idx")
 
     @staticmethod
-    def static_last(batch: int | str = "batch", seq: int | str = "seq") -> GatherLastToken:
+    def static_last(batch: int | str | None = None, seq: int | str | None = None) -> GatherLastToken:
         """The last position."""
-        return GatherLastToken(batch)
+        return GatherLastToken(batch, seq=seq)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GatherLastToken")
         if x.ndim < 2:
             raise ShapeError(f"{emit.path}: GatherLastToken needs [B, S, …], got {x.type}")
+        check_hidden(emit, x, (self.batch, self.seq, *[None] * (x.ndim - 2)), "GatherLastToken")
         with emit.scope("last_token"):
             if self.input_name is None:
-                return emit.add(hir.LastToken(), x)
-            return emit.add(hir.LastToken(), x, emit.input(self.input_name, (self.batch,), "int32"))
+                return emit.add_node(hir.LastToken(), x)
+            return emit.add_node(hir.LastToken(), x, emit.input(self.input_name, x.shape[:1], "int32"))
 
 
 @dataclass(frozen=True)
 class ClsTokenPool:
-    """The first token: `[B,S,H]` → `[B,H]`."""
+    """The first token: `[B,S,H]` → `[B,H]`. `batch` and `hidden` are checked against the value when given."""
 
-    batch: int | str = "batch"
+    batch: int | str | None = None
     hidden: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "ClsTokenPool")
-        if x.ndim != 3 or (self.hidden is not None and x.type.shape[2] != self.hidden):
+        if x.ndim != 3:
             raise ShapeError(f"{emit.path}: ClsTokenPool needs [B, S, {self.hidden or 'H'}], got {x.type}")
+        check_hidden(emit, x, (self.batch, None, self.hidden), "ClsTokenPool")
         with emit.scope("cls"):
-            return emit.add(hir.FirstToken(), x)
+            return emit.add_node(hir.FirstToken(), x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RmsNorm:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "RmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            return emit.rms_norm(x, self.weight_key, self.eps)
+            return rms_norm(emit, x, self.weight_key, self.eps)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GemmaRmsNorm:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaRmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            return emit.rms_norm(x, self.weight_key, self.eps, offset=1.0)
+            return rms_norm(emit, x, self.weight_key, self.eps, 1.0)
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,18 @@ class LayerNorm:
             return emit.layer_norm(x, self.gamma_key, self.beta_key, self.eps)
 
 
+def rms_norm(emit: Emit, x: FlowValue, key: str, eps: float, offset: float = 0.0) -> FlowValue:
+    """RMSNorm by the weight under `key` plus `offset`; the beta is that of a ZeroBeta stage if one ran and fits."""
+    beta = emit.state.zero_beta
+    fits = beta is not None and beta.type.shape == x.type.shape[-1:]
+    return emit.rms_norm(x, key, beta if fits else None, eps, offset=offset)
+
+
 def head_norm(emit: Emit, x: FlowValue, key: str, head_dim: int, eps: float, offset: float = 0.0) -> FlowValue:
     """RMSNorm of every head alone: packed `[B,S,N·D]` → same. Weight: `key` `[D]`, to which `offset` is added."""
     with emit.scope(_norm_name(key)):
         heads = x.reshape(*x.shape[:-1], -1, head_dim)
-        return emit.rms_norm(heads, key, eps, offset).reshape(x.shape)
+        return rms_norm(emit, heads, key, eps, offset).reshape(x.shape)
 
 
 def _norm_name(key: str) -> str:

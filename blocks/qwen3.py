@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, self_attention, side_outputs
-from rlx_jax.blocks.contracts import KvCacheContract, Shape, kv_cache
+from rlx_jax.blocks.attention import SelfAttnPrefill
 from rlx_jax.blocks.control import Named
-from rlx_jax.blocks.decoder import check_hidden, pre_norm_layer
-from rlx_jax.blocks.ffn import SwiGlu
-from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, decoder_layer
+from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3DecoderSpec:
     """Sizes of a Qwen layer. `num_heads` is a multiple of `num_kv_heads`; `head_dim` need not be hidden / heads.
 
@@ -28,7 +27,7 @@ class Qwen3DecoderSpec:
     num_kv_heads: int
     head_dim: int
     eps: float = 1e-6
-    hidden_shape: tuple[int | str, ...] | None = None
+    hidden_shape: HiddenShape = None
     batch: int | str | None = None
     seq: int | str | None = None
     qk_norm: bool = True
@@ -36,6 +35,44 @@ class Qwen3DecoderSpec:
     output_bias: bool = False
     mask: MaskKind | str = hir.MASK_KINDS["causal"]
     rope_theta: float = 10000.0
+
+    @staticmethod
+    def of(layer: DecoderLayerSpec) -> Qwen3DecoderSpec:
+        """The spec of such a layer.
+
+        Raises:
+            GraphError: Qwen's layer has not all that the layer has.
+        """
+        spec = Qwen3DecoderSpec(
+            num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, eps=layer.eps,
+            hidden_shape=layer.hidden_shape, qk_norm=layer.qk_norm == "heads", attention_bias=layer.qkv_bias,
+            output_bias=layer.output_bias, mask=layer.mask, rope_theta=layer.rope_theta,
+        )  # fmt: skip
+        layer.held_by(spec.layer(), "Qwen3Decoder")
+        return spec
+
+    def layer(self) -> DecoderLayerSpec:
+        """The same layer, as every decoder's is described.
+
+        Raises:
+            GraphError: `hidden_shape` says another size than `batch` or `seq`.
+        """
+        return DecoderLayerSpec(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, eps=self.eps,
+            mask=self.mask, rope_theta=self.rope_theta, qkv_bias=self.attention_bias, output_bias=self.output_bias,
+            qk_norm="heads" if self.qk_norm else None, hidden_shape=self._input(),
+        )  # fmt: skip
+
+    def _input(self) -> HiddenShape:
+        """`hidden_shape`, or what `batch` and `seq` say of it."""
+        if self.hidden_shape is None:
+            return None if self.batch is None and self.seq is None else (self.batch, self.seq, None)
+        for name, axis in (("batch", 0), ("seq", 1)):
+            if getattr(self, name) not in (None, self.hidden_shape[axis]):
+                raise GraphError(
+                    f"Qwen3DecoderSpec: {name} is {getattr(self, name)}, and hidden_shape {self.hidden_shape}"
+                )
+        return self.hidden_shape
 
 
 @dataclass(frozen=True)
@@ -63,34 +100,10 @@ class Qwen3Decoder:
         return Qwen3Decoder(f"model.layers.{index}", spec, mask_input, f"kv.{index}")
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Qwen3Decoder")
-        s, p = self.spec, self.layer_prefix
-        check_hidden(emit, x, s.hidden_shape, "Qwen3Decoder")
-        check_hidden(emit, x, (s.batch, s.seq, None), "Qwen3Decoder")
-        with emit.scope("input_layernorm"):
-            a = emit.rms_norm(x, f"{p}.input_layernorm.weight", s.eps)
-        context, k, v = self_attention(emit, a, attention_of(p, s, self.mask_input), "Qwen3Decoder")
-        if self.kv_name is not None:
-            side_outputs(emit, self.kv_name, k, v)
-        o_proj = f"{p}.self_attn.o_proj"
-        with emit.scope("self_attn", "o_proj"):
-            h = x + emit.linear(context, f"{o_proj}.weight", f"{o_proj}.bias" if s.output_bias else None)
-        with emit.scope("post_attention_layernorm"):
-            m = emit.rms_norm(h, f"{p}.post_attention_layernorm.weight", s.eps)
-        return h + SwiGlu.hf_mlp(p).emit(emit, m)
-
-    def cache_contract(self, emit: Emit, hidden: Shape) -> KvCacheContract:
-        """Keys and values `[B, T, K·D]` of an input `[B, S, H]`."""
-        return kv_cache(hidden, self.spec.num_kv_heads, self.spec.head_dim, self.spec.mask)
-
-
-def attention_of(prefix: str, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> SelfAttnPrefillSpec:
-    """The attention of a layer, under Hugging Face's keys."""
-    s = spec
-    keys = SelfAttnPrefillSpec.hf_layer(
-        prefix, s.num_heads, s.head_dim, s.num_kv_heads, bias=s.attention_bias, qk_norm=s.qk_norm
-    )
-    return replace(keys, mask=s.mask, mask_input=mask_input, rope_theta=s.rope_theta, qk_norm_eps=s.eps)
+        x, layer = emit.require(value, "Qwen3Decoder"), self.spec.layer()
+        keys = layer.attention(self.layer_prefix, self.mask_input)
+        attention = SelfAttnPrefill(keys, self.kv_name, "Qwen3Decoder")
+        return layer.whole(emit, x, self.layer_prefix, attention, "Qwen3Decoder")
 
 
 def qwen3_prefill_layer_fused(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Named:
@@ -104,7 +117,5 @@ def qwen3_prefill_layer_fused_kv(index: int, spec: Qwen3DecoderSpec, mask_input:
 
 
 def qwen3_prefill_layer_composed(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Named:
-    """Layer `index` from small stages; the same numbers from the same checkpoint."""
-    p = f"model.layers.{index}"
-    attention = SelfAttnPrefill(attention_of(p, spec, mask_input))
-    return Named(f"layer{index}", pre_norm_layer(p, spec.eps, attention, spec.output_bias))
+    """Layer `index` from small stages; the same program."""
+    return decoder_layer(index, spec.layer(), mask_input)

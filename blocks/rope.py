@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
+from rlx_jax.trace.emit import Emit, FlowValue
 
 Frequencies = tuple[float, ...]
 MAX_TABLE = 2**20  # bytes: tables are constants of the program
@@ -98,7 +98,6 @@ class RopeTables:
                     emit.set_named(register, table)
             else:
                 emit.state.rope_cos, emit.state.rope_sin = cos, sin
-            emit.state.rope_tables.append((self, cos))
         return value
 
 
@@ -108,16 +107,12 @@ def registers(name: str) -> tuple[str, str]:
 
 
 def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
-    """The position of each token of `value` `[B, S, …]`: the input `position_ids` if given, else int32 `[1, S]`.
-
-    The latter count from 0, in a flow with cached keys from behind those.
-    """
+    """The position of each token of `value` `[B, S, …]`: the input `position_ids` if given, else int32 `[1, S]`."""
     if "position_ids" in emit.state.inputs and (given := emit.optional_input("position_ids")) is not None:
         return given
     if value.ndim < 2:
         raise ShapeError(f"{emit.path}: positions need [batch, seq, …], got {value.type}")
-    cached = [] if emit.state.decode is None else [emit.state.decode.past[0][0]]
-    return emit.add(hir.Positions(), value, *cached)
+    return emit.positions(value)
 
 
 def rope_tables_for(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.blocks.control import Custom
-from rlx_jax.emit import Emit, FlowValue
 from rlx_jax.errors import GraphError
+from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class DualStream:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         with emit.scope(self.name):
-            pair = self.fn(emit, emit.stream(self.stream_a), emit.stream(self.stream_b))
+            a, b = emit.stream(self.stream_a), emit.stream(self.stream_b)
+            with emit.users_code():
+                pair = self.fn(emit, a, b)
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, FlowValue) for v in pair)):
                 raise GraphError(f"{emit.path}: a DualStream's function returns both streams, got {pair!r}")
         emit.set_stream(self.stream_a, pair[0])

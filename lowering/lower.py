@@ -22,22 +22,21 @@ from rlx_jax.ir.graph import (
     TypeCache,
     Value,
     as_values,
-    everywhere,
-    rewrite,
 )
-from rlx_jax.ir.ops.contract import RmsNormOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.interpret import Env, interpret
+from rlx_jax.lowering.lir.interpret import Env, interpret
 
-Rule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
+LowerRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
 
 
 def expand_composites(graph: Graph, types: TypeCache) -> Graph:
     """Replace `LlamaDecoderBlock` and its like by the HIR blocks they stand for."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if not isinstance(node.op, hir.COMPOSITES):
+        if not isinstance(node.op, Hir) or not node.op.traits.composite:
             return None
         with b.at(labelled(node)):
             return as_values(node.op.expand(b, *inputs))
@@ -114,7 +113,7 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     return None
 
 
-DIRECT: dict[type[Hir], Rule] = {
+DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
     hir.CachedAttention: cached_attention,

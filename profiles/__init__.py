@@ -1,11 +1,12 @@
 """Compile profiles: what a compile may choose, as frozen tables that are read from `*.rlx.toml`."""
 
-from rlx_jax.profiles.check import Options
+from rlx_jax.profiles.check import Options, Table
 from rlx_jax.profiles.schema import (
     LATER,
+    LATER_PRESETS,
     LATER_VALUES,
     PRESETS,
-    Attention,
+    AttentionTable,
     Backend,
     Backends,
     CompileProfile,
@@ -18,9 +19,10 @@ from rlx_jax.profiles.schema import (
 
 __all__ = [
     "LATER",
+    "LATER_PRESETS",
     "LATER_VALUES",
     "PRESETS",
-    "Attention",
+    "AttentionTable",
     "Backend",
     "Backends",
     "CompileProfile",
@@ -30,4 +32,5 @@ __all__ = [
     "Options",
     "Passes",
     "Precision",
+    "Table",
 ]

@@ -49,11 +49,12 @@ class At(NamedTuple):
 class Table:
     """Base of the tables. Building one checks every field: a `Table` that exists is valid.
 
-    `PATH` is the table's place in a profile; `*` stands for any backend. `LATER` has the settings that are
-    known and not built yet (`PATH.key`), `LATER_VALUES` such values of a setting that is built.
+    `PATH` is the table's place in a profile; `*` stands for any backend. `ZERO` has the sizes that may be 0. `LATER`
+    has the settings that are known and not built yet (`PATH.key`), `LATER_VALUES` such values of a setting that is.
     """
 
     PATH: ClassVar[str] = ""
+    ZERO: ClassVar[frozenset[str]] = frozenset()
     LATER: ClassVar[frozenset[str]] = frozenset()
     LATER_VALUES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -160,7 +161,7 @@ def _checked(table: type[Table], key: str, hint: Any, value: object, at: At) -> 
         return _options(value, at)
     if get_origin(hint) is tuple:
         return _items(table, key, get_args(hint)[0], value, at)
-    if _accepts(hint, value):
+    if _accepts(hint, value) or (key in table.ZERO and type(value) is int and value == 0):
         return value
     if type(value) is str and value in table.LATER_VALUES.get(f"{table.PATH}.{key}", ()):
         raise UnsupportedError(f"{at}: {quote(value)} is known but not supported; {_expected(hint)}")

@@ -4,19 +4,17 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rlx_jax.built import BuiltModel as BuiltModel
-from rlx_jax.emit import Emit as Emit
-from rlx_jax.emit import FlowValue as FlowValue
+from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
+from rlx_jax.compiler.graph_module import GraphModule as GraphModule
+from rlx_jax.encode.encoder import Encoder as Encoder
 from rlx_jax.errors import RlxError as RlxError
 from rlx_jax.flow import ModelFlow as ModelFlow
 from rlx_jax.generate.causal import CausalLM as CausalLM
-from rlx_jax.generate.encoder import Encoder as Encoder
 from rlx_jax.generate.load import load as load
 from rlx_jax.generate.sampler import Sampler as Sampler
+from rlx_jax.ir import ops as ops
 from rlx_jax.ir.graph import GraphStage as GraphStage
 from rlx_jax.layer_stack import LayerStack as LayerStack
-from rlx_jax.model import CompiledModel as CompiledModel
-from rlx_jax.model import compile as compile
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
@@ -25,9 +23,12 @@ from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
-from rlx_jax.module import GraphModule as GraphModule
 from rlx_jax.profiles import CompileProfile as CompileProfile
-from rlx_jax.save import save as save
+from rlx_jax.runtime.compiling import compile as compile
+from rlx_jax.runtime.model import CompiledModel as CompiledModel
+from rlx_jax.runtime.save import save as save
+from rlx_jax.trace.emit import Emit as Emit
+from rlx_jax.trace.emit import FlowValue as FlowValue
 from rlx_jax.weights.source import open_weights as open_weights
 
 Graph = GraphModule

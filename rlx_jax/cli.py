@@ -22,10 +22,11 @@ import jax
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, RlxError, StorageError, quote, shown
-from rlx_jax.generate.tokenizer import load_tokenizer
-from rlx_jax.models.families import model_directory, open_pretrained
+from rlx_jax.io.folder import open_folder
+from rlx_jax.io.strict_json import is_text
+from rlx_jax.models.families import open_pretrained
+from rlx_jax.text.tokenizer import load_tokenizer
 from rlx_jax.weights.source import open_weights
-from rlx_jax.weights.strict_json import is_text
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
@@ -118,6 +119,8 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
         for piece in pieces:
             status.clear()
             yield piece
+            if sys.stdout.isatty():
+                status.end()
     finally:
         status.clear()
     yield "\n"
@@ -125,13 +128,13 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
 
 def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer. Reads no weights."""
-    directory = model_directory(args.directory)
-    pretrained = open_pretrained(directory)
+    folder = open_folder(args.directory)
+    pretrained = open_pretrained(folder)
     recipe: Any = pretrained.recipe
-    source = open_weights(directory)
+    source = open_weights(folder.path)
     specs = [source.spec(key) for key in source.keys()]
     size = sum(spec.size * spec.dtype.itemsize for spec in specs)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(folder)
     rows = {
         "recipe": f"{type(recipe).__name__}, {pretrained.kind}",
         "weights": f"{sum(spec.size for spec in specs):,} in {len(specs)} tensors, {_bytes(size)}",
@@ -196,13 +199,16 @@ class Interrupt:
 
 
 class Status:
-    """One line on stderr that is written over: how far loading and compiling are."""
+    """One line on stderr that is written over: how far loading and compiling are.
+
+    Text in the same terminal stands on that line once it has begun, and is not to be written over: `end` comes first.
+    """
 
     def __init__(self, interrupt: Interrupt, shown: bool) -> None:
         self._interrupt, self._shown, self._line, self._lock = interrupt, shown, "", threading.Lock()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """See `rlx_jax.executable.Progress`."""
+        """See `rlx_jax.compiler.executable.Progress`."""
         self._interrupt.check()
         amount = f" {_bytes(done)} of {_bytes(total)}" if what == "load" else " …" if done < total else ""
         self._write(f"{what}{amount}" if done < total else "")
@@ -210,6 +216,11 @@ class Status:
     def clear(self) -> None:
         """Take the line away."""
         self._write("")
+
+    def end(self) -> None:
+        """Show nothing from here on."""
+        self.clear()
+        self._shown = False
 
     def _write(self, line: str) -> None:
         with self._lock:

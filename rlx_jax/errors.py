@@ -43,10 +43,6 @@ class SafetensorsError(FormatError):
     """A `.safetensors` file is malformed."""
 
 
-class GgufError(FormatError):
-    """A `.gguf` file is malformed."""
-
-
 class TokenizerError(FormatError):
     """A tokenizer file or a chat template is malformed."""
 
@@ -136,7 +132,14 @@ class ArityError(GraphError):
 
 
 class ShapeError(GraphError):
-    """Shapes that do not fit together."""
+    """Shapes that do not fit together. `operands` are the places of the operands at fault, where the op knows them."""
+
+    operands: tuple[int, ...] = ()
+
+    def of(self, *operands: int) -> ShapeError:
+        """The same error about these operands of the op."""
+        self.operands = operands
+        return self
 
 
 class WeightShapeError(WeightError, ShapeError):
@@ -236,14 +239,6 @@ class VersionMismatchError(ArtifactError):
     """Made by an incompatible version."""
 
 
-class PlatformMismatchError(ArtifactError):
-    """Made for another platform."""
-
-
-class UntrustedArtifactError(ArtifactError):
-    """The artefact would run code and does not come from this machine's own cache."""
-
-
 class StorageError(RlxError, OSError):
     """Reading or writing a file failed."""
 
@@ -270,10 +265,6 @@ class NoSpaceError(StorageError):
 
 class SessionStateError(RlxError, RuntimeError):
     """A state was already consumed by an earlier call, or belongs to another model."""
-
-
-class RlxCacheWarning(UserWarning):
-    """The compile cache could not be used; the result is not affected."""
 
 
 class RlxNumericsWarning(UserWarning):

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
-from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
-from rlx_jax.built import POSITIONS as POSITIONS
-from rlx_jax.built import REQUIRED, InputDecl, Weights
-from rlx_jax.built import BuiltModel as BuiltModel
-from rlx_jax.emit import F32, Emit, FlowValue, input_type
+from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
@@ -30,15 +26,18 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir import hir
+from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
-from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
-from rlx_jax.layer_stack import LayerStack
+from rlx_jax.layer_stack import Stages
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import POSITIONS as POSITIONS
+from rlx_jax.program import REQUIRED, InputDecl, Weights
+from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.weights.source import open_weights
 
 
@@ -52,7 +51,7 @@ class ModelRecipe(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelFlow:
+class ModelFlow(Stages):
     """A model: inputs, stages, outputs, profile, weights. The first input is the first active value."""
 
     name: str
@@ -60,10 +59,13 @@ class ModelFlow:
     stages: tuple[BlockStage, ...] = ()
     output_name: str = "output"
     side_names: tuple[str, ...] | None = None
+    choose_primary: bool = False
     profile: CompileProfile | None = None
     weights: WeightSource | None = None
     left_keys: tuple[str, ...] = ()
     binding: Mapping[str, int] = field(default_factory=dict, hash=False)
+    program: str = "forward"
+    taps: bool = False
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -133,6 +135,7 @@ class ModelFlow:
     def bind(self, **sizes: int | None) -> ModelFlow:
         """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""
         known = {s for i in self.inputs for s in i.type.symbols}
+        known |= {"past"} if self.program == "explicit" else set()
         given = {name: size for name, size in sizes.items() if size is not None}
         for name, size in given.items():
             if name not in known:
@@ -144,223 +147,61 @@ class ModelFlow:
 
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
-        return replace(self, stages=(*self.stages, *check_stages(stages, self.name)))
+        return replace(self, stages=(*self.stages, *check_stages(stages, self.where())))
 
-    raw_stage = stage
+    def where(self) -> str:
+        """What errors call it."""
+        return self.name
 
-    def raw_stages(self, stages: Iterable[BlockStage]) -> ModelFlow:
-        """Append several stages."""
-        return self.stage(*check_stages(stages, self.name))
-
-    def sequence(self, stages: Iterable[BlockStage]) -> ModelFlow:
-        """Append stages as one Sequence."""
-        return self.stage(blocks.Sequence(stages))
+    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> ModelFlow:
+        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`."""
+        return super().lm_head(vocab_size, hidden_size, tied).output("logits")
 
     def output(self, name: str) -> ModelFlow:
-        """Name the primary output."""
-        return replace(self, output_name=as_name(name, f"{self.name}: output"))
+        """Name the primary output, which is the last active value."""
+        return replace(self, output_name=as_name(name, f"{self.name}: output"), choose_primary=False)
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
-        """Name the primary output, and choose the side outputs: no others are computed. See `with_extra_outputs`."""
+        """Choose the outputs by name: no others are computed.
+
+        The first is the primary one: the side output, stream or register of that name, or, if there is none, the last
+        active value under that name. The others are as in `with_extra_outputs`.
+        """
         found = _names(names, f"{self.name}: outputs")
         if not found:
             raise GraphError(f"{self.name}: outputs needs a name for the primary output")
-        return self.output(found[0]).with_extra_outputs(found[1:])
+        return replace(self.output(found[0]), choose_primary=True).with_extra_outputs(found[1:])
 
     def with_extra_outputs(self, names: Iterable[str]) -> ModelFlow:
         """The side outputs, by name, in this order: what a stage gave to `emit.output`, a stream, or a register.
 
-        Without this call the side outputs are all that stages give to `emit.output`.
+        Without this call the side outputs are all that stages give to `emit.output`. Those of `export_kv`
+        follow, unless some of them are named.
         """
         return replace(self, side_names=_names(names, f"{self.name}: with_extra_outputs"))
+
+    def export_kv(self) -> ModelFlow:
+        """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
+        it, counted in the order of the flow: the keys (rotated) and the values that it reads."""
+        return replace(self, taps=True)
+
+    def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
+        """Compile to the program `explicit`: the tokens stand behind cached ones, which are inputs and outputs.
+
+        Inputs are added behind those of the flow: `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]` of every causal
+        attention, and optionally `position_ids` `[batch, seq]` and `mask` `[batch, past + seq]`, 1 for a key that is
+        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`.
+
+        Args:
+            past: cached tokens to compile for ahead of the first call.
+            custom_mask: the mask has to be given; it is an input int32 behind those declared so far.
+        """
+        flow = replace(self, program="explicit").bind(past=past)
+        return flow.input("mask", ("batch", "past + seq"), dtype="int32") if custom_mask else flow
 
     def hidden_states(self) -> ModelFlow:
         """Name the primary output `hidden`."""
         return self.output("hidden")
-
-    # -- stages ------------------------------------------------------------------------------
-
-    def embed(self, key: str) -> ModelFlow:
-        """Token embedding under `key`."""
-        return self.stage(blocks.Embed(key))
-
-    def token_embed(self) -> ModelFlow:
-        """Token embedding under `model.embed_tokens.weight`."""
-        return self.stage(blocks.Embed())
-
-    def gather_from_input(self, input_name: str, key: str) -> ModelFlow:
-        """`E[input]` in place of the active value; the table is under `key` `[V, H]`."""
-        return self.stage(blocks.GatherFromInput(input_name, key))
-
-    def gather_add(self, input_name: str, key: str) -> ModelFlow:
-        """`x + E[input]`; the table is under `key` `[V, H]`."""
-        return self.stage(blocks.GatherAdd(input_name, key))
-
-    def rope_tables(self, stage: blocks.RopeTables) -> ModelFlow:
-        """cos and sin for the rotary stages that follow."""
-        return self.stage(stage)
-
-    def zero_beta(self, length: int) -> ModelFlow:
-        """Zeros `[length]` as the beta of every RMSNorm; norms need none."""
-        return self.stage(blocks.ZeroBeta(length))
-
-    def zero_beta_named(self, name: str, length: int) -> ModelFlow:
-        """As `zero_beta`, registered as `name`."""
-        return self.stage(blocks.ZeroBeta(length, name))
-
-    def attn_mask_ones(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
-        """A keep mask `[batch, seq]` that keeps every key."""
-        return self.stage(blocks.AttnMask.ones(batch, seq))
-
-    def repeat_layers(self, count: int, layer: Callable[[int], BlockStage]) -> ModelFlow:
-        """`count` layers, layer i made by `layer(i)`."""
-        return self.stage(blocks.Repeat(count, layer))
-
-    def named_layer(self, name: str, stage: BlockStage) -> ModelFlow:
-        """A stage under a segment `name` of the block path."""
-        return self.stage(blocks.Named(name, stage))
-
-    def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> ModelFlow:
-        """A named LayerStack."""
-        stack = build(LayerStack.named(name)) if callable(build) else build
-        if not callable(build) or not isinstance(stack, LayerStack):
-            raise GraphError(
-                f"{self.name}: layer {quote(name)} takes a function LayerStack → LayerStack, got {shown(stack)}"
-            )
-        return self.stage(stack.build())
-
-    def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
-        """Llama's layer `index`, as one block."""
-        return self.stage(blocks.llama_prefill_layer_fused(index, spec))
-
-    llama_decoder_layer = llama_prefill_layer
-
-    def llama_prefill_layer_composed(self, index: int, spec: blocks.LlamaDecoderSpec) -> ModelFlow:
-        """The same layer from small stages."""
-        return self.stage(blocks.llama_prefill_layer_composed(index, spec))
-
-    def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False) -> ModelFlow:
-        """Find the inputs `past_k_{i}`, `past_v_{i}` and `mask` for the decode layers that follow."""
-        return self.stage(blocks.BindDecodeInputs(num_layers, use_custom_mask))
-
-    def llama_decode_layer(self, index: int, spec: blocks.LlamaDecodeLayerSpec) -> ModelFlow:
-        """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`."""
-        return self.stage(blocks.llama_decode_layer(index, spec))
-
-    def qwen3_decode_layer_fused(self, index: int, spec: blocks.Qwen3DecodeLayerSpec) -> ModelFlow:
-        """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
-        return self.stage(blocks.qwen3_decode_layer_fused(index, spec))
-
-    def llama_kv_tap(self, index: int, head_dim: int, eps: float = 1e-5) -> ModelFlow:
-        """The keys and values of Llama's layer `index` as side outputs `kv.{index}.k` and `kv.{index}.v`."""
-        return self.stage(blocks.LlamaKvTap(f"model.layers.{index}", index, head_dim, eps))
-
-    def linear(
-        self, key: str, transpose: bool = True, bias: str | None = None, shape: tuple[int, int] | None = None
-    ) -> ModelFlow:
-        """`x W`: the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`."""
-        return self.stage(blocks.Linear(key, transpose, bias, shape))
-
-    def residual_save(self) -> ModelFlow:
-        """Remember the active value for `residual_add`."""
-        return self.stage(blocks.ResidualSave())
-
-    def residual_add(self) -> ModelFlow:
-        """Add the value that `residual_save` remembered."""
-        return self.stage(blocks.ResidualAdd())
-
-    def swiglu(self, gate: str, up: str, down: str) -> ModelFlow:
-        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
-        return self.stage(blocks.SwiGlu(gate, up, down))
-
-    def swiglu_hf_mlp(self, prefix: str) -> ModelFlow:
-        """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
-        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
-
-    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> ModelFlow:
-        """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
-        return self.stage(blocks.SelfAttnPrefill(spec))
-
-    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> ModelFlow:
-        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
-        return self.stage(blocks.LayerNorm(gamma, beta, eps))
-
-    def rms_norm(self, key: str, eps: float = 1e-5) -> ModelFlow:
-        """RMSNorm; its weight under `key`, `[H]`."""
-        return self.stage(blocks.RmsNorm(key, eps))
-
-    def final_norm(self, eps: float = 1e-5) -> ModelFlow:
-        """RMSNorm under `model.norm.weight`."""
-        return self.stage(blocks.RmsNorm("model.norm.weight", eps))
-
-    def gelu_ffn(self, prefix: str) -> ModelFlow:
-        """`gelu(x W₁ + b₁) W₂ + b₂` under BERT's keys."""
-        return self.stage(blocks.GeluFfn.hf_bert(prefix))
-
-    def bert_encoder_layer(self, spec: blocks.BertEncoderLayerSpec) -> ModelFlow:
-        """BERT's post-norm layer: `[B, S, H]` → same."""
-        return self.stage(blocks.BertEncoderLayer(spec))
-
-    def repeat_bert_layers(
-        self, count: int, prefix: str, style: str, hidden: int, heads: int, eps: float = 1e-12, activation: str = "gelu"
-    ) -> ModelFlow:
-        """BERT layers under `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}`."""
-        check_style(style)
-
-        def layer(i: int) -> BlockStage:
-            p = bert_layer_prefix(prefix, i)
-            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation))
-
-        return self.repeat_layers(count, layer)
-
-    def cls_token_pool(self, batch: int | str = "batch", hidden: int | None = None) -> ModelFlow:
-        """The first token: `[B, S, H]` → `[B, H]`."""
-        return self.stage(blocks.ClsTokenPool(batch, hidden))
-
-    def gather_last_token_dynamic(self, batch: int | str = "batch") -> ModelFlow:
-        """Row `last_token_idx[b]` of each sequence: `[B, S, H]` → `[B, 1, H]`."""
-        return self.stage(blocks.GatherLastToken.dynamic(batch))
-
-    def gather_last_token_at(self, batch: int | str = "batch", seq: int | str = "seq") -> ModelFlow:
-        """The last position: `[B, S, H]` → `[B, 1, H]`."""
-        return self.stage(blocks.GatherLastToken.static_last(batch, seq))
-
-    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> ModelFlow:
-        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`."""
-        head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
-        return self.stage(head(vocab_size, hidden_size)).output("logits")
-
-    def custom(self, fn: Callable[[Emit, Any], FlowValue | None], token_wise: bool = False) -> ModelFlow:
-        """Any function `(emit, value) → value`."""
-        return self.stage(blocks.Custom(fn, token_wise=token_wise))
-
-    plugin = custom
-
-    def custom_named(
-        self, name: str, fn: Callable[[Emit, Any], FlowValue | None], token_wise: bool = False
-    ) -> ModelFlow:
-        """As `custom`, with a segment in the block path."""
-        return self.stage(blocks.Custom(fn, name, token_wise))
-
-    plugin_named = custom_named
-
-    def store_stream(self, name: str) -> ModelFlow:
-        """Keep the active value as stream `name`."""
-        return self.stage(blocks.StoreStream(name))
-
-    def load_stream(self, name: str) -> ModelFlow:
-        """Make stream `name` the active value."""
-        return self.stage(blocks.LoadStream(name))
-
-    def bind_inputs_to_streams(self, pairs: Iterable[tuple[str, str]]) -> ModelFlow:
-        """Keep declared inputs as streams: pairs (input, stream)."""
-        return self.stage(blocks.bind_inputs_to_streams(pairs))
-
-    def dual_stream(
-        self, name: str, a: str, b: str, fn: Callable[[Emit, Any, Any], tuple[FlowValue, FlowValue]]
-    ) -> ModelFlow:
-        """`a, b = fn(emit, a, b)` on two streams."""
-        return self.stage(blocks.DualStream(name, a, b, fn))
 
     def when(self, condition: bool, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
         """`edit(flow)` if the condition holds."""
@@ -377,10 +218,11 @@ class ModelFlow:
 
     # -- building ----------------------------------------------------------------------------
 
-    def build(self, weights: Weights = None, given: Iterable[str] = ()) -> BuiltModel:
+    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
         """Run the stages: the HIR of the forward program. Shapes are read, data is not.
 
-        `given` names the optional inputs that calls will supply.
+        `given` names the optional inputs that calls will supply, `captured` what an earlier build of the same model
+        copied of the arrays that functions in `emit.jax` capture.
 
         Raises:
             GraphError: a stage does not fit the value it gets; the message starts with its block path.
@@ -391,36 +233,68 @@ class ModelFlow:
         source = self.weights if weights is None else open_weights(weights)
         types = TypeCache()
         builder = Builder(self.name, types)
-        emit = Emit(builder, source)
+        emit = Emit(builder, source, captured, self.binding)
+        emit.flat, emit.state.program = self.taps, self.program
         value: FlowValue | None = self._declare(emit, set(given))
-        for stage in self.stages:
-            value = stage.emit(emit, value)
+        try:
+            for stage in self.stages:
+                with emit.stage(), emit.users_code():
+                    value = stage.emit(emit, value)
+        except RecursionError as error:
+            raise GraphError(
+                f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
+                "put them side by side, as Sequence and Repeat do"
+            ) from error
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
-        side = self._side_outputs(emit)
+        side = self._side_outputs(emit, self._tap_attention(emit) if self.taps else ())
         if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
-        outputs = {self.output_name: value.value} | {n: v.value for n, v in side.items()}
+        outputs = {self.output_name: self._primary(emit, value).value} | {n: v.value for n, v in side.items()}
+        emit.captured.closed = True
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
         return BuiltModel(
             self.name, rolled.graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
-            rolled.refusals, self.binding,
+            rolled.refusals, self.binding, program=emit.state.program, captured=emit.captured,
         )  # fmt: skip
 
-    def _side_outputs(self, emit: Emit) -> dict[str, FlowValue]:
-        """Those that stages emitted, or those that the flow names."""
-        state = emit.state
+    def _tap_attention(self, emit: Emit) -> tuple[str, ...]:
+        """What `export_kv` promises, by name."""
+        found = [n for n in emit.builder.nodes if isinstance(n.op, hir.Attention) and n.op.causal]
+        if not found:
+            raise GraphError(f"{self.name}: export_kv: no stage writes causal attention, so there are no keys to give")
+        taps = {f"kv.{i}.{kind}": v for i, n in enumerate(found) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+        for name, value in taps.items():
+            emit.output(name, emit.wrap(value))
+        return tuple(taps)
+
+    def _primary(self, emit: Emit, last: FlowValue) -> FlowValue:
+        """The value that the name of the primary output stands for."""
+        name = self.output_name
+        named = _known(emit).get(name)
+        if named is None or self.choose_primary:
+            return last if named is None else named
+        if named.value != last.value:
+            raise NameCollisionError(
+                f"{self.name}: {quote(name)} would name the last value, and it is a stream, register or side output of "
+                f"another one: outputs([{name!r}]) chooses that, another name keeps both"
+            )
+        return last
+
+    def _side_outputs(self, emit: Emit, taps: tuple[str, ...]) -> dict[str, FlowValue]:
+        """Those that stages emitted, or those that the flow names; where it names none of `taps`, they follow."""
         if self.side_names is None:
-            return state.outputs
-        known = {**state.streams, **state.named, **state.outputs}
-        for name in self.side_names:
+            return emit.state.outputs
+        known, names = _known(emit), self.side_names
+        names = names if any(name in taps for name in names) else (*names, *taps)
+        for name in names:
             if name not in known:
                 raise UnboundStreamError(
                     f"{self.name}: output {quote(name)} is no side output, register or stream; "
                     f"known are {listing(known) or 'none'}{did_you_mean(name, known)}"
                 )
-        return {name: known[name] for name in self.side_names}
+        return {name: known[name] for name in names}
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
         """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
@@ -431,7 +305,7 @@ class ModelFlow:
             if not decl.optional or decl.name in given:
                 value = emit.wrap(emit.builder.input(decl.name, decl.type))
                 if is_float(decl.type.dtype) and decl.type.dtype != F32:
-                    value = emit.add(CastTo(F32), value)
+                    value = emit.cast(value, F32)
                 emit.state.inputs[decl.name] = value
             else:
                 with emit.builder.at(Origin((decl.name,))):
@@ -450,12 +324,17 @@ class ModelFlow:
         while value.ndim > len(shape):
             value = value[..., 0]
         if decl.default == POSITIONS:
-            return emit.add(hir.Positions(), value)
-        return emit.add(FullLike(float(decl.default), decl.type.dtype), value)
+            return emit.positions(value)
+        return emit.full_like(value, float(decl.default), decl.type.dtype)
 
     def summary(self, weights: Weights = None) -> str:
         """A table of block path, shape and weights, one row for each part of the model."""
         return summary(self.build(weights).hir)
+
+
+def _known(emit: Emit) -> dict[str, FlowValue]:
+    """What an output may be called after, beside the last value."""
+    return {**emit.state.streams, **emit.state.named, **emit.state.outputs}
 
 
 def _flow(made: object, where: str) -> ModelFlow:

@@ -1,18 +1,234 @@
-"""`LayerStack`: small stages in a row, as one stage."""
+"""The methods that append stages, written once for `ModelFlow` and `LayerStack`; and `LayerStack` itself.
+
+What a stage is named by stands first, in the order of the stage's own fields; options are keyword-only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from rlx_jax import blocks
-from rlx_jax.blocks.control import BlockStage
-from rlx_jax.emit import Emit, FlowValue
+from rlx_jax.blocks.control import BlockStage, check_stages
+from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
+from rlx_jax.errors import GraphError, quote, shown
+from rlx_jax.trace.emit import Emit
+from rlx_jax.trace.flow_value import FlowValue
+
+Size = int | str | None
+"""A size that a stage checks: a number, the name of a symbolic size, or None for whatever the value has."""
+
+
+class Stages:
+    """Every stage as a method. Whoever appends stages with `stage` gets them all."""
+
+    def stage(self, *stages: BlockStage) -> Self:
+        """Append stages."""
+        raise NotImplementedError
+
+    def where(self) -> str:
+        """What errors call it."""
+        raise NotImplementedError
+
+    def raw_stage(self, *stages: BlockStage) -> Self:
+        """`stage`."""
+        return self.stage(*stages)
+
+    def raw_stages(self, stages: Iterable[BlockStage]) -> Self:
+        """Append several stages."""
+        return self.stage(*check_stages(stages, self.where()))
+
+    def sequence(self, stages: Iterable[BlockStage]) -> Self:
+        """Append stages as one Sequence."""
+        return self.stage(blocks.Sequence(stages))
+
+    def embed(self, key: str, *, shape: tuple[int, int] | None = None) -> Self:
+        """Token embedding under `key` `[V, H]`; `shape` is needed only without weights."""
+        return self.stage(blocks.Embed(key, shape))
+
+    def token_embed(self) -> Self:
+        """Token embedding under `model.embed_tokens.weight`."""
+        return self.stage(blocks.Embed())
+
+    def gather_from_input(self, input_name: str, key: str) -> Self:
+        """`E[input]` in place of the active value; the table is under `key` `[V, H]`."""
+        return self.stage(blocks.GatherFromInput(input_name, key))
+
+    def gather_add(self, input_name: str, key: str, *, shape: tuple[int, int] | None = None) -> Self:
+        """`x + E[input]`; the table is under `key` `[V, H]`; `shape` is needed only without weights."""
+        return self.stage(blocks.GatherAdd(input_name, key, shape))
+
+    def rope_tables(self, stage: blocks.RopeTables) -> Self:
+        """cos and sin for the rotary stages that follow."""
+        return self.stage(stage)
+
+    def zero_beta(self, length: int) -> Self:
+        """Zeros `[length]` as the beta of every RMSNorm; norms need none."""
+        return self.stage(blocks.ZeroBeta(length))
+
+    def zero_beta_named(self, name: str, length: int) -> Self:
+        """As `zero_beta`, registered as `name`."""
+        return self.stage(blocks.ZeroBeta(length, name))
+
+    def attn_mask_ones(self, batch: Size = None, seq: Size = None) -> Self:
+        """A keep mask `[batch, seq]` that keeps every key."""
+        return self.stage(blocks.AttnMask.ones(batch, seq))
+
+    def repeat_layers(self, count: int, layer: Callable[[int], BlockStage]) -> Self:
+        """`count` layers, layer i made by `layer(i)`."""
+        return self.stage(blocks.Repeat(count, layer))
+
+    def named_layer(self, name: str, stage: BlockStage) -> Self:
+        """A stage under a segment `name` of the block path."""
+        return self.stage(blocks.Named(name, stage))
+
+    def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> Self:
+        """A named LayerStack."""
+        stack = build(LayerStack.named(name)) if callable(build) else build
+        if not callable(build) or not isinstance(stack, LayerStack):
+            raise GraphError(
+                f"{self.where()}: layer {quote(name)} takes a function LayerStack → LayerStack, got {shown(stack)}"
+            )
+        return self.stage(stack.build())
+
+    def llama_prefill_layer(self, index: int, spec: blocks.LlamaDecoderSpec) -> Self:
+        """Llama's layer `index`, as one block."""
+        return self.stage(blocks.llama_prefill_layer_fused(index, spec))
+
+    llama_decoder_layer = llama_prefill_layer
+
+    def llama_prefill_layer_composed(self, index: int, spec: blocks.LlamaDecoderSpec) -> Self:
+        """The same layer from small stages."""
+        return self.stage(blocks.llama_prefill_layer_composed(index, spec))
+
+    def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False) -> Self:
+        """Find the inputs `past_k_{i}`, `past_v_{i}` and `mask` for the decode layers that follow."""
+        return self.stage(blocks.BindDecodeInputs(num_layers, use_custom_mask))
+
+    def llama_decode_layer(self, index: int, spec: blocks.LlamaDecodeLayerSpec) -> Self:
+        """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`."""
+        return self.stage(blocks.llama_decode_layer(index, spec))
+
+    def qwen3_decode_layer_fused(self, index: int, spec: blocks.Qwen3DecodeLayerSpec) -> Self:
+        """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
+        return self.stage(blocks.qwen3_decode_layer_fused(index, spec))
+
+    def llama_kv_tap(self, index: int, head_dim: int, eps: float = 1e-5) -> Self:
+        """The keys and values of Llama's layer `index` as side outputs `kv.{index}.k` and `kv.{index}.v`."""
+        return self.stage(blocks.LlamaKvTap(f"model.layers.{index}", index, head_dim, eps))
+
+    def linear(
+        self, key: str, transpose: bool = True, *, bias: str | None = None, shape: tuple[int, int] | None = None
+    ) -> Self:
+        """`x W [+ b]`: the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`.
+
+        `shape` is that of the weight as stored; needed only without weights.
+        """
+        return self.stage(blocks.Linear(key, transpose, bias, shape))
+
+    def residual_save(self) -> Self:
+        """Remember the active value for `residual_add`."""
+        return self.stage(blocks.ResidualSave())
+
+    def residual_add(self) -> Self:
+        """Add the value that `residual_save` remembered."""
+        return self.stage(blocks.ResidualAdd())
+
+    def swiglu(self, gate: str, up: str, down: str) -> Self:
+        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
+        return self.stage(blocks.SwiGlu(gate, up, down))
+
+    def swiglu_hf_mlp(self, prefix: str) -> Self:
+        """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
+        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
+
+    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> Self:
+        """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
+        return self.stage(blocks.SelfAttnPrefill(spec))
+
+    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> Self:
+        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
+        return self.stage(blocks.LayerNorm(gamma, beta, eps))
+
+    def rms_norm(self, key: str, eps: float = 1e-5) -> Self:
+        """RMSNorm; its weight under `key`, `[H]`."""
+        return self.stage(blocks.RmsNorm(key, eps))
+
+    def final_norm(self, eps: float = 1e-5) -> Self:
+        """RMSNorm under `model.norm.weight`."""
+        return self.stage(blocks.RmsNorm("model.norm.weight", eps))
+
+    def gelu_ffn(self, prefix: str) -> Self:
+        """`gelu(x W₁ + b₁) W₂ + b₂` under BERT's keys."""
+        return self.stage(blocks.GeluFfn.hf_bert(prefix))
+
+    def bert_encoder_layer(self, spec: blocks.BertEncoderLayerSpec) -> Self:
+        """BERT's post-norm layer: `[B, S, H]` → same."""
+        return self.stage(blocks.BertEncoderLayer(spec))
+
+    def repeat_bert_layers(
+        self, count: int, prefix: str, style: str, hidden: int, heads: int, eps: float = 1e-12, activation: str = "gelu"
+    ) -> Self:
+        """BERT layers under `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}`."""
+        check_style(style)
+
+        def layer(i: int) -> BlockStage:
+            p = bert_layer_prefix(prefix, i)
+            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation))
+
+        return self.repeat_layers(count, layer)
+
+    def cls_token_pool(self, batch: Size = None, hidden: int | None = None) -> Self:
+        """The first token: `[B, S, H]` → `[B, H]`."""
+        return self.stage(blocks.ClsTokenPool(batch, hidden))
+
+    def gather_last_token_dynamic(self, batch: Size = None) -> Self:
+        """Row `last_token_idx[b]` of each sequence: `[B, S, H]` → `[B, 1, H]`."""
+        return self.stage(blocks.GatherLastToken.dynamic(batch))
+
+    def gather_last_token_at(self, batch: Size = None, seq: Size = None) -> Self:
+        """The last position: `[B, S, H]` → `[B, 1, H]`."""
+        return self.stage(blocks.GatherLastToken.static_last(batch, seq))
+
+    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> Self:
+        """Logits, from the tied embedding or `lm_head.weight`. In a flow it names the output `logits`."""
+        head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
+        return self.stage(head(vocab_size, hidden_size))
+
+    def custom(self, fn: Callable[[Emit, Any], FlowValue | None], *, token_wise: bool = False) -> Self:
+        """Any function `(emit, value) → value`."""
+        return self.stage(blocks.Custom(fn, token_wise=token_wise))
+
+    plugin = custom
+
+    def custom_named(self, name: str, fn: Callable[[Emit, Any], FlowValue | None], *, token_wise: bool = False) -> Self:
+        """As `custom`, with a segment in the block path."""
+        return self.stage(blocks.Custom(fn, name, token_wise))
+
+    plugin_named = custom_named
+
+    def store_stream(self, name: str) -> Self:
+        """Keep the active value as stream `name`."""
+        return self.stage(blocks.StoreStream(name))
+
+    def load_stream(self, name: str) -> Self:
+        """Make stream `name` the active value."""
+        return self.stage(blocks.LoadStream(name))
+
+    def bind_inputs_to_streams(self, pairs: Iterable[tuple[str, str]]) -> Self:
+        """Keep declared inputs as streams: pairs (input, stream)."""
+        return self.stage(blocks.bind_inputs_to_streams(pairs))
+
+    def dual_stream(
+        self, name: str, a: str, b: str, fn: Callable[[Emit, Any, Any], tuple[FlowValue, FlowValue]]
+    ) -> Self:
+        """`a, b = fn(emit, a, b)` on two streams."""
+        return self.stage(blocks.DualStream(name, a, b, fn))
 
 
 @dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Stages):
     """Small stages in a row, built into one stage: `LayerStack.named("ffn").rms_norm(key).linear(key).build()`."""
 
     name: str | None = None
@@ -25,51 +241,15 @@ class LayerStack:
 
     def stage(self, *stages: BlockStage) -> LayerStack:
         """Append stages."""
-        return replace(self, items=(*self.items, *stages))
+        return replace(self, items=(*self.items, *check_stages(stages, self.where())))
+
+    def where(self) -> str:
+        """What errors call it."""
+        return self.name or "LayerStack"
 
     def stages(self, stages: Iterable[BlockStage]) -> LayerStack:
-        """Append several stages."""
-        return self.stage(*stages)
-
-    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> LayerStack:
-        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
-        return self.stage(blocks.LayerNorm(gamma, beta, eps))
-
-    def rms_norm(self, key: str, eps: float = 1e-5) -> LayerStack:
-        """RMSNorm; its weight under `key`, `[H]`."""
-        return self.stage(blocks.RmsNorm(key, eps))
-
-    def gather_add(self, input_name: str, key: str) -> LayerStack:
-        """`x + E[input]`; the table is under `key` `[V, H]`."""
-        return self.stage(blocks.GatherAdd(input_name, key))
-
-    def linear(self, key: str, transpose: bool = True, bias: str | None = None) -> LayerStack:
-        """`x W`; see `ModelFlow.linear`."""
-        return self.stage(blocks.Linear(key, transpose, bias))
-
-    def residual_save(self) -> LayerStack:
-        """Remember the active value for `residual_add`."""
-        return self.stage(blocks.ResidualSave())
-
-    def residual_add(self) -> LayerStack:
-        """Add the value that `residual_save` remembered."""
-        return self.stage(blocks.ResidualAdd())
-
-    def swiglu(self, gate: str, up: str, down: str) -> LayerStack:
-        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
-        return self.stage(blocks.SwiGlu(gate, up, down))
-
-    def swiglu_hf_mlp(self, prefix: str) -> LayerStack:
-        """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
-        return self.stage(blocks.SwiGlu.hf_mlp(prefix))
-
-    def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> LayerStack:
-        """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
-        return self.stage(blocks.SelfAttnPrefill(spec))
-
-    def custom(self, fn: Callable[[Emit, Any], FlowValue | None]) -> LayerStack:
-        """Any function `(emit, value) → value`."""
-        return self.stage(blocks.Custom(fn))
+        """Append several stages: `raw_stages`."""
+        return self.raw_stages(stages)
 
     def build(self) -> BlockStage:
         """Named{Sequence} if named, else Sequence."""

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from rlx_jax import model
-from rlx_jax.built import Weights
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir.types import is_float
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Weights
+from rlx_jax.runtime import compiling
+from rlx_jax.runtime.model import CompiledModel
 
 
 class FlowModule(nnx.Module):
@@ -49,12 +50,12 @@ class FlowModule(nnx.Module):
         strict: bool = True,
         rngs: nnx.Rngs | jax.Array | int | None = None,
     ) -> None:
-        compiled = model.compile(flow, weights, profile=profile, program=program, strict=strict)
+        compiled = compiling.compile(flow, weights, profile=profile, program=program, strict=strict)
         params = compiled.params
         if params is None:
             if rngs is None:
                 raise MissingWeightError(
-                    f"{compiled.compiler.flow.name}: FlowModule needs parameters; pass weights=, or rngs= to draw them"
+                    f"{compiled.name}: FlowModule needs parameters; pass weights=, or rngs= to draw them"
                 )
             params = compiled.init(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)
         self.compiled = replace(compiled, params=None)
@@ -68,7 +69,7 @@ class FlowModule(nnx.Module):
         """The parameters as plain arrays by leaf name, as `.apply` and `CompiledModel.replace` take them."""
         return {name: v.get_value() for name, v in self.params.items()}
 
-    def to_model(self) -> model.CompiledModel:
+    def to_model(self) -> CompiledModel:
         """The compiled model with these parameters: to call, to save, to read `.weights()` by checkpoint key."""
         return self.compiled.replace(params=self.arrays())
 

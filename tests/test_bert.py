@@ -277,6 +277,31 @@ def test_host_inputs_are_checked(bare: Case) -> None:
         bare.model(input_ids=tokens, attention_msk=np.ones((3, 12), np.int32))
 
 
+@pytest.mark.parametrize("value", [2, -1, 256, 0.5])
+def test_a_mask_is_zeros_and_ones(bare: Case, value: float) -> None:
+    """Whatever else stands in it would be taken for some other number on its way to a bool."""
+    mask = np.array([[1, value]])
+    with pytest.raises(errors.MaskShapeError, match=r"attention_mask: expected 0 and 1"):
+        bare.encoder.hidden_states([[1, 2]], attention_mask=mask)
+    want = bare.encoder.hidden_states([[1, 2]], attention_mask=[[True, False]])
+    np.testing.assert_array_equal(bare.encoder.hidden_states([[1, 2]], attention_mask=np.array([[1, 0]])), want)
+
+
+def test_vectors_that_are_not_finite(bare: Case) -> None:
+    """Are an error that names them; the others are whole."""
+    weights = dict(bare.encoder.model.weights())
+    (key,) = (k for k in weights if k.endswith("word_embeddings.weight"))
+    table = np.array(weights[key])
+    table[7] = np.nan
+    recipe = rlx.recipe_for(BARE)
+    encoder = rlx.Encoder(recipe.assemble(), rlx.open_weights({**weights, key: table}, on_nonfinite="ignore"))
+    with pytest.raises(errors.NumericsError, match=r"2 of 4 .* not finite: 'texts\[1\]', 'texts\[3\]'$") as told:
+        encoder.embed([[1, 2], [3, 7], [4], [7]])
+    first, _, third, _ = told.value.outputs
+    assert told.value.rows == {1: 0, 3: 0}
+    np.testing.assert_array_equal([np.asarray(first), np.asarray(third)], encoder.embed([[1, 2], [4]]))
+
+
 def test_too_long(bare: Case) -> None:
     """There are 40 positions; token 41 is an error, not the last position again."""
     assert bare.encoder.hidden_states(np.ones((1, 40), np.int32)).shape == (1, 40, 40)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate import chat_template
-from rlx_jax.generate.chat import chat_prompt, check_messages
-from rlx_jax.generate.chat_template import render
-from rlx_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from rlx_jax.text import chat_template
+from rlx_jax.text.chat import chat_prompt, check_messages
+from rlx_jax.text.chat_template import render
+from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.oracles import chat_templates as formats
 from tests.oracles.checkpoints import edit_json
 

@@ -20,7 +20,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
-from rlx_jax.model import CompiledModel
+from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, edit_json, edited
 
@@ -66,6 +66,37 @@ def test_generate_in_a_terminal() -> None:
     assert "compile prefill of batch 1, context 64, seq 16 …" in status, status
     assert "compile extend of batch 1, context 64, seq 1 …" in status
     assert status.endswith("\r\x1b[K") and "Traceback" not in status
+
+
+def screen(written: str) -> str:
+    """What a terminal shows in the end, of carriage returns and erased lines."""
+    lines, column = [""], 0
+    for part in re.findall(r"\x1b\[K|[\r\n]|[^\x1b\r\n]+", written):
+        line = lines[-1]
+        if part == "\n":
+            lines.append("")
+            column = 0
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[K":
+            lines[-1] = line[:column]
+        else:
+            lines[-1] = f"{line[:column]}{part}{line[column + len(part) :]}"
+            column += len(part)
+    return "\n".join(lines)
+
+
+def test_text_and_progress_share_a_terminal() -> None:
+    """The loop compiles after the first token is out: what it tells must not take that token away."""
+    seen, terminal = pty.openpty()
+    words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
+    process = subprocess.Popen([*COMMAND, *words], env=ENVIRONMENT, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    written = read_all(seen)
+    os.close(seen)
+    assert process.wait(timeout=120) == 0
+    assert "compile prefill of batch 1, context 64, seq 16 …" in written, written
+    assert screen(written) == cli._CONTROLS.sub("\ufffd", CASE["text"]) + "\n", written
 
 
 @pytest.mark.slow
@@ -257,8 +288,8 @@ def test_progress_is_told() -> None:
     for _ in range(2):
         lm.logits([[1, 2, 3]])
     assert told[len(loads) :] == [
-        ("compile forward of batch 1, seq 3", 0, 1),
-        ("compile forward of batch 1, seq 3", 1, 1),
+        ("compile forward of batch 1, seq 16", 0, 1),
+        ("compile forward of batch 1, seq 16", 1, 1),
     ]
 
 

@@ -62,7 +62,7 @@ class Layer:
     def spec(self, mask: MaskKind | str = "causal", eps: float = 1e-5) -> LlamaDecoderSpec:
         """The spec of the stages."""
         return LlamaDecoderSpec(
-            self.heads, self.dim, self.kv_heads, eps, mask,
+            num_heads=self.heads, head_dim=self.dim, num_kv_heads=self.kv_heads, eps=eps, mask=mask,
             attention_bias=self.attention_bias, mlp_bias=self.mlp_bias,
         )  # fmt: skip
 

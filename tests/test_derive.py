@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
 from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError
 from rlx_jax.ir import hir
-from rlx_jax.ir.ops.contract import MatMul
+from rlx_jax.ir.ops.linalg import MatMul
 
 H, F, V = 8, 12, 17
 CONTEXT = 16
@@ -57,7 +58,7 @@ EMBEDDING = {"e": w(V, H) * 3}
 
 def llama_layers(flow: rlx.ModelFlow, count: int, mask: Callable[[int], Any] = lambda i: "causal") -> rlx.ModelFlow:
     """Llama layers, grouped heads."""
-    specs = [LlamaDecoderSpec(4, 4, 2, mask=mask(i)) for i in range(count)]
+    specs = [LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2, mask=mask(i)) for i in range(count)]
     return flow.repeat_layers(count, lambda i: blocks.llama_prefill_layer_fused(i, specs[i]))
 
 
@@ -144,7 +145,7 @@ def test_chunks_of_any_width() -> None:
 @pytest.mark.slow
 def test_composed_layers() -> None:
     """Small stages derive as blocks do."""
-    spec = LlamaDecoderSpec(4, 4, 2)
+    spec = LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2)
     flow = tokens_flow().rope_tables(RopeTables.theta(4)).repeat_layers(
         2, lambda i: blocks.llama_prefill_layer_composed(i, spec)
     )  # fmt: skip
@@ -179,7 +180,7 @@ def test_learned_positions() -> None:
 TOKEN_WISE: dict[str, Callable[[Any, Any], Any]] = {
     "operators": lambda e, x: x * e.sigmoid(x) + 1,
     "weights": lambda e, x: x @ e.param("a") + e.param("b"),
-    "norms": lambda e, x: e.rms_norm(x, "b", 1e-5) + e.layer_norm(x, "b", "b", 1e-5),
+    "norms": lambda e, x: e.rms_norm(x, "b", eps=1e-5) + e.layer_norm(x, "b", "b", 1e-5),
     "heads": lambda e, x: x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(0, 1, 3, 2).reshape(*x.shape),
     "hidden mean": lambda e, x: x - x.mean(-1, keepdims=True),
     "slices of hidden": lambda e, x: e.concat([x[..., 4:], x[..., :4]]),
@@ -193,7 +194,7 @@ TOKEN_WISE: dict[str, Callable[[Any, Any], Any]] = {
     "jax flattened": lambda e, x: e.jax(lambda t: jnp.tanh(t.reshape(-1, H) * 2).reshape(t.shape), x),
     "jax vmap": lambda e, x: e.jax(jax.vmap(jax.vmap(lambda t: t / (1 + jnp.abs(t).sum()))), x),
     "jax where": lambda e, x: e.jax(lambda t: jnp.where(t > t.mean(-1, keepdims=True), t, 0.0), x),
-    "gate of the embedding": lambda e, x: x * e.sigmoid(e.add(hir.Embed(), e.param("e"), e.flow_input("tokens"))),
+    "gate of the embedding": lambda e, x: x * e.sigmoid(e.add_node(hir.Embed(), e.param("e"), e.flow_input("tokens"))),
     "swiglu": lambda e, x: x + blocks.SwiGlu("g", "g", "d").emit(e, x),
     "geglu": lambda e, x: x + blocks.GeGlu("g", "g", "d").emit(e, blocks.GemmaRmsNorm("b").emit(e, x)),
     "scaled and capped": lambda e, x: blocks.LogitSoftcap(2.0).emit(e, blocks.EmbedScale(H).emit(e, x)),
@@ -206,7 +207,9 @@ def test_token_wise_custom_stages() -> None:
     flow = llama_layers(tokens_flow(), 1)
     for name, fn in TOKEN_WISE.items():
         flow = flow.custom_named(name.replace(" ", "_"), fn)
-    flow = flow.named_layer("last", blocks.LlamaDecoder("model.layers.1", LlamaDecoderSpec(4, 4, 2)))
+    flow = flow.named_layer(
+        "last", blocks.LlamaDecoder("model.layers.1", LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2))
+    )
     assert_generates(head(flow), llama_weights(2) | TOKEN_WISE_WEIGHTS, 2e-5)
 
 
@@ -224,11 +227,11 @@ def test_attention_written_with_the_block() -> None:
 
     def layer(emit: Any, x: Any) -> Any:
         q, k, v = (emit.linear(x, f"{n}") for n in "qkv")
-        return x + emit.add(hir.Attention(2, 1, causal=True, softcap=5.0), q, k, v)
+        return x + emit.add_node(hir.Attention(2, 1, causal=True, softcap=5.0), q, k, v)
 
     flow = head(tokens_flow().named_layer("mine", Custom(layer, "attn")))
     state = assert_generates(flow, EMBEDDING | {"q": w(H, H), "k": w(4, H), "v": w(4, H)})
-    assert set(state.leaves) == {("mine.attn", "k"), ("mine.attn", "v")}
+    assert set(state.leaves) == {"mine.attn.k", "mine.attn.v"}
 
 
 def test_two_attentions_in_one_block() -> None:
@@ -237,12 +240,12 @@ def test_two_attentions_in_one_block() -> None:
     def layer(emit: Any, x: Any) -> Any:
         for i in range(2):
             q, k, v = (emit.linear(x, f"{n}{i}") for n in "qkv")
-            x = x + emit.add(hir.Attention(2, 2, causal=True), q, k, v)
+            x = x + emit.add_node(hir.Attention(2, 2, causal=True), q, k, v)
         return x
 
     weights = {f"{n}{i}": w(H, H, seed=i) for n in "qkv" for i in range(2)}
     state = assert_generates(head(tokens_flow().custom_named("two", layer)), EMBEDDING | weights)
-    assert len(state.leaves) == 4 and {path for path, _ in state.leaves} == {"two"}
+    assert sorted(state.leaves) == ["two.k", "two.k2", "two.v", "two.v2"]
 
 
 def test_last_token_of_each_row() -> None:
@@ -305,7 +308,7 @@ def test_the_last_layer_computes_one_row() -> None:
     for key, value in want.items():
         np.testing.assert_allclose(got[key], value, atol=2e-6, err_msg=str(key))
     for program in ("prefill", "extend"):
-        nodes = lm.model.compiler.template(program, last_only=True).mir.nodes
+        nodes = lm.model.template(program, last_only=True).mir.nodes
         products = [n.types[0].shape[1] for n in nodes if isinstance(n.op, MatMul)]
         assert [str(s) for s in products] == ["seq", "1", "1", "1", "1"], program  # qkv; o, gate and up, down, the head
 
@@ -323,7 +326,7 @@ def test_a_query_of_the_last_token_for_every_row_is_refused() -> None:
     """Whoever adds what it reads to earlier tokens lets them see later ones."""
 
     def pooled(emit: Any, x: Any) -> Any:
-        context = emit.add(hir.Attention(2, 2, causal=True), emit.add(hir.LastToken(), x), x, x)
+        context = emit.add_node(hir.Attention(2, 2, causal=True), emit.add_node(hir.LastToken(), x), x, x)
         return emit.jax(lambda t, c: t + c, x, context)
 
     lm = rlx.CausalLM(head(llama_layers(tokens_flow(), 1).custom(pooled)), llama_weights(1))
@@ -372,7 +375,7 @@ def test_optional_inputs_are_left_out() -> None:
     def layer(emit: Any, x: Any) -> Any:
         keep = emit.optional_input("mask")
         extra = ("keep",) if keep is not None else ()
-        return x + emit.add(hir.Attention(2, 2, causal=True, extra=extra), x, x, x, *([keep] if extra else []))
+        return x + emit.add_node(hir.Attention(2, 2, causal=True, extra=extra), x, x, x, *([keep] if extra else []))
 
     flow = head(flow.custom_named("attn", layer))
     assert_generates(flow, EMBEDDING)
@@ -429,9 +432,9 @@ def test_leaves_are_named_by_block_path_and_slot() -> None:
         keys.append(set(state.leaves))
         assert not np.any(state.length) and not any(np.any(a) for a in state.leaves.values())
         assert state.length.shape == (2,) and state.length.dtype == np.int32
-    assert keys[0] == keys[1] == {(f"layers.{i}.self_attn", slot) for i in range(3) for slot in "kv"}
+    assert keys[0] == keys[1] == {f"layers.{i}.self_attn.{slot}" for i in range(3) for slot in "kv"}
     scanned = compiled(flow, weights, program="extend", profile=profile(layers={"roll": "scan"}))
-    assert {slot for _, slot in scanned.init_state(2, 4).leaves} == {"k", "v"}
+    assert {name.rpartition(".")[2] for name in scanned.init_state(2, 4).leaves} == {"k", "v"}
     assert {a.shape for a in scanned.init_state(2, 4).leaves.values()} == {(3, 2, 4, 2, 4)}
 
 
@@ -697,7 +700,7 @@ def test_attention_over_other_keys_is_refused() -> None:
     flow = (
         rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("memory", ("batch", "mem", H))
         .embed("e").custom_named(
-            "cross", lambda e, x: e.add(hir.Attention(2, 2, causal=True), x, *[e.flow_input("memory")] * 2)
+            "cross", lambda e, x: e.add_node(hir.Attention(2, 2, causal=True), x, *[e.flow_input("memory")] * 2)
         )
     )  # fmt: skip
     with pytest.raises(DeriveError, match="cross"):
@@ -741,3 +744,52 @@ def test_a_branch_on_one_token_is_found() -> None:
     flow = tokens_flow().custom_named("sneaky", lambda e, x: e.jax(sneaky, x))
     with pytest.raises(DeriveError, match="sneaky"):
         compiled(head(flow), EMBEDDING, program="extend").text("mir")
+
+
+def test_functions_are_tried_in_one_program() -> None:
+    """A user's functions are tried on slices together, and once for all programs of a model."""
+
+    def stage(emit: rlx.Emit, x: Any) -> Any:
+        y = emit.jax(lambda a: jnp.tanh(a) * jax.nn.softmax(a * 2 + 1, axis=-1), x)
+        return emit.jax(lambda a, b: a / (1 + jnp.mean(b * b, axis=-1, keepdims=True)), y, x)
+
+    compiles: list[str] = []
+
+    def listen(event: str, duration_secs: float, **names: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiles.append(names["fun_name"])
+
+    flow = head(tokens_flow().custom_named("a", stage).custom_named("b", stage))
+    opened = compiled(flow, EMBEDDING)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        opened.template("extend")
+        assert compiles.count("jit(results)") == 1
+        opened.template("prefill")
+        assert compiles.count("jit(results)") == 1
+        opened.template("prefill", last_only=True)  # of one row: other questions
+        opened.template("extend", last_only=True)
+        assert compiles.count("jit(results)") == 2 and len(compiles) <= 4
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def calling(fn: Any, emit: rlx.Emit, x: Any) -> Any:
+    """A stage that is one function."""
+    return emit.jax(fn, x)
+
+
+def test_one_of_several_functions_is_refused_by_name() -> None:
+    """Tried together, told apart; one that fails at the sizes it is tried at says so in its place."""
+
+    def sneaky(t: Any) -> Any:
+        return t * 100 if t.shape[1] == 1 else t
+
+    def fails(t: Any) -> Any:
+        return t.reshape(2, 3, -1) if t.shape[1] == 1 else t
+
+    for bad, match in ((sneaky, "sneaky.*'seq' alone"), (fails, "sneaky.*fails on slices.*reshape")):
+        flow = tokens_flow().custom_named("good", lambda e, x: e.jax(jnp.tanh, x))
+        flow = flow.custom_named("sneaky", functools.partial(calling, bad))
+        with pytest.raises(DeriveError, match=match):
+            compiled(head(flow), EMBEDDING, program="extend").text("mir")

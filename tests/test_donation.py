@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import GraphError
-from rlx_jax.executable import compile_program
+from rlx_jax.compiler.executable import compile_program
+from rlx_jax.errors import GraphError, RlxWarning
 from rlx_jax.generate.decode import DecodeLoop, StartRows
 from rlx_jax.generate.sampler import Method, Sampler
 from rlx_jax.ir.ops.attention import CacheUpdate
-from rlx_jax.lowering.donation import cache_copies
-from rlx_jax.lowering.plan import state_types
+from rlx_jax.lowering.lir.donation import cache_copies
+from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import LlamaConfig, weight_specs
 
 CONFIG = LlamaConfig.from_hf(
@@ -49,13 +49,13 @@ def extended(roll: str, compute: str = "f32") -> Any:
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
 def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
     """Every byte of the state, temporaries that do not grow with it, no copy of an array of a cache's shape."""
-    (executable,) = extended(roll, compute).compiler.executables.values()
+    (executable,) = extended(roll, compute).programs.executables.values()
     donation = executable.donation
     width = 2 if compute == "bf16" else 4
     layer = 2 * BATCH * CONTEXT * 2 * 8 * width
     assert donation.state_bytes == 4 * layer + 4 * BATCH
     assert donation.aliased_bytes == donation.state_bytes
-    assert not donation.copies and not donation.problems()
+    assert not donation.broken() and not donation.surplus()
     assert donation.temp_bytes < donation.state_bytes or compute == "bf16"  # the CPU computes bf16 products in f32
 
 
@@ -82,9 +82,9 @@ def test_the_loop_that_generates_is_in_place(batch: int, roll: str) -> None:
         StartRows(draws=False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
     )  # fmt: skip
     inputs = {"rows": rows, "knobs": Sampler().knobs(61), "ends": np.zeros(61, bool)}
-    donation: Any = model.compiler.executable(key, model.param_specs(), state, inputs).donation
+    donation: Any = model.programs.executable(key, model.param_specs(), state, inputs).donation
     assert donation.state_bytes == 4 * (2 * batch * 512 * 2 * 8 * 4) + 4 * batch
-    assert donation.aliased_bytes >= donation.state_bytes and not donation.copies and not donation.problems()
+    assert donation.aliased_bytes >= donation.state_bytes and not donation.broken() and not donation.surplus()
 
 
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
@@ -99,8 +99,8 @@ def test_a_dtype_drift_is_caught_before_xla(roll: str, monkeypatch: pytest.Monke
 def test_a_drift_that_only_the_compiled_program_shows() -> None:
     """As jax neither donates nor warns, the proof compares aliased bytes with the state's."""
     model = extended("unroll")
-    ((key, executable),) = model.compiler.executables.items()
-    lir, function = model.compiler.function(key).lir, model.compiler.function(key).run
+    ((key, executable),) = model.programs.executables.items()
+    lir, function = model.programs.function(key).lir, model.programs.function(key).run
 
     def drifting(params: Any, state: Any, inputs: Any) -> Any:
         outputs, after = function(params, state, inputs)
@@ -108,16 +108,48 @@ def test_a_drift_that_only_the_compiled_program_shows() -> None:
 
     state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
     inputs = {i.input: i.type.spec for i in lir.graph.inputs}
-    with pytest.raises(GraphError, match="in place"):
+    with pytest.raises(GraphError, match=r"in place: .*self_attn.k is read as f32.* and written as bf16"):
         compile_program(lir, drifting, model.param_specs(), state, inputs)
     assert executable.donation is not None
 
 
+def compiled_with(change: Any) -> Any:
+    """The extend program with something around it, compiled as programs are."""
+    model = extended("unroll")
+    (key,) = model.programs.executables
+    lir, function = model.programs.function(key).lir, model.programs.function(key).run
+    state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
+    inputs = {i.input: i.type.spec for i in lir.graph.inputs}
+    return compile_program(lir, partial(change, function), model.param_specs(), state, inputs)
+
+
+def test_a_copied_cache_is_an_error() -> None:
+    """All of its bytes are aliased, and yet it is copied whole: the old keys are read after the new ones are there."""
+
+    def keeping(function: Any, params: Any, state: Any, inputs: Any) -> Any:
+        outputs, after = function(params, state, inputs)
+        return (*outputs, next(a for a in state.values() if a.ndim == 4)), after
+
+    with pytest.raises(GraphError, match=r"a whole cache is copied: .*f32\[3,2048,2,8\].*donation.state = false"):
+        compiled_with(keeping)
+
+
+def test_temporaries_are_told_with_their_place() -> None:
+    """How many of them XLA needs is estimated, so that many are a warning: with the largest, and what to do."""
+
+    def sorting(function: Any, params: Any, state: Any, inputs: Any) -> Any:
+        outputs, after = function(params, state, inputs)
+        with jax.named_scope("stage.of.mine"):
+            many = jnp.sort(outputs[0][0, 0, 0] + jnp.arange(2**21, dtype=jnp.float32))
+        return (outputs[0] + many[7],), after
+
+    with pytest.warns(RlxWarning, match=r"f32\[2097152\] at stage.of.mine/.*layers.roll = 'unroll'"):
+        compiled_with(sorting)
+
+
 def test_copies_are_found_in_hlo() -> None:
     """Only whole arrays of a cache's own shape and dtype count."""
-    (cache,) = {
-        t for t in state_types(extended("unroll").compiler.template("extend").mir, False).values() if t.rank > 2
-    }
+    (cache,) = {t for t in state_types(extended("unroll").template("extend").mir, False).values() if t.rank > 2}
     cache = cache.bind({"batch": 3, "context": 2048})
     hlo = "  %c = f32[3,2048,2,8]{3,2,1,0} copy(%p)\n  %d = f32[3,2048,2,9]{3,2,1,0} copy(%p)\n"
     assert [re.sub(" =.*", "", x) for x in cache_copies(hlo, {cache})] == ["%c"]

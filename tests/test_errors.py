@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,9 +60,9 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
+from rlx_jax.io import limits as weight_limits
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.llama import Llama32Flow
-from rlx_jax.weights import limits as weight_limits
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
@@ -73,6 +73,7 @@ X = np.ones((2, 8), np.float32)
 W = {"w": np.ones((4, 8), np.float32)}
 LINEAR = blocks.Linear("w")
 VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
+WIDE = (3 * 2**20, 2**18)  # 3 TB of float32
 THREE: Any = 3
 NONE: Any = None
 NAME: Any = "auto"
@@ -239,6 +240,27 @@ WEIGHTS: dict[str, Row] = {
     ),
     "nested weights": row(lambda t: rlx.open_weights({"a": {"b": X}}), WeightDTypeError, "'a'", "'dict'", "flatten"),
     "a key that is no string": row(lambda t: rlx.open_weights({THREE: X}), WeightError, "'3'", "strings as keys"),
+    "a key that is none": row(lambda t: rlx.open_weights(W).read(NONE), MissingWeightError, "mapping", "got None"),
+    "a key of a file": row(
+        lambda t: rlx.open_weights(LLAMA).read(NONE), MissingWeightError, "model.safetensors", "got None",
+    ),
+    "a key that has no hash": row(
+        lambda t: rlx.open_weights(LLAMA).spec(cast(Any, [])), MissingWeightError, "model.safetensors", "got []",
+    ),
+    "a sparse file of 3 TB": row(
+        lambda t: rlx.open_weights(sparse(t.here / "m.safetensors")).read("w"), LimitError, "m.safetensors",
+        "'w'", "limits.MAX_MEMORY_PERCENT = 80", "3,298,534,883,328 bytes",
+    ),
+    "a model of 3 TB": row(
+        lambda t: rlx.compile(wide(), sparse(t.here / "m.safetensors")), LimitError, "weights",
+        "limits.MAX_MEMORY_PERCENT = 80",
+    ),
+    "a path of half a character": row(
+        lambda t: rlx.save(t.mlp, "/tmp/\ud800"), RequestError, "path", "expected the path of a directory",
+    ),
+    "a path that orbax cannot name": row(
+        lambda t: rlx.save(t.mlp, "/tmp/\udcff"), UnsupportedError, "UTF-8", "format='safetensors'",
+    ),
     "weights that are no weights": row(lambda t: rlx.open_weights(THREE), WeightError, "weights", "a path, a mapping"),
     "an unknown choice": row(lambda t: rlx.load(LLAMA, links="folow"), WeightError, "links", "did you mean 'follow'"),
     "a misspelt leaf": row(
@@ -528,7 +550,21 @@ REQUESTS: dict[str, Row] = {
         "[2, 4]",
     ),
     "a mask of floats": request(
-        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 3))), DTypeError, "attention_mask", "float64",
+        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 3))), MaskShapeError, "attention_mask", "float64",
+    ),
+    "a prompt that is a view of one row": request(
+        lambda t: t.lm.generate(np.broadcast_to(IDS[:1], (2**34, 3)), 1), LimitError, "prompts",
+        "limits.MAX_MEMORY_PERCENT = 80",
+    ),
+    "tokens that are a view of one row": request(
+        lambda t: t.lm.logits(np.broadcast_to(IDS[:1, :1], (2**30, 300))), LimitError, "tokens",
+        "limits.MAX_MEMORY_PERCENT = 80",
+    ),
+    "more tokens than the context": request(
+        lambda t: t.lm.model(np.ones((1, 129), np.int32)), SequenceLengthError, "129 tokens", "128",
+    ),
+    "more slots than the context": request(
+        lambda t: replace(t.lm.model, program="extend").init_state(1, 129), SequenceLengthError, "129 tokens", "128",
     ),
     "two masks": request(
         lambda t: t.enc.hidden_states(IDS, [3, 3], attention_mask=IDS), RequestError, "attention_mask", "lengths",
@@ -579,7 +615,7 @@ CALLS: dict[str, Row] = {
         lambda t: t.prefill(IDS, lengths=[3, 3], state=t.state(2, 2)), SequenceLengthError, "lengths", "2 slots",
     ),
     "tokens past the last slot": row(
-        lambda t: rlx.compile(t.prefill.compiler.flow, program="extend")(
+        lambda t: rlx.compile(t.prefill.flow, program="extend")(
             IDS, lengths=[1, 3], state=t.prefill(IDS, lengths=[3, 2], state=t.state(2, 4))[1]
         ),
         SequenceLengthError, "row 1 holds 2 tokens", "3 more", "4 slots", "init_state",
@@ -591,6 +627,35 @@ CALLS: dict[str, Row] = {
     "a strict of load": row(lambda t: rlx.load(LLAMA, strict=NAME), WeightError, "strict", "'auto'"),
     "a batch": row(lambda t: t.state(2**40, 8), ShapeError, "batch", "1099511627776"),
     "a level": row(lambda t: t.mlp.text("hl"), GraphError, "text", "hlo", "'hl'"),
+    "init of 3 TB": row(
+        lambda t: rlx.compile(wide(), {"w": jax.ShapeDtypeStruct(WIDE, jnp.float32)}).init(0), LimitError,
+        "wide: init", "limits.MAX_MEMORY_PERCENT = 80",
+    ),
+    "a batch that is a view of one row": row(
+        lambda t: t.mlp(np.broadcast_to(X[:1], (2**34, 8))), LimitError, "input x", "limits.MAX_MEMORY_PERCENT = 80",
+    ),
+    "parameters with a leaf taken out": row(lambda t: in_place(lambda p: p.clear()), WeightShapeError, "params", "'w'"),
+    "parameters of another shape": row(
+        lambda t: in_place(lambda p: p.update(w=X)), WeightShapeError, "leaf 'w' is float32[4, 8]", "(2, 8)",
+    ),
+    "parameters of no type": row(lambda t: in_place(lambda p: p.update(w=NAME)), WeightShapeError, "leaf 'w'", "str"),
+    "parameters of no type, saved": row(
+        lambda t: in_place(lambda p: p.update(w=NAME), lambda m: rlx.save(m, t.here / "m")), WeightShapeError,
+        "leaf 'w'",
+    ),
+    "parameters of no type, by key": row(
+        lambda t: in_place(lambda p: p.update(w=NAME), lambda m: m.weights()), WeightShapeError, "leaf 'w'",
+    ),
+    "an input that is donated and read": row(lambda t: both(), RequestError, "input 'x'", "donated", "input 'y'"),
+    "a state that is an input": row(
+        lambda t: extended(lambda state: state.length), RequestError, "state 'length'", "donated", "input 'lengths'",
+    ),
+    "a parameter that apply finds consumed": row(
+        lambda t: consumed(leaf=True, call=lambda m, x: m.apply(m.params, x)), WeightError, "leaf 'w'", "earlier call",
+    ),
+    "an input that apply finds consumed": row(
+        lambda t: consumed(leaf=False, call=lambda m, x: m.apply(m.params, x)), SessionStateError, "input 'x'",
+    ),
     "a parameter that was consumed": row(lambda t: consumed(leaf=True), WeightError, "leaf 'w'", "earlier call"),
     "an input that was consumed": row(lambda t: consumed(leaf=False), SessionStateError, "input 'x'", "earlier call"),
     "a program": row(lambda t: rlx.compile(mlp(), W, program="decode"), DeriveError, "'decode'", "prefill"),
@@ -703,6 +768,10 @@ STAGES: dict[str, Row] = {
     "a huge dimension": row(lambda t: mlp().input("y", (10**5000,)), ShapeError, "input y", "an integer of 16610 bits"),
     "no dtype": row(lambda t: mlp().input("y", (2,), None), DTypeError, "'None'", "dtype"),
     "a binding": row(lambda t: mlp().bind(bacth=2), GraphError, "'bacth'", "did you mean 'batch'"),
+    "stages 960 deep": row(lambda t: nested(blocks.Sequence), GraphError, "deep", "inside each other", "side by side"),
+    "names 960 deep": row(lambda t: nested(lambda s: blocks.Named("n", s[0])), GraphError, "deep", "side by side"),
+    "a name of 121 characters": row(lambda t: rlx.ModelFlow("x" * 121), GraphError, "a flow", "MAX_NAME = 120"),
+    "a dimension of 121 characters": row(lambda t: mlp().input("y", ("x" * 121,)), GraphError, "MAX_NAME = 120"),
     "a stage that mixes tokens": row(
         lambda t: rlx.compile(
             tokens()[0].custom_named("mine", lambda e, x: e.jax(lambda a: jnp.cumsum(a, 1), x)), tokens()[1],
@@ -767,12 +836,63 @@ def used(t: World) -> Any:
     return state
 
 
-def consumed(leaf: bool) -> Any:
+def consumed(leaf: bool, call: Callable[[Any, Any], Any] = lambda model, x: model(x)) -> Any:
     """A call with a parameter, or an input, that a jitted call with donation has taken."""
     model, x = rlx.compile(mlp(), W), jnp.asarray(X)
     assert model.params is not None
     (model.params["w"] if leaf else x).delete()
-    return model(x)
+    return call(model, x)
+
+
+def in_place(edit: Callable[[Any], Any], call: Callable[[Any], Any] = lambda model: model(X)) -> None:
+    """A call with `params` that were edited after another call; and the same before any was compiled."""
+    model = rlx.compile(mlp(), W)
+    edit(model.params)
+    with pytest.raises(WeightShapeError):
+        call(model)
+    model = rlx.compile(mlp(), W)
+    model(X)
+    edit(model.params)
+    call(model)
+
+
+def both() -> Any:
+    """One array as an input that the profile donates and as another."""
+    flow = rlx.ModelFlow("two").input("x", ("batch", 4)).input("y", ("batch", 4))
+    profile = rlx.CompileProfile().replace(donation={"inputs": ["x"]})
+    model = rlx.compile(flow.custom(lambda emit, x: x + emit.flow_input("y")), {}, profile=profile)
+    x = jnp.ones((2, 4))
+    return model(x, x)
+
+
+def extended(lengths: Callable[[Any], Any]) -> Any:
+    """A call of `extend` with lengths made of the state that it consumes."""
+    model = rlx.compile(rlx.from_pretrained(LLAMA), program="extend")
+    state = model.init_state(2, 8)
+    return model(IDS[:, :1], lengths(state), state=state)
+
+
+def sparse(path: Path) -> Path:
+    """A file of zeros, `WIDE`, that takes no room on the disk."""
+    nbytes = WIDE[0] * WIDE[1] * 4
+    text = json.dumps({"w": {"dtype": "F32", "shape": WIDE, "data_offsets": [0, nbytes]}}).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + nbytes)
+    return path
+
+
+def nested(wrap: Callable[[list[Any]], Any]) -> Any:
+    """Compile a stage inside 960 others."""
+    stage: Any = LINEAR
+    for _ in range(960):
+        stage = wrap([stage])
+    return rlx.compile(rlx.ModelFlow("deep").input("x", ("batch", 8)).stage(stage), W)
+
+
+def wide() -> rlx.ModelFlow:
+    """A flow with one weight, `WIDE`."""
+    return rlx.ModelFlow("wide").input("x", ("batch", WIDE[1])).linear("w")
 
 
 @pytest.fixture(scope="module")
@@ -817,7 +937,7 @@ def test_type_ids_of_an_encoder(world: World) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)])
 def test_a_dtype_has_several_spellings(dtype: Any) -> None:
     """All of them are the short name of the profile."""
-    assert rlx.load(LLAMA, dtype=dtype).model.compiler.settings.compute == ml_dtypes.bfloat16
+    assert rlx.load(LLAMA, dtype=dtype).model.settings.compute == ml_dtypes.bfloat16
 
 
 def test_a_misspelt_option_is_that_of_the_function_that_got_it() -> None:
@@ -840,6 +960,16 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
         rlx.compile(mlp(), W, profile=rlx.CompileProfile().replace(fusion={"target": "tpu"}))
     with pytest.warns(RlxNumericsWarning, match=r"1 of 1 weights hold NaN.*'w'"):
         rlx.save(world.mlp.replace(params={"w": jnp.full((4, 8), jnp.nan)}), tmp_path / "nan", "safetensors")
+
+
+@pytest.mark.parametrize("path", [LLAMA, SHARDED])
+def test_a_recipe_can_be_pickled(path: Path) -> None:
+    """With the checkpoint that it is bound to, which is opened again; a copy in depth too."""
+    recipe = rlx.recipe_for(path)
+    want = rlx.compile(recipe)(IDS)
+    for other in (pickle.loads(pickle.dumps(recipe)), deepcopy(recipe)):
+        assert other.config == recipe.config
+        np.testing.assert_array_equal(rlx.compile(other)(IDS), want)
 
 
 def test_flows_can_be_keys() -> None:
@@ -886,8 +1016,8 @@ def test_a_block_path_is_named_once() -> None:
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
 LIMITED = [
-    "generate.causal", "generate.chat", "generate.chat_template", "generate.tokenizer", "ir.ops.pointwise", "ir.types",
-    "models.config", "profiles.check", "profiles.text", "weights.limits",
+    "generate.causal", "io.limits", "ir.ops.custom", "ir.types", "models.config", "profiles.check", "profiles.text",
+    "text.chat", "text.chat_template", "text.tokenizer",
 ]  # fmt: skip
 
 

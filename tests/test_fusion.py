@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rlx_jax.compiler.passes import Job, pass_named
+from rlx_jax.compiler.settings import plain
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Origin, StateLeaf, StateRead, TypeCache, Value
-from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where
-from rlx_jax.ir.ops.shaping import Narrow, Slice
+from rlx_jax.ir.ops.shape import Narrow, Slice
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
-from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.interpret import Env, interpret
-from rlx_jax.lowering.passes import CLEANING, FUSION, PASSES
-from rlx_jax.profiles.schema import FusionPass
+from rlx_jax.lowering.lir.interpret import Env, interpret
 
 ADD, MUL = Binary("add"), Binary("mul")
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -46,18 +46,18 @@ def run(graph: Graph) -> list[np.ndarray]:
     return [np.asarray(a) for a in (*interpret(graph, env), *env.state.values())]
 
 
+def passed(name: str, graph: Graph, types: TypeCache) -> Graph:
+    """The graph after one pass of the table, verified."""
+    return pass_named(name)(graph, Job(plain(), types)).graph
+
+
 def fused(name: str, build: Build, dtype: str = "f32") -> list[str]:
     """The ops that one pass leaves. Executed op by op, the program gives the same bits as before."""
     before, types = graph_of(build, dtype), TypeCache()
-    after = verify(PASSES["dce"](verify(PASSES[name](before, types), "mir", name, types), types), "mir", "dce", types)
+    after = passed("dce", passed(name, before, types), types)
     for want, got in zip(run(before), run(after), strict=True):
         np.testing.assert_array_equal(got, want)
     return [n.op.text() for n in after.nodes if not isinstance(n.op, Leaf)]
-
-
-def test_names() -> None:
-    """The profile knows the fusion passes, and no others."""
-    assert set(get_args(FusionPass)) == set(PASSES) - set(CLEANING) == set(FUSION)
 
 
 # -- bias and activation into the product ------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_product_with_an_f32_result_keeps_it() -> None:
         for n, s, d in (("x", (2, 8), "bf16"), ("w", (8, 6), "bf16"), ("b", (6,), "f32"))
     )
     graph = b.finish([b(ADD, b(MatMul(f32_result=True), x, w), bias)], ["out"])
-    after = PASSES["fuse_matmul_bias_act"](graph, b.types)
+    after = passed("fuse_matmul_bias_act", graph, b.types)
     assert after.nodes[after.outputs[0].node].op == FusedMatMulBiasAct(f32_result=True)
     np.testing.assert_array_equal(run(after)[0], run(graph)[0])
 
@@ -344,8 +344,8 @@ def test_regions(case: str) -> None:
     graph, types = graph_of(build), TypeCache()
     again = graph
     for name in ("mark_elementwise_regions", "unfuse_elementwise_regions", "dce"):
-        again = PASSES[name](again, types)
-    assert sorted(n.op.text() for n in again.nodes) == sorted(n.op.text() for n in PASSES["dce"](graph, types).nodes)
+        again = passed(name, again, types)
+    assert sorted(n.op.text() for n in again.nodes) == sorted(n.op.text() for n in passed("dce", graph, types).nodes)
     for got, expected in zip(run(again), run(graph), strict=True):
         np.testing.assert_array_equal(got, expected)
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compile import Compiler, open_compiler
-from rlx_jax.lowering.fusion_report import FusionReport
-from rlx_jax.lowering.passes import FUSION
+from rlx_jax.compiler.passes import PIPELINE
+from rlx_jax.lowering.inspect.fusion_report import FusionReport
+from rlx_jax.runtime.model import CompiledModel
+from tests.opening import opened
 from tests.oracles.checkpoints import FIXTURES
 
+FUSION = [p.name for p in PIPELINE if p.kind == "fusion"]
 LLAMA, BERT = FIXTURES / "llama" / "gqa_plain_attnbias_v5", FIXTURES / "bert" / "bare_v5"
 
 
@@ -26,15 +28,16 @@ def profile(merge: Any = "auto", unfuse: Any = "auto", **fusion: Any) -> rlx.Com
 
 def report(checkpoint: Path, **settings: Any) -> FusionReport:
     """The report of the forward program."""
-    return compiler(checkpoint, **settings).template("forward").fusion
+    return looked_at(checkpoint, **settings).template("forward").fusion
 
 
-def compiler(checkpoint: Path, **settings: Any) -> Compiler:
-    """The compiler of the model; nothing is compiled."""
-    return open_compiler(rlx.from_pretrained(checkpoint), None, profile(**settings), True, False)
+def looked_at(checkpoint: Path, **settings: Any) -> CompiledModel:
+    """The model of a checkpoint; nothing is compiled."""
+    return opened(rlx.from_pretrained(checkpoint), profile=profile(**settings))
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("checkpoint", [LLAMA, BERT], ids=["llama", "bert"])
 def test_a_model_with_each_pass_on_and_off(checkpoint: Path) -> None:
     """All off, all on, all but one: ops that are compositions change no bit. Direct and fusable: the same numbers."""
@@ -84,7 +87,7 @@ def test_llama_and_bert_are_clean(policy: str, merge: bool) -> None:
     settings: Any = {"policy": policy, "merge": merge, "assert_clean": True}
     for checkpoint, programs in ((LLAMA, ("forward", "prefill", "extend")), (BERT, ("forward",))):
         for program in programs:
-            assert compiler(checkpoint, **settings).template(program).fusion.clean
+            assert looked_at(checkpoint, **settings).template(program).fusion.clean
 
 
 # -- the report and its contract ---------------------------------------------------------------
@@ -138,6 +141,7 @@ def flow_of(stage: Callable[[Any, Any], Any], repeat: bool = False) -> rlx.Model
     return flow.repeat_layers(2, lambda i: rlx.blocks.Custom(stage)) if repeat else flow.custom(stage)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("case", MISSES)
 def test_misses(case: str) -> None:
     """A pattern counts if its pass ran and could not fuse it, and `assert_clean` refuses it."""
@@ -146,8 +150,8 @@ def test_misses(case: str) -> None:
     weights = {key: WEIGHTS[key] for key in flow.build(WEIGHTS).keys_read}
 
     def fusion(**more: Any) -> FusionReport:
-        opened = open_compiler(flow, weights, profile(**settings, **more), True, False)
-        return opened.template("forward").fusion
+        model = opened(flow, weights, profile(**settings, **more))
+        return model.template("forward").fusion
 
     found = fusion()
     assert [f"{m.pattern} {m.reason}{m.detail}" for m in found.missed] == want
@@ -219,7 +223,7 @@ def test_settings_show_in_the_program() -> None:
 
 def test_targets_do_without_some_passes() -> None:
     """As the table says."""
-    summed = flow_of(lambda e, x: e.rms_norm(e.tanh(x) + x, "b", 1e-5)).with_weights(shapes("b"))
+    summed = flow_of(lambda e, x: e.rms_norm(e.tanh(x) + x, "b", eps=1e-5)).with_weights(shapes("b"))
     texts = {target: mir(summed, target=target) for target in ("cpu", "cuda", "rocm", "tpu")}
     assert [target for target, text in texts.items() if "fused_residual_rms" in text] == ["cpu", "cuda", "rocm"]
 

@@ -21,15 +21,14 @@ from hypothesis import strategies as st
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Hir, Mir, Node, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, Compare, Unary
-from rlx_jax.ir.ops.shaping import REDUCE, Reduce
+from rlx_jax.ir.ops.reduce import REDUCE, Reduce
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.passes import PASSES
-from rlx_jax.lowering.passes.dce import dce
+from rlx_jax.lowering.mir.dce import dce
 from tests.fuzz import meaning
 from tests.fuzz.blocks import hir_case
-from tests.fuzz.check import Program, check_compiled, check_lowering, check_tensor_graph
+from tests.fuzz.check import OPTIONAL, Program, check_compiled, check_lowering, check_tensor_graph
 from tests.fuzz.patterns import mir_case
 
 TYPES = TypeCache()
@@ -85,7 +84,7 @@ class Seen:
         found = {name: self.ops[name] for name in classes if self.ops[name] < least}
         found |= {name: self.ops[name] for name in kinds if self.ops[name] < least_of_a_kind}
         return found | {
-            name: n for name in (*PASSES, "merge_linears", "merge_ropes") if (n := self.fired[name]) < least
+            name: n for name in (*OPTIONAL, "merge_linears", "merge_ropes") if (n := self.fired[name]) < least
         }
 
 

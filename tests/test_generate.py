@@ -241,6 +241,13 @@ def test_what_is_behind_a_stop_string_does_not_count(chat: Any) -> None:
         lm.generate([14], max_new_tokens=12)
 
 
+def test_an_array_of_strings_is_a_list_of_them(chat: Any) -> None:
+    prompts = [example["prompt"] for example in CASES[:2]]
+    want = chat.generate(prompts, max_new_tokens=4)
+    assert chat.generate(np.array(prompts), max_new_tokens=4) == want
+    assert chat.generate(np.array(prompts, object), max_new_tokens=4) == want
+
+
 def test_strings_need_a_tokenizer(plain: Case) -> None:
     """Without `tokenizer.json` strings are an error, of the tree."""
     with pytest.raises(rlx.RlxError, match="tokenizer"):

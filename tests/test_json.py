@@ -18,11 +18,12 @@ from rlx_jax import Graph, GraphModule, blocks
 from rlx_jax.errors import ArtifactFormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
 from rlx_jax.ir import hir, serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead, TypeCache
-from rlx_jax.ir.ops.pointwise import FullLike, JaxFn
-from rlx_jax.ir.ops.shaping import Slice
+from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.pointwise import FullLike
+from rlx_jax.ir.ops.shape import Slice
 from rlx_jax.ir.types import LayerIndex, as_dtype, tensor_type
-from rlx_jax.lowering.derive import derive
-from rlx_jax.lowering.interpret import Env, interpret
+from rlx_jax.lowering.hir.derive import derive
+from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.bert import weight_specs as bert_specs
@@ -66,7 +67,6 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.LayerNorm(1e-12), ("f32 2 8", "f32 8", "f32 8")),
     (hir.Embed(), ("f32 7 8", "i32 2 3")),
     (hir.Positions(), ("f32 2 3 8",)),
-    (hir.Positions(), ("f32 2 3 8", "f32 2 5 4")),
     (hir.RopeAngles((1.0, 0.1), 1.25), ("i32 1 3",)),
     (hir.RopeRows(2, ROWS, ROWS), ("i32 1 3",)),
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
@@ -74,6 +74,10 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (
         hir.CachedAttention(hir.Attention(4, 2, causal=True, last=True)),
         ("f32 2 1 8", "f32 2 1 4", "f32 2 1 4", "f32 2 6 2 2", "f32 2 6 2 2", "i32 2", "i32 2"),
+    ),
+    (
+        hir.GrowingAttention(hir.Attention(4, 2, causal=True, window=2), keep=True),
+        ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 5 4", "f32 2 5 4", "i32 2 8"),
     ),
     (hir.LastToken(), ("f32 2 3 8", "i32 2")),
     (hir.FirstToken(), ("f32 2 3 8",)),
@@ -95,7 +99,7 @@ def op_classes(base: type[Any]) -> Iterator[type[Any]]:
 
 def test_every_op_is_in_the_table() -> None:
     """A new op cannot be forgotten: all of them are stored, but for a user's function."""
-    assert {cls.__name__ for cls in op_classes(Op)} == {*serial.OPS, "JaxFn"}
+    assert {cls.__name__ for cls in op_classes(Op)} == {*serial.STORED, "JaxFn"}
     assert {type(op) for op, _ in BLOCKS} == set(op_classes(Hir))
 
 
@@ -188,7 +192,7 @@ def document() -> Any:
     """A small valid document, as data."""
     module = Graph.hir("m")
     y = module.linear(module.input("x", ("batch", 8)), module.param("w", (8, 4)))
-    module.set_outputs([module.add(y, module.constant(np.arange(4)))])
+    module.set_outputs([module.add(y, module.constant(np.arange(4), "f32"))])
     return json.loads(module.to_json())
 
 
@@ -221,7 +225,7 @@ def damaged() -> Iterator[tuple[str, Any, type[Exception], str]]:
     yield edit("attribute", "graph.nodes.2.op", {"Linear": {"contact": 1}}, wrong, "no field 'contact'")
     yield edit("attribute type", "graph.nodes.2.op", {"Linear": {"bias": 1}}, wrong, "expected bool, found '1'")
     yield edit("attribute type", "graph.nodes.2.op", {"Linear": {"contract": True}}, wrong, "expected int")
-    yield edit("attribute value", "graph.nodes.2.op", {"Linear": {"contract": 9}}, GraphError, "matmul")
+    yield edit("attribute value", "graph.nodes.2.op", {"Linear": {"contract": 9}}, GraphError, "contract is 0 or 1")
     yield edit("missing attribute", "graph.nodes.4.op", "Binary", wrong, "needs kind")
     yield edit("unknown function", "graph.nodes.4.op", {"Binary": {"kind": "system"}}, GraphError, "unknown function")
     yield edit("itself", "graph.nodes.4.inputs.0", [4, 0], wrong, "no result of the 4 nodes before it")
@@ -269,6 +273,31 @@ def test_what_is_no_document(text: str | bytes) -> None:
     """Not JSON, too deep, not an object."""
     with pytest.raises(ArtifactFormatError):
         GraphModule.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["A" * 5000, "A " * 2500], ids=["a word", "words"])
+def test_a_message_quotes_little_of_the_file(text: str) -> None:
+    """Whatever stands at any place of a document, an error holds at most 120 characters of it."""
+    module = GraphModule.define("m", lambda m: m.linear(m.input("x", (2, 8)), m.param("w", (8, 8))))
+    whole = json.loads(module.to_json())
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in inside:
+            yield (*path, key)
+            yield from places(item, (*path, key))
+
+    for path in places(whole):
+        for bad in (text, [text], {text: text}):
+            data = copy.deepcopy(whole)
+            holder = data
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = bad
+            try:
+                GraphModule.from_json(json.dumps(data))
+            except RlxError as error:
+                assert text[:121] not in str(error), path
 
 
 def test_mutants_are_refused_or_mean_a_graph() -> None:

@@ -509,6 +509,7 @@ def test_text_is_the_same_in_every_process() -> None:
         assert a == b, f"differs at level {a.split(chr(10))[0]}"
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("roll", ["unroll", "scan"])
 def test_other_platforms_lower_here(platform: str, roll: str) -> None:
@@ -636,7 +637,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def llama_flow() -> rlx.ModelFlow:
     """A tied Llama with biases."""
-    spec = LlamaDecoderSpec(4, 4, 2, attention_bias=True, mlp_bias=True)
+    spec = LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2, attention_bias=True, mlp_bias=True)
     return (
         rlx.ModelFlow("llama").input("tokens", ("batch", "seq"), dtype="int32").token_embed()
         .repeat_layers(3, lambda i: blocks.llama_prefill_layer_fused(i, spec)).final_norm().lm_head(V, H, tied=True)

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, GraphStage
-from rlx_jax.built import BuiltModel
+from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.errors import (
     DanglingRefError,
     DTypeError,
@@ -21,11 +21,13 @@ from rlx_jax.errors import (
     LevelError,
     MissingWeightError,
     NameCollisionError,
+    RlxWarning,
     ShapeError,
+    UnexpectedWeightError,
     WeightShapeError,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.ops.contract import MatMul
+from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
 
 RNG = np.random.default_rng(0)
@@ -112,9 +114,10 @@ def test_a_module_compiles_at_every_level() -> None:
 def test_lir_runs_as_it_was_planned() -> None:
     """The plan decides: a profile is refused, and options stay."""
     profile = rlx.CompileProfile().replace(layers={"roll": "scan"})
-    planned = Graph.from_lir(linear_module().into_lir(profile))
+    with pytest.warns(RlxWarning, match="layers.roll = 'scan' has no effect: no layers repeat"):
+        planned = Graph.from_lir(linear_module().into_lir(profile))
     assert planned.plan is not None and planned.plan.scan
-    assert rlx.compile(planned, {"w": W}).compiler.settings.scan
+    assert rlx.compile(planned, {"w": W}).settings.scan
     with pytest.raises(LevelError, match="takes no profile"):
         rlx.compile(planned, {"w": W}, profile=profile)
 
@@ -147,13 +150,13 @@ def test_a_flow_travels_through_modules() -> None:
 def test_the_policy_of_a_module_is_used() -> None:
     """Direct fuses the bias, fusable does not; a profile given to compile wins."""
     module = Graph.define(
-        "m", lambda m: m.linear_fused(m.input("x", (2, 8)), m.param("w", (8, 8)), m.param("b", (8,)), "gelu")
+        "m", lambda m: m.linear_fused(m.input("x", (2, 8)), m.param("w", (8, 8)), m.param("b", (8,)), activation="gelu")
     )
     assert module.fusion_policy == "direct" and "fused_mm_bias_gelu" in str(module.lower())
     assert module.with_fusion_policy("fusable") is module and "fused_mm_bias" not in str(module.lower())
     weights = {"w": W, "b": W[0]}
-    assert compiled(module, weights).compiler.settings.policy == "fusable"
-    assert rlx.compile(module, weights, profile=rlx.CompileProfile()).compiler.settings.policy == "direct"
+    assert compiled(module, weights).settings.policy == "fusable"
+    assert rlx.compile(module, weights, profile=rlx.CompileProfile()).settings.policy == "direct"
     with pytest.raises(GraphError, match="direct, fusable"):
         module.with_fusion_policy("best")
 
@@ -231,7 +234,7 @@ def test_blocks_are_their_formulas() -> None:
     up, gate, down = (module.param(n, s) for n, s in (("up", (8, 12)), ("gate", (8, 12)), ("down", (12, 8))))
     first, second = module.shared_linear_pair(x, up, module.param("k", (8, 4)))
     outs = [
-        module.swiglu_ffn(x, up, gate, down, out_shape=(2, 8)),
+        module.swiglu_ffn(x, up=up, gate=gate, down=down, out_shape=(2, 8)),
         module.residual_rms_norm(x, r, g),
         module.linear(x, up, activation="relu"),
         first,
@@ -260,11 +263,11 @@ def test_attention_and_rope_blocks() -> None:
     q, k, v = (module.input(n, (1, 3, w)) for n, w in (("q", 8), ("k", 4), ("v", 4)))
     keep, cos, sin = module.input("keep", (1, 3)), module.input("cos", (1, 3, 2)), module.input("sin", (1, 3, 2))
     outs = [
-        module.attention(q, k, v, 2, 4),
-        module.attention_(q, k, v, keep, 2, 4),
-        module.attention_kind_opts(q, k, v, 2, 4, "none", scale=0.25, softcap=2.0),
-        module.rope(q, cos, sin, 4),
-        module.rope_n(q, cos, sin, 4, 2),
+        module.attention(q, k, v, heads=2, head_dim=4),
+        module.attention_(q, k, v, mask_value=keep, heads=2, head_dim=4),
+        module.attention_kind_opts(q, k, v, heads=2, head_dim=4, mask="none", scale=0.25, softcap=2.0),
+        module.rope(q, cos, sin, head_dim=4),
+        module.rope_n(q, cos, sin, head_dim=4, n_rot=2),
     ]
     module.set_outputs(outs)
     values = {
@@ -313,9 +316,10 @@ def test_a_decoder_block_equals_its_parts() -> None:
     def parts(m: GraphModule) -> Any:
         v = inputs(m)
         a = m.rms_norm(v["x"], v["ln1_g"], v["ln1_b"])
-        q, k = (m.rope(m.linear(a, v[n]), v["cos"], v["sin"], 4) for n in "qk")
-        h = m.add(v["x"], m.linear(m.attention(q, k, m.linear(a, v["v"]), 2, 4), v["o"]))
-        return m.add(h, m.swiglu_ffn(m.rms_norm(h, v["ln2_g"], v["ln2_b"]), v["up"], v["gate"], v["down"]))
+        q, k = (m.rope(m.linear(a, v[n]), v["cos"], v["sin"], head_dim=4) for n in "qk")
+        h = m.add(v["x"], m.linear(m.attention(q, k, m.linear(a, v["v"]), heads=2, head_dim=4), v["o"]))
+        normed = m.rms_norm(h, v["ln2_g"], v["ln2_b"])
+        return m.add(h, m.swiglu_ffn(normed, up=v["up"], gate=v["gate"], down=v["down"]))
 
     modules = Graph.define("whole", whole), Graph.define("parts", parts)
     weights = {k: RNG.standard_normal(s.shape).astype(np.float32) / 3 for k, s in modules[0].build().params.items()}
@@ -332,14 +336,16 @@ def test_blocks_need_hir() -> None:
     mir.set_outputs([x])
     for m in (mir, Graph.from_lir(mir.into_lir())):
         (x,) = m.outputs
-        calls: dict[str, tuple[Any, ...]] = {
-            "linear": (x, x), "linear_fused": (x, x, x), "shared_linear_pair": (x, x, x), "swiglu_ffn": (x, x, x, x),
-            "residual_rms_norm": (x, x, x), "rms_norm": (x, x, x, 1e-5), "attention": (x, x, x, 2, 4),
-            "rope": (x, x, x, 4), "rope_n": (x, x, x, 4, 2), "hir_mir": (Unary("relu"), [x]),
+        sizes = {"heads": 2, "head_dim": 4}
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+            "linear": ((x, x), {}), "linear_fused": ((x, x, x), {}), "shared_linear_pair": ((x, x, x), {}),
+            "swiglu_ffn": ((x,), {"up": x, "gate": x, "down": x}), "residual_rms_norm": ((x, x, x), {}),
+            "rms_norm": ((x, x, x, 1e-5), {}), "attention": ((x, x, x), sizes), "rope": ((x, x, x), {"head_dim": 4}),
+            "rope_n": ((x, x, x), {"head_dim": 4, "n_rot": 2}), "hir_mir": ((Unary("relu"), [x]), {}),
         }  # fmt: skip
-        for name, operands in calls.items():
+        for name, (operands, options) in calls.items():
             with pytest.raises(LevelError, match=f"HIR block; module 'raw' is at {m.stage}"):
-                getattr(m, name)(*operands)
+                getattr(m, name)(*operands, **options)
         with pytest.raises(LevelError, match="llama_decoder_block is a HIR block"):
             m.llama_decoder_block(x, heads=2, head_dim=4, kv_heads=1)
         assert len(m) == 1
@@ -377,9 +383,12 @@ def test_arguments_that_mean_nothing() -> None:
     x = m.input("x", ("batch", 3, 8))
     scalar, opened = m.constant(1.0), type(m)
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: m.attention(x, scalar, x, 2, 4), "k is"), (lambda: m.attention(x, x, x, 2, 3), "k is"),
-        (lambda: m.attention(x, x, x, 2, 0), "k is"), (lambda: m.attention(x, x, x, 2, 4, "cause"), "mask kind"),
-        (lambda: m.attention(x, x, x, 2, 4, "custom"), "operands"), (lambda: m.reshape_(x, (2.5, -1)), "an identifier"),
+        (lambda: m.attention(x, scalar, x, heads=2, head_dim=4), "k is"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=3), "k is"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=0), "k is"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="cause"), "mask kind"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="custom"), "operands"),
+        (lambda: m.reshape_(x, (2.5, -1)), "an identifier"),
         (lambda: m.reshape_(x, ("seq", 3, 8)), "cannot"), (lambda: m.activation("sin h", x), "unknown function"),
         (lambda: m.add_node("relu", x), "expected an op"), (lambda: m.mm(x, None), "value of this module"),
         (lambda: m.input("not a name", (2,)), "identifier"), (lambda: m.param("w", (2**62,)), "2147483647"),
@@ -474,3 +483,18 @@ def rlx_value(built: BuiltModel, kind: type) -> Any:
 
     (number,) = (i for i, n in enumerate(built.hir.nodes) if isinstance(n.op, kind))
     return Value(number)
+
+
+def test_a_planned_module_takes_the_weights_of_what_was_planned() -> None:
+    """Those too that nothing needs, which the plan has dropped; and no others."""
+
+    def two(m: GraphModule) -> Any:
+        m.linear(m.input("x", (2, 8)), m.param("unused", (8, 8)))
+        return m.linear(m.input("y", (2, 8)), m.param("w", (8, 8)))
+
+    x, weights = np.ones((2, 8), np.float32), {k: np.ones((8, 8), np.float32) for k in ("unused", "w")}
+    planned = GraphModule.from_lir(GraphModule.define("two", two).into_lir())
+    for module in (planned, GraphModule.from_json(planned.to_json())):
+        np.testing.assert_array_equal(rlx.compile(module, weights)(x, x), np.full((2, 8), 8.0, np.float32))
+        with pytest.raises(UnexpectedWeightError, match="'other'"):
+            rlx.compile(module, {**weights, "other": weights["w"]})

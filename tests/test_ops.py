@@ -21,7 +21,7 @@ from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
-from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -30,23 +30,12 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
     Step,
 )
-from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
-from rlx_jax.ir.ops.shaping import (
-    REDUCE,
-    AxisOf,
-    Concat,
-    Cumsum,
-    Gather,
-    Iota,
-    Narrow,
-    Reduce,
-    RepeatHeads,
-    Reshape,
-    Slice,
-    Softmax,
-    TakeRow,
-    Transpose,
-)
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
+from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
@@ -288,6 +277,9 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(Narrow(-1, -3, 2), (x,), lambda x: x[..., 5:7])
     yield Sample(Slice(((None, None, None), (1, None, None))), ("i32 batch 6",), lambda x: x[:, 1:])
     yield Sample(Slice((Ellipsis, -1)), (x,), lambda x: x[..., -1])
+    yield Sample(Expand((3, 5, 2)), ("f32 5 1",), lambda x: np.broadcast_to(x, (3, 5, 2)))
+    yield Sample(Expand((SizeOf(1, 0), SizeOf(0, 0), 2)), ("i32 seq 1", "bool batch"),
+                 lambda x, _: np.broadcast_to(x, (2, 5, 2)))  # fmt: skip
     yield Sample(Slice((None, 0)), (x,), lambda x: x[None, 0])
     yield Sample(Slice(((None, None, None), (None, None, -1), (7, 1, -2))), (x,), lambda x: x[:, ::-1, 7:1:-2])
     yield Sample(Concat(2), (x, x, "f32 batch seq 1"), lambda *a: np.concatenate(a, 2))
@@ -484,6 +476,11 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("an axis that is not there", Softmax(3), ("f32 2 4",), ShapeError),
     ("a running sum of bools", Cumsum(), ("bool 2 4",), GraphError),
     ("a reduced axis that is not there", Reduce("sum", (2,)), ("f32 2 4",), ShapeError),
+    ("a size that is none", Expand((3, 4)), ("f32 2 4",), ShapeError),
+    ("fewer axes", Expand((4,)), ("f32 1 4",), ShapeError),
+    ("two symbols", Expand((SizeOf(1, 0),)), ("f32 seq", "f32 batch"), ShapeError),
+    ("no such lender", Expand((SizeOf(1, 0),)), ("f32 seq",), ShapeError),
+    ("a lender without the axis", Expand((SizeOf(0, 1),)), ("f32 seq",), ShapeError),
     ("an axis to count that is not there", Iota(2), ("f32 2 4",), ShapeError),
     ("sides that differ", Concat(0), ("f32 2 3", "f32 2 4"), ShapeError),
     ("heads that do not divide the width", RepeatHeads(3, 2), ("f32 2 8",), ShapeError),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.ir.ops.contract import MatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.lowering.implementations import IMPLEMENTATIONS
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.models.llama import Llama32Flow
 
 CONFIG = {

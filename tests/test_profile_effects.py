@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +18,17 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
+from rlx_jax.compiler import pipeline
+from rlx_jax.compiler.effects import EFFECTS
+from rlx_jax.device import DEVICES
 from rlx_jax.errors import ProfileError, RecompileError, RlxWarning, UnsupportedError
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
-from rlx_jax.lowering import attention
-from rlx_jax.lowering.mixed import POLICIES
+from rlx_jax.lowering.lir import attention
+from rlx_jax.lowering.mir.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.profiles import PRESETS, Table
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = {
@@ -31,6 +37,15 @@ LLAMA = {
 }  # fmt: skip
 IDS = np.random.default_rng(0).integers(0, 31, (2, 6)).astype(np.int32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def leaves(table: Table, at: str = "") -> list[str]:
+    """Every field of a profile by its place."""
+    found = []
+    for f in dataclasses.fields(table):  # type: ignore[arg-type]  # every Table is a dataclass
+        value = getattr(table, f.name)
+        found += leaves(value, f"{at}{f.name}.") if isinstance(value, Table) else [f"{at}{f.name}"]
+    return found
 
 
 def profile(**tables: Any) -> rlx.CompileProfile:
@@ -139,19 +154,16 @@ def test_passes(name: str) -> None:
         return emit.tanh(x) + emit.tanh(x) * (emit.constant(np.ones(8)) + emit.constant(np.ones(8)))
 
     flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(stage)
-    graphs = [
-        rlx.compile(flow, {}, profile=profile(passes={name: on})).compiler.template("forward").mir
-        for on in (True, False)
-    ]
+    graphs = [rlx.compile(flow, {}, profile=profile(passes={name: on})).template("forward").mir for on in (True, False)]
     ops = [sum(not isinstance(node.op, Leaf) for node in graph.nodes) for graph in graphs]
     assert ops[0] < ops[1]
 
 
 def test_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each step on stderr, with the nodes that are left."""
-    passes = small(passes={"verbose": True}).compiler.settings.passes
+    passes = small(passes={"verbose": True}).report().nodes
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == ["derive", "lower", *passes]
+    assert [line.split(": ")[1] for line in lines] == list(passes)
     assert all(re.fullmatch(r"small forward: \w+: \d+ nodes, \d+\.\d{3} s", line) for line in lines)
     small()
     assert capsys.readouterr().err == ""
@@ -217,7 +229,7 @@ def test_mixed_classes() -> None:
 
 
 def test_mixed_casts_are_shared_and_none_goes_there_and_back() -> None:
-    graph = llama(precision={"mixed": "auto_mixed"}, passes={"cse": False}).compiler.template("forward").mir
+    graph = llama(precision={"mixed": "auto_mixed"}, passes={"cse": False}).template("forward").mir
     for inner, node in graph.walk():
         if type(node.op).__name__ == "CastTo":
             assert type(inner.nodes[node.inputs[0].node].op).__name__ != "CastTo"
@@ -227,7 +239,7 @@ def test_mixed_casts_are_shared_and_none_goes_there_and_back() -> None:
 
 def test_mixed_policies_are_the_schema() -> None:
     assert set(NARROW) - {"auto"} == set(POLICIES)
-    assert llama(precision={"mixed": "auto"}, fusion={"target": "tpu"}).compiler.settings.mixed == "auto_mixed_bf16"
+    assert llama(precision={"mixed": "auto"}, fusion={"target": "tpu"}).settings.mixed == "auto_mixed_bf16"
 
 
 @pytest.mark.slow
@@ -298,13 +310,13 @@ def test_weights_of_a_narrow_checkpoint() -> None:
 def test_kv(kv: str, compute: str) -> None:
     """The dtype of the cache, whatever the program computes in."""
     model = llama("extend", precision={"kv": kv, "compute": compute})
-    assert {str(t.dtype) for t in model.compiler.template("extend").state.values() if t.rank > 1} == {
+    assert {str(t.dtype) for t in model.template("extend").state.values() if t.rank > 1} == {
         {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}[kv]
     }
     state = jax.eval_shape(lambda: model.init_state(2, 8))
     text = model.lower(IDS[:, :1], np.ones(2, np.int32), state=state).as_text()
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
-    assert model.compiler.template("prefill").state == model.compiler.template("extend").state
+    assert model.template("prefill").state == model.template("extend").state
 
 
 @pytest.mark.parametrize(
@@ -427,15 +439,10 @@ def test_recomputing_changes_no_gradient(remat: str, roll: str, plain_gradient: 
 
 def test_only_training_recomputes() -> None:
     """One profile serves all programs of a model."""
-    model = llama(layers={"remat": "layer"})
+    with pytest.warns(RlxWarning, match="layers.remat = 'layer' has no effect: only the program train .* runs forward"):
+        model = llama(layers={"remat": "layer"})
     assert not {"remat2", "checkpoint"} & set(primitives(jax.make_jaxpr(jax.grad(loss(model)))(model.param_specs())))
     assert "remat=none" in model.text("lir")
-
-
-def test_remat_without_layers_warns() -> None:
-    flow = rlx.ModelFlow("flat").input("x", ("batch", 8)).custom(lambda emit, x: emit.tanh(x))
-    with pytest.warns(RlxWarning, match="flat: layers.remat = 'dots' has no effect: no layers repeat"):
-        rlx.compile(flow, {}, profile=profile(layers={"remat": "dots"}), program="train")
 
 
 # -- attention ---------------------------------------------------------------------------------
@@ -455,7 +462,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CUDA device were here: enough to lower for one."""
     from jax._src.cudnn import fused_attention_stablehlo
 
-    monkeypatch.setattr(attention, "cuda_is_here", lambda: True)
+    monkeypatch.setattr(pipeline, "running_device", lambda: DEVICES["h200"])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
@@ -518,26 +525,32 @@ def test_the_report_names_the_reason() -> None:
         ({"extra": ("positions",)}, (1, 9), "bf16", ""),
     ],
 )
-def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason: str, cuda: None) -> None:
+def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason: str) -> None:
     heads, differentiable = options.get("heads", 4), "extra" not in options  # programs with a cache are not
     op = AttentionOp(**{"heads": heads, "kv_heads": heads // 2, "causal": True, **options})
     q, kv = (tensor_type((2, n, w), dtype, "t") for n, w in zip(sizes, (32, 16), strict=True))
-    choice = attention.choose((op, (q, kv, kv)), "cuda", "auto", differentiable)
+    choice = attention.choose((op, (q, kv, kv)), DEVICES["cuda"], "auto", differentiable)
     assert choice.implementation == ("xla" if reason else "cudnn") and re.search(reason, choice.reason)
 
 
 def test_cudnn_that_cannot_be_had_is_an_error() -> None:
-    """Named with its block and the reason; `auto` goes on without it."""
+    """Named with its block and the reason; and one that is planned for another device is not run by something else."""
     here = llama(attention={"implementation": "cudnn"})
-    for model, reason in ((wide(implementation="cudnn"), "no CUDA device here"), (here, "the target is cpu")):
-        with pytest.raises(UnsupportedError, match=rf"self_attn: .*'cudnn' cannot be had: .*{reason}") as caught:
-            model.text("lir", IDS)
-        assert str(caught.value).startswith("layers.{i}.self_attn: attention.implementation = ")
+    with pytest.raises(UnsupportedError, match=r"self_attn: .*'cudnn' cannot be had: .*the target is cpu") as caught:
+        here.text("lir", IDS)
+    assert str(caught.value).startswith("layers.{i}.self_attn: attention.implementation = ")
+    away = wide(implementation="cudnn")
+    assert "self_attn: cudnn (asked for)" in away.text("lir", IDS)
+    with pytest.raises(UnsupportedError, match="'cudnn' is planned for cuda, and JAX runs on cpu"):
+        away.lower(IDS)
 
 
-def test_cudnn_without_attention_warns() -> None:
-    with pytest.warns(RlxWarning, match="small: attention.implementation = 'cudnn' has no effect"):
-        small(attention={"implementation": "cudnn"})
+def test_what_only_another_device_runs_is_run_by_xla_with_a_warning() -> None:
+    """The plan stays what it is."""
+    model = wide()
+    with pytest.warns(RlxWarning, match="planned for cuda with cudnn, and JAX runs on cpu: XLA takes its place"):
+        jax.eval_shape(model.apply, model.param_specs(), IDS)
+    assert "self_attn: cudnn (faster here)" in model.text("lir")
 
 
 # -- buckets -----------------------------------------------------------------------------------
@@ -548,15 +561,15 @@ def test_buckets() -> None:
     tables: dict[str, Any] = {"prompt": [5, 3], "batch": [2], "context": [12]}
     lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=profile(buckets=tables))
     lm.generate([[1, 2]], max_new_tokens=2)
-    assert {k.binding for k in lm.model.compiler.executables} == {
+    assert {k.binding for k in lm.model.programs.executables} == {
         (("batch", 2), ("context", 12), ("seq", n)) for n in (3, 1)
     }
+    tables = {"prompt": [5, 3], "batch": [2]}
     told = llama(buckets={**tables, "on_recompile": "warn"})
     with pytest.warns(RlxWarning, match="'input_ids' with 2 rows, length 6: no forward program.*compiling it"):
         told.lower(IDS)
     with pytest.raises(RecompileError, match="length 6"):
         llama(buckets={**tables, "on_recompile": "error"}).lower(IDS)
-    assert llama(buckets=tables).lower(IDS).as_text() == llama().lower(IDS).as_text()
 
 
 # -- backends ----------------------------------------------------------------------------------
@@ -617,5 +630,134 @@ def test_compiler_options() -> None:
 
 
 def test_other_backends_are_not_read() -> None:
-    model = small(backend={"tpu": {"weight_layout": "in_out", "compiler_options": {"xla_no_such_option": 1}}})
+    with pytest.warns(RlxWarning) as told:
+        model = small(backend={"tpu": {"weight_layout": "in_out", "compiler_options": {"xla_no_such_option": 1}}})
+    assert [str(w.message).partition(" has no effect: ") for w in told] == [
+        (f"small: backend.tpu.{key}", " has no effect: ", "it is for tpu, and the target is cpu")
+        for key in ("weight_layout = 'in_out'", "compiler_options = {'xla_no_such_option': 1}")
+    ]
     assert set(model.params) == {"up.weight", "down.weight"} and model(X).shape == (3, 8)
+
+
+# -- settings that have nothing to act on ------------------------------------------------------
+
+
+def flat(**tables: Any) -> Any:
+    """One function, and nothing else: no weights, layers, attention or state."""
+    flow = rlx.ModelFlow("flat").input("x", ("batch", 8)).custom(lambda emit, x: emit.tanh(x))
+    return rlx.compile(flow, {}, profile=profile(**tables))
+
+
+def ids_only(**tables: Any) -> Any:
+    """Integers alone."""
+    flow = rlx.ModelFlow("ids").input("x", ("batch", 8), "int32").custom(lambda emit, x: x + x)
+    return rlx.compile(flow, {}, profile=profile(**tables))
+
+
+def trained(**tables: Any) -> Any:
+    """`small` as the program `train`."""
+    flow = rlx.ModelFlow("small").input("x", ("batch", 8)).linear("up.weight", shape=(24, 8))
+    return rlx.compile(flow, profile=profile(**tables), program="train")
+
+
+def generating(**tables: Any) -> Any:
+    """A model that runs forward, prefill and extend."""
+    return rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=profile(**tables))
+
+
+def embedding(**tables: Any) -> Any:
+    """A model that runs forward alone, on requests."""
+    return rlx.load(FIXTURES / "bert" / "bare_v5", profile=profile(**tables))
+
+
+IDLE: dict[str, list[tuple[Any, Any, str]]] = {
+    "fusion.policy": [(flat, "fusable", "no block has a better rule"), (llama, "fusable", "")],
+    "fusion.assert_clean": [(llama, True, "")],
+    "fusion.disable": [
+        (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would not run here"),
+        (llama, ["fuse_swiglu"], ""),
+    ],
+    "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (flat, "f32", "")],
+    "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],
+    "precision.mixed": [(ids_only, "auto", "nothing is computed in floating point"), (small, "auto", "")],
+    "precision.weights": [(flat, "bf16", "there is no floating parameter"), (small, "bf16", "")],
+    "precision.kv": [
+        (llama, "bf16", "only prefill, extend and explicit have cached keys and values, and this model runs forward"),
+        (embedding, "bf16", "only prefill, extend and explicit"),
+        (generating, "bf16", ""),
+        (lambda **t: llama("extend", **t), "bf16", ""),
+    ],
+    "donation.state": [
+        (llama, False, "there is no state, and this model runs forward"),
+        (generating, False, ""),
+        (lambda **t: llama("prefill", **t), False, ""),
+    ],
+    "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
+    "layers.roll": [(small, "scan", "no layers repeat"), (small, "unroll", ""), (llama, "scan", "")],
+    "layers.remat": [
+        (llama, "layer", "only the program train recomputes anything, and this model runs forward"),
+        (generating, "dots", "this model runs forward, prefill, extend"),
+        (trained, "dots", "no layers repeat"),
+        (lambda **t: llama("train", **t), "dots", ""),
+    ],
+    "attention.implementation": [(small, "cudnn", "there is no attention"), (generating, "xla", "")],
+    "buckets.prompt": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
+    "buckets.batch": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
+    "buckets.context": [(embedding, [32], "only prefill and extend have a cache"), (generating, [64], "")],
+    "buckets.spare": [
+        (generating, 3, "no layer attends in a window"),
+        (llama, 3, "only prefill and extend have rings"),
+    ],
+    "buckets.on_recompile": [(llama, "error", "no list of buckets says what is foreign"), (generating, "error", "")],
+    "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
+    "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
+    "backend.cuda.merge": [(generating, False, "it is for cuda, and the target is cpu")],
+    "backend.cpu.skip_fusion": [(small, True, "")],
+    "backend.cpu.unfuse_regions": [(small, False, "")],
+    "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
+    "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],
+    "backend.cpu.stop_early": [(embedding, False, "only a CausalLM generates"), (generating, False, "")],
+}
+"""For each setting: a model, a value, and why it has nothing to act on there; "" where it has."""
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "value", "reason"),
+    [pytest.param(p, *row, id=f"{p}-{i}") for p, rows in IDLE.items() for i, row in enumerate(rows)],
+)
+def test_a_setting_acts_or_says_that_it_does_not(place: str, make: Any, value: Any, reason: str) -> None:
+    first, *rest = place.split(".")
+    table: Any = value
+    for key in reversed(rest):
+        table = {key: table}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make(**{first: table})
+    found = [str(w.message) for w in told if w.category is RlxWarning]
+    assert len(found) == bool(reason)
+    for message in found:
+        assert re.search(rf"^\w+: {re.escape(place)} = .* has no effect: .*{re.escape(reason)}", message)
+
+
+def test_one_setting_that_makes_another_idle() -> None:
+    for tables, place in (
+        ({"fusion": {"skip": True, "assert_clean": True}}, "fusion.assert_clean = True"),
+        ({"fusion": {"skip": True, "disable": ["fuse_swiglu"]}}, "fusion.disable = .*would not run here"),
+        ({"fusion": {"skip": True}, "backend": {"cpu": {"skip_fusion": True}}}, "backend.cpu.skip_fusion = True"),
+        ({"fusion": {"skip": True}, "backend": {"cpu": {"unfuse_regions": False}}}, "backend.cpu.unfuse_regions"),
+    ):
+        with pytest.warns(RlxWarning, match=f"llama: {place}"):
+            llama(**tables)
+
+
+def test_every_setting_has_a_row() -> None:
+    """A new field of a profile says when it acts."""
+    defaults = {place: "" for place in leaves(rlx.CompileProfile()) if place != "name"}
+    assert {re.sub(r"^backend\.\w+", "backend.*", place) for place in defaults} == set(EFFECTS)
+
+
+def test_no_preset_is_idle_where_it_belongs() -> None:
+    for name in PRESETS:
+        if name != "encoder":
+            rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=rlx.CompileProfile.preset(name))
+    rlx.load(FIXTURES / "bert" / "bare_v5", profile=rlx.CompileProfile.preset("encoder"))

@@ -14,7 +14,7 @@ from rlx_jax.blocks import MaskKind, Qwen3Decoder, Qwen3DecoderSpec, RopeTables
 from tests.oracles import numpy_reference
 
 H, F, HEADS, KV, DIM, EPS = 12, 18, 4, 2, 6, 1e-3
-SPEC = Qwen3DecoderSpec(HEADS, KV, DIM, EPS)
+SPEC = Qwen3DecoderSpec(num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, eps=EPS)
 X = np.random.default_rng(1).standard_normal((2, 5, H)).astype(np.float32)
 P = "model.layers.0"
 

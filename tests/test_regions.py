@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, RmsNorm, Sequence
-from rlx_jax.built import BuiltModel
-from rlx_jax.errors import GraphError
+from rlx_jax.compiler.graph_module import BuiltModel
+from rlx_jax.errors import DeriveError, GraphError
 from rlx_jax.ir.graph import Graph, Node, Param
+from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.region import Repeat, peel_last
 from rlx_jax.ir.verify import verify
 
 H = 6
 B, S = 2, 3
 X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:.*layers.roll = .* has no effect:rlx_jax.errors.RlxWarning")
+
 UNROLL, SCAN = (rlx.CompileProfile().replace(layers={"roll": how}) for how in ("unroll", "scan"))
 Layer = Callable[[int], BlockStage]
 
@@ -136,7 +139,7 @@ def test_depth_does_not_grow_the_program() -> None:
 def test_a_llama_is_one_region() -> None:
     """Fused and composed layers, under their own names, whose path is the index."""
     weights = {}
-    spec = LlamaDecoderSpec(2, 4, 1)
+    spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
     for i in range(4):
         p = f"model.layers.{i}"
         for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
@@ -249,16 +252,147 @@ def test_a_refusal_names_layer_and_op() -> None:
         return Sequence([Linear(f"w{i}"), Custom(lambda e, x: e.tanh(x) if i == 2 else e.silu(x))])
 
     built = assert_alike(3, layer, weights_of(3, "w"))
-    assert regions(built.hir) == []
+    assert [r.count for r in regions(built.hir)] == [2]
     (refusal,) = built.refusals
     assert "layer 2" in refusal and "tanh" in refusal and "silu" in refusal
     model = compiled(x_flow().repeat_layers(3, layer), weights_of(3, "w"))
     assert "layer 2" in str(model.report())
 
 
+def edited(edits: dict[int, str], period: int = 1) -> Layer:
+    """Layers of a period, some of which do something else."""
+
+    def layer(i: int) -> BlockStage:
+        kind = edits.get(i, "silu" if i % period else "sin")
+        return Sequence([Linear(f"w{i}"), Custom(lambda e, x: e.activation(kind, x))])
+
+    return layer
+
+
+def shape_of(built: BuiltModel) -> list[tuple[int, int] | str]:
+    """What the layers became: (iterations, layers of a period) of each region, the function of each plain layer."""
+    found: list[tuple[int, int] | str] = []
+    for node in built.hir.nodes:
+        if isinstance(node.op, Repeat):
+            found.append((node.op.count, sum("linear" in n.op.text() for n in node.op.body.nodes)))
+        elif isinstance(node.op, Unary):
+            found.append(node.op.kind)
+    return found
+
+
+SPLITS: dict[str, tuple[int, Layer, list[tuple[int, int] | str], int]] = {
+    "in the middle": (7, edited({3: "cos"}), [(3, 1), "cos", (3, 1)], 3),
+    "the first": (5, edited({0: "cos"}), ["cos", (4, 1)], 1),
+    "the last": (5, edited({4: "cos"}), [(4, 1), "cos"], 4),
+    "next to the first": (5, edited({1: "cos"}), ["sin", "cos", (3, 1)], 1),
+    "two alike": (12, edited({2: "cos", 6: "cos"}), [(2, 1), "cos", (3, 1), "cos", (5, 1)], 10),
+    "at a distance": (9, edited({2: "cos", 5: "cos"}), [(2, 3), (3, 1)], 8),
+    "far apart": (24, edited({5: "cos", 15: "cos"}), [(5, 1), "cos", (9, 1), "cos", (8, 1)], 5),
+    "half of the stack apart": (24, edited({3: "cos", 15: "cos"}), [(3, 1), "cos", (11, 1), "cos", (8, 1)], 3),
+    "two in a row": (8, edited({3: "cos", 4: "cos"}), [(3, 1), (2, 1), (3, 1)], 3),
+    "two that differ": (8, edited({3: "cos", 4: "tan"}), [(3, 1), "cos", "tan", (3, 1)], 3),
+    "of a period": (13, edited({6: "cos"}, 3), [(2, 3), "cos", (2, 3)], 6),
+    "every one": (4, edited({0: "cos", 1: "tan", 2: "exp", 3: "sin"}), ["cos", "tan", "exp", "sin"], 1),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_region_is_split_around_an_edited_layer(name: str) -> None:
+    """The fewest bodies; the numbers of the plain program; a refusal that names the layer."""
+    count, layer, want, first = SPLITS[name]
+    built = assert_alike(count, layer, weights_of(count, "w"))
+    assert shape_of(built) == want
+    (refusal,) = built.refusals
+    assert refusal.startswith(f"layer {first}, op ")
+
+
+def test_one_edited_layer_among_48_does_not_unroll_them() -> None:
+    """The program grows by the layer and a second region, not by 47 layers."""
+    weights = {f"w{i}": w(H, H, seed=i) for i in range(48)}
+    whole, cut = (x_flow().repeat_layers(48, edited(edits)).build(weights) for edits in ({}, {20: "cos"}))
+    assert shape_of(cut) == [(20, 1), "cos", (27, 1)]
+    nodes = [sum(1 for _ in built.hir.walk()) for built in (whole, cut)]
+    assert nodes[1] < 3 * nodes[0]
+    paths = [str(n.origin) for _, n in cut.hir.walk() if isinstance(n.op, Unary)]
+    assert paths == ["layers.{i}.custom", "layers.20.custom", "layers.{i+21}.custom"]
+    model = compiled(cut, weights, profile=SCAN)
+    np.testing.assert_allclose(
+        outputs(model, X)["output"], outputs(compiled(cut, weights, profile=UNROLL), X)["output"], atol=1e-5
+    )
+    assert [a.shape for a in model.params.values()] == [(20, H, H), (H, H), (27, H, H)]
+
+
+def test_layers_that_read_an_earlier_one_are_a_region_behind_it() -> None:
+    """What the first layer made is a value that all others share, as in value residuals."""
+
+    def layer(i: int) -> BlockStage:
+        def mix(emit: Any, x: Any) -> Any:
+            y = emit.linear(x, f"w{i}")
+            if i == 0:
+                emit.set_named("first", y)
+                return emit.tanh(y)
+            return emit.tanh(y + emit.named("first"))
+
+        return Custom(mix)
+
+    built = assert_alike(5, layer, weights_of(5, "w"))
+    assert [r.count for r in regions(built.hir)] == [4]
+
+
+def test_state_of_a_split_region() -> None:
+    """Every layer has caches of its own, under its own number, and decodes as it computes."""
+    weights = {}
+    for i in range(5):
+        p = f"model.layers.{i}"
+        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
+            weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
+        for n, shape in (("gate", (9, H)), ("up", (9, H)), ("down", (H, 9))):
+            weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
+        for n in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+
+    def layer(i: int) -> BlockStage:
+        stage = blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1))
+        return Sequence([stage, Custom(lambda e, x: x * 0.5, "halve")]) if i == 2 else stage
+
+    flow = x_flow().repeat_layers(5, layer)
+    want = np.asarray(compiled(flow, weights)(X))
+    keys = {"unroll": [f"layers.{i}" for i in range(5)], "scan": ["layers.{i}", "layers.2", "layers.{i+3}"]}
+    for profile in (UNROLL, SCAN):
+        model = compiled(flow, weights, program="extend", profile=profile)
+        state, got = model.init_state(B, context=S), []
+        held = {name.removesuffix(".self_attn.k") for name in state.leaves if name.endswith(".k")}
+        assert held == set(keys[profile.layers.roll])
+        for at in range(S):
+            y, state = model(X[:, at : at + 1], lengths=np.ones(B, np.int32), state=state)
+            got.append(np.asarray(y))
+        np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_declared_stage_stays_declared_in_a_region() -> None:
+    """`token_wise` goes with the node; layers of which one says it and one does not are two programs."""
+
+    def by_number(t: Any) -> Any:
+        return jnp.tanh(jnp.take(t, jnp.arange(t.shape[1]), axis=1, mode="clip"))
+
+    def layer(said: set[int]) -> Layer:
+        return lambda i: Custom(lambda e, x: e.jax(by_number, x), "mine", token_wise=i in said)
+
+    with pytest.raises(DeriveError, match="layers.{i}.mine"):
+        compiled(x_flow().repeat_layers(3, layer(set())), program="extend").text("mir")
+    flow = x_flow().repeat_layers(3, layer({0, 1, 2}))
+    assert [r.count for r in regions(flow.build().hir)] == [3]
+    for profile in (UNROLL, SCAN):
+        model = compiled(flow, program="extend", profile=profile)
+        y, _ = model(X, lengths=np.full(B, S, np.int32), state=model.init_state(B))
+        np.testing.assert_allclose(y, np.tanh(np.tanh(np.tanh(X))), rtol=1e-5)
+    (refusal,) = x_flow().repeat_layers(3, layer({0, 1})).build().refusals
+    assert "layer 2" in refusal and "token_wise" in refusal
+
+
 DIFFERENT: dict[str, Layer] = {
     "number": lambda i: Custom(lambda e, x: x * (i + 1)),
-    "constant": lambda i: Custom(lambda e, x: x + e.constant(np.full(H, i))),
+    "constant": lambda i: Custom(lambda e, x: x + e.constant(np.full(H, i), "f32")),
     "epsilon": lambda i: RmsNorm(f"g{i}", 1e-5 * (i + 1)),
     "width": lambda i: Sequence([Linear(f"u{i}"), Linear(f"d{i}")]),
     "slice": lambda i: Custom(lambda e, x: x + x[:, :, i : i + 1]),
@@ -507,7 +641,7 @@ def random_layer(body: list[list[str]]) -> Layer:
                 x = {
                     "w": lambda x: x @ emit.param(f"w{i}"),
                     "v": lambda x: emit.linear(x, f"v{i}"),
-                    "g": lambda x: emit.rms_norm(x, f"g{i}", 1e-5),
+                    "g": lambda x: emit.rms_norm(x, f"g{i}", eps=1e-5),
                     "tanh": emit.tanh,
                     "scale": lambda x: x * 0.5,
                     "skip": lambda x: x + enters,

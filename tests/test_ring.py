@@ -74,7 +74,7 @@ def windowed(window: int, everywhere: bool = False) -> tuple[rlx.ModelFlow, dict
     """Llama layers with a window, in all but the last or `everywhere`, and random weights."""
     sliding = f"sliding:{window}"
     masks = (sliding, sliding, sliding if everywhere else "causal")
-    specs = [LlamaDecoderSpec(HEADS, DIM, KV, mask=m) for m in masks]
+    specs = [LlamaDecoderSpec(num_heads=HEADS, head_dim=DIM, num_kv_heads=KV, mask=m) for m in masks]
     flow = (
         rlx.ModelFlow("windows").input("input_ids", ("batch", "seq"), dtype="int32")
         .rope_tables(RopeTables.theta(DIM)).token_embed()
@@ -115,6 +115,6 @@ def test_a_ring_has_the_size_of_its_window() -> None:
     flow, weights = windowed(5)
     extend: Any = rlx.compile(flow, weights, program="extend")
     for context, ring in ((24, 5), (4, 4)):
-        shapes = {path: a.shape for path, a in extend.init_state(2, context).leaves.items()}
-        assert {s[1] for (path, _), s in shapes.items() if path.startswith("layers.2")} == {context}
-        assert {s[1] for (path, _), s in shapes.items() if not path.startswith("layers.2")} == {ring}
+        shapes = {name: a.shape for name, a in extend.init_state(2, context).leaves.items()}
+        assert {s[1] for name, s in shapes.items() if name.startswith("layers.2")} == {context}
+        assert {s[1] for name, s in shapes.items() if not name.startswith("layers.2")} == {ring}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, StartRows
 from rlx_jax.generate.sampler import Sampler, adjusted, choose, finite_rows, keep_likely
-from rlx_jax.inputs import random_key
+from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
 ROWS = 3

@@ -30,7 +30,8 @@ from rlx_jax.errors import (
     WeightError,
 )
 from rlx_jax.ir.types import TensorType, as_dtype
-from rlx_jax.weights.save import Entry, write_checkpoint
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.save import write_checkpoint
 
 FORMATS = ["orbax", "safetensors"]
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -122,7 +123,7 @@ def test_every_dtype(tmp_path: Path, format: str) -> None:
 
 def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of at most so many bytes, with an index that Hugging Face's readers take."""
-    monkeypatch.setattr("rlx_jax.weights.save.SHARD_BYTES", 100)
+    monkeypatch.setattr("rlx_jax.weights.safetensors_format.SHARD_BYTES", 100)
     flow, weights = mlp()
     rlx.save(rlx.compile(flow, weights=weights), tmp_path / "it", "safetensors")
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

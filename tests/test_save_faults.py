@@ -35,9 +35,11 @@ from rlx_jax.errors import (
     StorageError,
     TargetExistsError,
 )
+from rlx_jax.io import atomic
 from rlx_jax.ir.types import TensorType
-from rlx_jax.weights import atomic, manifest
-from rlx_jax.weights.save import Entry, write_checkpoint
+from rlx_jax.weights import manifest
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.save import write_checkpoint
 
 FORMATS = ["orbax", "safetensors"]
 KEYS = ("a.weight", "b.weight", "c.bias")
@@ -143,7 +145,8 @@ CHILD = """
 import sys
 import numpy as np
 from rlx_jax.ir.types import TensorType
-from rlx_jax.weights.save import Entry, write_checkpoint
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.save import write_checkpoint
 
 path, format, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 t = TensorType((16, 4), np.dtype(np.float32))
@@ -249,7 +252,7 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
                     raise KeyboardInterrupt
                 return function(*args)
 
-            module = "rlx_jax.weights.save" if name == "digest" else "rlx_jax.weights.atomic"
+            module = "rlx_jax.weights.save" if name == "digest" else "rlx_jax.io.atomic"
             with mock.patch(f"{module}.{name}", interrupted):
                 try:
                     write(tmp_path / "it", 2, format)
@@ -350,7 +353,7 @@ def test_a_failure_in_tensorstore_says_what_the_system_said(tmp_path: Path) -> N
     """Not how the array was to be stored, which comes behind it."""
     text = f"OUT_OF_RANGE: Failed writing: {'/long' * 40}: File too large [os_error_code='27']"
     whole = ValueError(f"{text} [tensorstore_spec='{{{'x' * 300}}}']")
-    with mock.patch("rlx_jax.weights.atomic.sync_tree", side_effect=whole):
+    with mock.patch("rlx_jax.io.atomic.sync_tree", side_effect=whole):
         with pytest.raises(SaveFailedError, match="File too large \\[os_error_code='27'\\]\"$"):
             write(tmp_path / "it", 1)
 

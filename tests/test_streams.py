@@ -182,7 +182,7 @@ def test_side_outputs_belong_to_one_build() -> None:
 # -- methods and stages ------------------------------------------------------------------------
 
 DOUBLE = times(2)
-SPEC = LlamaDecoderSpec(2, 4, 2)
+SPEC = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)
 ATTENTION = SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
 BERT = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2)
 TABLES = RopeTables.theta(4)

@@ -24,6 +24,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
 from rlx_jax.errors import (
     ConfigError,
     LimitError,
@@ -36,9 +37,8 @@ from rlx_jax.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from rlx_jax.generate import tokenizer as tokenizer_module
-from rlx_jax.generate.sentence import SentencePipeline, load_pipeline, pool
-from rlx_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from rlx_jax.text import tokenizer as tokenizer_module
+from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 Json = dict[str, Any]
 
@@ -227,7 +227,7 @@ def minilm(minilm_directory: Path) -> Tokenizer:
 
 
 def test_import_leaves_the_native_library_alone() -> None:
-    code = "import sys, rlx_jax.generate.sentence; assert 'tokenizers' not in sys.modules"
+    code = "import sys, rlx_jax.encode.sentence; assert 'tokenizers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 

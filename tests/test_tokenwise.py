@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from rlx_jax.lowering.tokenwise import Verdict, token_wise
+from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 
 SIZES = {"batch": 3, "seq": 7}  # no other axis here has these sizes, so a size tells the dim
 X = "float32 batch seq 8"

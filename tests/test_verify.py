@@ -24,13 +24,13 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Constant, Input, Node, Origin, Param, TypeCache, Value
 from rlx_jax.ir.graph import Graph as IrGraph
 from rlx_jax.ir.ops.pointwise import CastTo, Unary, Where
-from rlx_jax.ir.ops.shaping import RepeatHeads
+from rlx_jax.ir.ops.shape import RepeatHeads
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import lower
-from rlx_jax.lowering.passes.dce import dce
+from rlx_jax.lowering.mir.dce import dce
 
 F, VECTOR = tensor_type((2, 8), "f32", "test"), tensor_type((8,), "f32", "test")
 

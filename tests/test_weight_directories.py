@@ -26,9 +26,9 @@ from rlx_jax.errors import (
     UnexpectedWeightError,
     UnsupportedError,
 )
+from rlx_jax.io import limits
+from rlx_jax.io.files import check_name, resolve
 from rlx_jax.ir.param import WeightSource
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import check_name, resolve
 from rlx_jax.weights.source import open_weights
 
 INDEX = "model.safetensors.index.json"

@@ -37,8 +37,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.weights.finite import all_finite
+from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import SafetensorsFile
-from rlx_jax.weights.source import MappingSource, SafetensorsSource, open_weights
+from rlx_jax.weights.safetensors_format import SafetensorsSource
+from rlx_jax.weights.source import open_weights
 
 INDEX = "model.safetensors.index.json"
 W = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -5,6 +5,7 @@ The cached programs are derived from the flow's forward program; nothing here kn
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,36 +13,15 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from rlx_jax.built import Weights
-from rlx_jax.errors import BatchMismatchError, RequestError, SequenceLengthError, number, shown
-from rlx_jax.executable import Progress, StateArrays
-from rlx_jax.generate.chat import chat_prompt
-from rlx_jax.generate.decode_state import DecodeState, cropped
-from rlx_jax.generate.generation import Generation, NewTokens, Plan, generate
-from rlx_jax.generate.opening import (
-    check_logits,
-    check_positions,
-    check_tokenizer,
-    known_positions,
-    open_token_model,
-    primary,
-)
-from rlx_jax.generate.requests import (
-    Prompts,
-    Request,
-    id_list,
-    moved_back,
-    split_prompts,
-    token_block,
-    whole_number,
-)
+from rlx_jax.compiler.executable import Progress, StateArrays
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, number, shown
+from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
+from rlx_jax.generate.generation import Generation, NewTokens, Request, RequestPlan, generate
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.serving import (
-    CONTEXT_BUCKET,
     Sizes,
-    check_buckets,
-    check_warmup,
-    pad_block,
+    check_samplers,
+    pad_step,
     prefill_slots,
     request_sizes,
     warm_blocks,
@@ -49,16 +29,29 @@ from rlx_jax.generate.serving import (
     warm_requests,
 )
 from rlx_jax.generate.stopping import cut, settled, split_stops, stopped_at
-from rlx_jax.generate.tokenizer import Tokenizer
-from rlx_jax.inputs import random_key
-from rlx_jax.model import BoundProgram, CompiledModel
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.report import Report
-from rlx_jax.state import as_state
+from rlx_jax.program import Weights
+from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.state import as_state
+from rlx_jax.text.chat import chat_prompt
+from rlx_jax.text.opening import (
+    check_logits,
+    check_positions,
+    check_tokenizer,
+    known_positions,
+    open_token_model,
+    primary,
+)
+from rlx_jax.text.padding import Cropped, check_buckets, check_sizes, pad_block
+from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block, whole_number
+from rlx_jax.text.tokenizer import Tokenizer
 
 GREEDY = Sampler()
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
-ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 
 class CausalLM:
@@ -70,7 +63,7 @@ class CausalLM:
         tokenizer: for strings; `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.
         eos_ids: tokens that end a row.
-        progress: told how far loading and compiling are; see `rlx_jax.executable.Progress`.
+        progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
     def __init__(
@@ -87,10 +80,13 @@ class CausalLM:
         bos_id: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.vocab_size = open_token_model(flow, weights, profile, mesh, strict, progress)
+        self.model, self.vocab_size = open_token_model(
+            flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward", *CACHED_PROGRAMS)
+        )
         check_logits(self.model, self.vocab_size)
-        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model, max_positions)
-        self.buckets = self.model.compiler.settings.buckets
+        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
+        self._ids, self._logits = self.model.flow.inputs[0].name, self.model.output_names[:1]
+        self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
@@ -109,10 +105,10 @@ class CausalLM:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
     def __repr__(self) -> str:
-        compiler, positions = self.model.compiler, self.max_positions or "any number of"
+        positions = self.max_positions or "any number of"
         return (
-            f"CausalLM({compiler.flow.name}: vocabulary {self.vocab_size}, {positions} positions, "
-            f"target {compiler.settings.target})"
+            f"CausalLM({self.model.name}: vocabulary {self.vocab_size}, {positions} positions, "
+            f"target {self.model.settings.target})"
         )
 
     # -- programs ----------------------------------------------------------------------------
@@ -127,8 +123,9 @@ class CausalLM:
         """
         block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(block.shape[1], "tokens")
-        out = primary(self.model(pad_block(self.buckets, block)))
-        return moved_back(cropped(out, *block.shape), starts)
+        padded = pad_block(self.buckets, block, self.max_positions) if self._pads else block
+        out = self._cropped(primary(self.model(padded)), *block.shape)
+        return self._moved_back(out, starts)
 
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
@@ -142,16 +139,19 @@ class CausalLM:
             attention_mask: as in `logits`, for rows padded on the left.
         """
         block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
-        self._check_positions(int(valid.max()), "the prompt")
-        wanted = self._capacity(block.shape[1], int(valid.max()), max_len)
-        padded = pad_block(self.buckets, block, step=False)
+        longest = int(valid.max())
+        self._check_positions(longest, "the prompt")
+        max_len = self._max_len(max_len, longest)
+        padded = pad_block(self.buckets, block, max_len or self.max_positions)
         rows, width = padded.shape
-        slots = prefill_slots(self.buckets, wanted, int(valid.max()), width, fixed=max_len is not None)
+        slots = prefill_slots(self.buckets, longest, width, max_len, self.max_positions)
         sizes = {"batch": rows, "context": slots}
-        reader = self._program("prefill").reader({**sizes, "seq": width}, last_only=_last_only(logits))
+        reader = self._program("prefill").reader(
+            {**sizes, "seq": width}, last_only=_last_only(logits), outputs=self._logits
+        )
         out, after = self._run(reader, {}, padded, valid, block.shape[1])
-        state = DecodeState(as_state(after), valid, slots if max_len is None else wanted, sizes, self.model.compiler)
-        return (out if logits == "last" else moved_back(out, starts)), state
+        state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner)
+        return (out if logits == "last" else self._moved_back(out, starts)), state
 
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
@@ -166,14 +166,16 @@ class CausalLM:
         """
         if not isinstance(state, DecodeState):
             raise RequestError(f"extend: expected the state that prefill returned, got {type(state).__name__}")
-        state.take(self.model.compiler, peek=True)
+        state.take(self._owner, peek=True)
         block, valid, _ = token_block(tokens, self.vocab_size, lengths, low=0)
         if block.shape[0] != len(state.lengths):
             raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
         self._check_room(state, valid)
-        padded = pad_block(self.buckets, block, rows=state.sizes["batch"])
-        reader = self._program("extend").bound({**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits))
-        held = state.take(self.model.compiler)
+        padded = pad_step(self.buckets, block, state.sizes)
+        reader = self._program("extend").bound(
+            {**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits), outputs=self._logits
+        )
+        held = state.take(self._owner)
         try:
             out, after = self._run(reader, held.arrays(), padded, valid, block.shape[1])
         except BaseException:
@@ -181,6 +183,11 @@ class CausalLM:
                 state.state = held
             raise
         return out, replace(state, state=as_state(after), lengths=state.lengths + valid)
+
+    @property
+    def _owner(self) -> tuple[Programs, str]:
+        """Whose states this model takes: those of its flow's programs, whatever the parameters."""
+        return self.model.programs, self.model.name
 
     def _program(self, name: str) -> CompiledModel:
         return replace(self.model, program=name)
@@ -192,8 +199,28 @@ class CausalLM:
         wants one token of such a row."""
         idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
         lengths = np.concatenate([valid, idle]).astype(np.int32)
-        (out, *_), after = reader({self.model.compiler.flow.inputs[0].name: padded, "lengths": lengths}, state)
-        return (cropped(out[:, 0], len(valid)) if reader.key.last_only else cropped(out, len(valid), seq)), after
+        (out, *_), after = reader({self._ids: padded, "lengths": lengths}, state)
+        if reader.key.last_only:
+            return self.model.programs.call(LastRows(len(valid)), out), after
+        return self._cropped(out, len(valid), seq), after
+
+    @functools.cached_property
+    def _pads(self) -> bool:
+        """Whether a block may be padded: tokens behind the end of a row change nothing before it, and rows nothing in
+        others. That is what has to be proved of a flow before a cached program is derived from it."""
+        try:
+            return bool(self.model.programs.any_template(self.model.name, "prefill"))
+        except DeriveError:
+            return False
+
+    def _cropped(self, array: jax.Array, *sizes: int) -> jax.Array:
+        """The first entries of each axis, without a copy where that is all of them."""
+        whole = array.shape[: len(sizes)] == sizes
+        return array if whole else self.model.programs.call(Cropped(sizes), array)
+
+    def _moved_back(self, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
+        """`[B, S, …]` with each row where it began."""
+        return self.model.programs.call(moved_back, array, starts.astype(np.int32)) if starts.any() else array
 
     # -- generation --------------------------------------------------------------------------
 
@@ -314,7 +341,7 @@ class CausalLM:
             RequestError: there is no template, it refuses the messages or makes a control token of what they hold, or
                 they are wrong; the place is named.
             TokenizerError: the template is wrong, or does what the sandbox forbids.
-            LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.generate.chat_template`.
+            LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
             self._tokenizer("chat needs"),
@@ -343,12 +370,15 @@ class CausalLM:
             RequestError: the profile has no buckets for prompts and batches.
         """
         budget = whole_number("max_new_tokens", max_new_tokens, 1)
-        compiler = self.model.compiler
-        given = compiler.settings.buckets
-        chosen = check_warmup(given, samplers)
+        given = self.model.settings.buckets
+        check_sizes(given)
+        chosen = check_samplers(samplers)
         self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
-        compiler.warm = False
-        for rows, length, slots, sampler in warm_requests(self.buckets, chosen):
+        with self.model.programs.warm_up():
+            self._run_all(chosen)
+
+    def _run_all(self, samplers: Sequence[Sampler]) -> None:
+        for rows, length, slots, sampler in warm_requests(self.buckets, samplers):
             request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32)
             sizes = replace(request_sizes(self.buckets, [length] * rows, 1, self.max_positions), slots=slots)
             for step, _ in enumerate(self._generation(request, sizes)):
@@ -359,7 +389,8 @@ class CausalLM:
             _, state = self.prefill(block, np.ones(rows, int), max_len=slots, logits="last")
             for more in (block, block[:, :1]):
                 _, state = self.extend(state, more, np.zeros(rows, int), logits="last")
-        compiler.warm = True
+        for rows in range(1, self.buckets.batch[-1]):  # how many rows there are decides how an answer is cut
+            self.prefill(np.zeros((rows, 1), np.int32), max_len=self.buckets.context[0], logits="last")
 
     # -- a request ---------------------------------------------------------------------------
 
@@ -423,11 +454,10 @@ class CausalLM:
         method = method.widened() if self.buckets.prompt or self.buckets.batch else method
         ends = np.zeros(self.vocab_size, bool)
         ends[list(request.ends)] = True
-        cpu = self.model.compiler.settings.target == "cpu"
         knobs = request.sampler.knobs(self.vocab_size, method.biased)
-        plan = Plan(
+        plan = RequestPlan(
             method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
-            steps=4 if cpu else 16, early=cpu,
+            self.model.settings.loop,
         )  # fmt: skip
         return generate(self.model, request.rows, plan)
 
@@ -465,10 +495,9 @@ class CausalLM:
     def _check_positions(self, tokens: int, what: str) -> None:
         check_positions(tokens, self.max_positions, what)
 
-    def _capacity(self, seq: int, longest: int, max_len: int | None) -> int:
+    def _max_len(self, max_len: int | None, longest: int) -> int | None:
         if max_len is None:
-            wanted = -(-(seq + ROOM) // CONTEXT_BUCKET) * CONTEXT_BUCKET
-            return max(longest, min(wanted, self.max_positions or wanted))
+            return None
         slots = whole_number("max_len", max_len, 1)
         self._check_positions(slots, "max_len")
         if longest > slots:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.executable import Function, StateArrays
+from rlx_jax.compiler.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
 
 Array = jax.Array

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import SessionStateError
-from rlx_jax.state import State
+from rlx_jax.runtime.state import State
 
 
 @dataclass(eq=False)
@@ -30,11 +31,20 @@ class DecodeState:
     @property
     def length(self) -> Any:
         """Tokens in each row, int32 `[B]` on the device."""
-        return cropped(self.take(self.owner, peek=True).length, len(self.lengths))
+        self.take(self.owner, peek=True)
+        return jax.device_put(self.lengths.astype(np.int32))
+
+    def copy(self) -> DecodeState:
+        """The same in arrays of its own: `extend` may go on from both.
+
+        Raises:
+            SessionStateError: an earlier call consumed this state.
+        """
+        return replace(self, state=self.take(self.owner, peek=True).copy(), lengths=self.lengths.copy())
 
     def take(self, owner: object, peek: bool = False) -> State:
         """The state, once."""
-        if owner is not self.owner:
+        if owner != self.owner:
             raise SessionStateError("this state belongs to another model; call prefill of the model you extend with")
         if self.state is None or self.state.length.is_deleted():  # a copy of this object may have consumed it
             raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
@@ -44,8 +54,20 @@ class DecodeState:
         return state
 
 
-def cropped(array: jax.Array, *sizes: int) -> jax.Array:
-    """The first entries of each axis, without a copy where that is all of them."""
-    if array.shape[: len(sizes)] == sizes:
-        return array
-    return array[tuple(slice(size) for size in sizes)]
+# -- what is cut from the outputs of padded programs; compiled: the indices of an eager slice would be transfers -------
+
+
+@dataclass(frozen=True)
+class LastRows:
+    """Logits of the last tokens `[B, 1, V]` → those of the first rows `[rows, V]`."""
+
+    rows: int
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        return logits[: self.rows, 0]
+
+
+def moved_back(array: jax.Array, starts: jax.Array) -> jax.Array:
+    """`[B, S, …]` with each row where it began: `starts` `[B]` int32."""
+    at = (jnp.arange(array.shape[1], dtype=jnp.int32)[None] - starts[:, None]) % array.shape[1]
+    return jnp.take_along_axis(array, at.reshape(*at.shape, *(1,) * (array.ndim - 2)), axis=1)

@@ -9,19 +9,33 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.settings import Loop
 from rlx_jax.errors import NumericsError
-from rlx_jax.executable import StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, Rows, StartRows
-from rlx_jax.generate.requests import pad_rows
-from rlx_jax.generate.sampler import Knobs, Method
-from rlx_jax.inputs import random_key
-from rlx_jax.model import BoundProgram, CompiledModel
+from rlx_jax.generate.sampler import Knobs, Method, Sampler
+from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.text.requests import pad_rows
 
-Array = Any
+AnyArray = Any
 
 
 @dataclass(frozen=True)
-class Plan:
+class Request:
+    """One call of `generate` or `stream`, checked: prompts as ids, each with at least one; new tokens for each; how to
+    choose them; ids and texts that end a row."""
+
+    rows: tuple[tuple[int, ...], ...]
+    budget: int
+    sampler: Sampler
+    ends: tuple[int, ...]
+    words: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class RequestPlan:
     """How a request runs, every size chosen.
 
     Attributes:
@@ -31,8 +45,7 @@ class Plan:
         widths: tokens of the programs that read the prompts, one after the other.
         slots: of the cache.
         budget: new tokens of each row, at least 1.
-        steps: tokens that one dispatch of the loop gives.
-        early: see `DecodeLoop`.
+        loop: see `DecodeLoop`.
     """
 
     method: Method
@@ -43,11 +56,10 @@ class Plan:
     widths: tuple[int, ...]
     slots: int
     budget: int
-    steps: int
-    early: bool
+    loop: Loop
 
 
-def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Plan) -> Generation:
+def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
     """Read the prompts, each with at least one token, and choose the first new one of each.
 
     Raises:
@@ -56,30 +68,32 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Plan)
     sizes = {"batch": plan.batch, "context": plan.slots}
     prefill, extend = (replace(model, program=program) for program in ("prefill", "extend"))
     blocks = [{**sizes, "seq": width} for width in plan.widths]
-    readers = [prefill.reader(blocks[0]), *(extend.bound(block) for block in blocks[1:])]
-    loop = DecodeLoop(plan.method, model.compiler.flow.inputs[0].name, plan.steps, plan.early)
-    decode = extend.bound({**sizes, "seq": 1}, loop)
+    logits = model.output_names[:1]
+    readers = [prefill.reader(blocks[0], outputs=logits)]
+    readers += [extend.bound(block, outputs=logits) for block in blocks[1:]]
+    loop = DecodeLoop(plan.method, model.flow.inputs[0].name, plan.loop.steps, plan.loop.early)
+    decode = extend.bound({**sizes, "seq": 1}, loop, outputs=logits)
     knobs, ends = jax.device_put((plan.knobs, plan.ends))  # once, not with every block
     rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
     return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
 
 
 def read_prompts(
-    readers: Sequence[BoundProgram], plan: Plan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: Array
-) -> tuple[Rows, StateArrays, Array]:
+    readers: Sequence[BoundProgram], plan: RequestPlan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: AnyArray
+) -> tuple[Rows, StateArrays, AnyArray]:
     """The rows, the state after the prompts, and the first tokens `[B, 1]`.
 
     A row that holds nothing reads one token, and never chooses one.
     """
-    compiler, ids = readers[0].model.compiler, readers[0].model.compiler.flow.inputs[0].name
+    programs, ids = readers[0].model.programs, readers[0].model.flow.inputs[0].name
     filled = [*prompts, *([0] for _ in range(plan.batch - len(prompts)))]
     lengths, live = np.array([len(p) for p in filled]), np.arange(plan.batch) < len(prompts)
     seen = np.zeros((plan.batch, len(plan.ends) if plan.method.penalised else 0), bool)
     if plan.method.penalised:
         for row, prompt in enumerate(prompts):
             seen[row, list(prompt)] = True
-    rows = compiler.call(StartRows(plan.method.draws), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
-    first: Array = np.full((plan.batch, 1), STOPPED, np.int32)
+    rows = programs.call(StartRows(plan.method.draws), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
+    first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
     at = 0
     for reader, width in zip(readers, plan.widths, strict=True):
@@ -88,7 +102,7 @@ def read_prompts(
         (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32)}, state)
         now = live & (at < lengths) & (lengths <= at + width)
         if now.any():
-            first, rows = compiler.call(FirstTokens(plan.method), logits, rows, now, first, knobs, ends)
+            first, rows = programs.call(FirstTokens(plan.method), logits, rows, now, first, knobs, ends)
         at += width
     return rows, state, first
 
@@ -148,10 +162,10 @@ class Generation:
     count: int
     budget: int
     knobs: Knobs
-    ends: Array
+    ends: AnyArray
     rows: Rows
     state: StateArrays
-    tokens: Array
+    tokens: AnyArray
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
@@ -160,9 +174,9 @@ class Generation:
             last, ahead = done + tokens.shape[1] >= self.budget, self.decode.is_compiled
             if ahead and not last:
                 self._advance()
-            block = np.asarray(tokens)[: self.count]
+            block = jax.device_get(tokens)[: self.count]
             yield block
-            if last or not np.asarray(rows.running).any():
+            if last or not jax.device_get(rows.running).any():
                 return
             if not ahead:
                 self._advance()
@@ -170,7 +184,7 @@ class Generation:
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows that the host has seen enough of."""
-        running = np.asarray(self.rows.running).copy()
+        running = np.array(jax.device_get(self.rows.running))
         running[list(rows)] = False
         self.rows = replace(self.rows, running=running)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, SequenceLengthError, ShapeError, listing, shown
 
-Rows = np.ndarray[Any, Any]
+CacheRows = np.ndarray[Any, Any]
 MAX_SIZE = 2**30
 """Rows of a cache, positions, new tokens."""
 
@@ -24,8 +24,8 @@ MAX_SIZE = 2**30
 class LayerKvCache:
     """Keys (rotated) and values of every layer, `[B, P, K·D]` each."""
 
-    keys: tuple[Rows, ...]
-    values: tuple[Rows, ...]
+    keys: tuple[CacheRows, ...]
+    values: tuple[CacheRows, ...]
 
     def __post_init__(self) -> None:
         for name, arrays in (("keys", self.keys), ("values", self.values)):
@@ -98,13 +98,13 @@ class LayerKvCache:
         )
         return LayerKvCache(keys, values)
 
-    def inputs(self) -> dict[str, Rows]:
+    def inputs(self) -> dict[str, CacheRows]:
         """The inputs `past_k_{i}` and `past_v_{i}` of a decode flow."""
         pairs = enumerate(zip(self.keys, self.values, strict=True))
         return {f"past_{kind}_{i}": array for i, pair in pairs for kind, array in zip("kv", pair, strict=True)}
 
 
-def bucket_decode_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> Rows:
+def bucket_decode_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> CacheRows:
     """The keep mask int32 `[B, U+S]` of a cache of `past` tokens that is padded to `upper`: 1 keeps a key.
 
     >>> bucket_decode_mask(2, 4, new=1).tolist()
@@ -116,7 +116,7 @@ def bucket_decode_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> R
     return np.tile(((at < past) | (at >= upper)).astype(np.int32), (batch, 1))
 
 
-def bucket_positions(past: int, new: int = 1, batch: int = 1) -> Rows:
+def bucket_positions(past: int, new: int = 1, batch: int = 1) -> CacheRows:
     """The `position_ids` int32 `[B, S]` of new tokens behind `past` cached ones, whatever they are padded to."""
     past, new, batch = _size("past", past), _size("new", new, 1), _size("batch", batch, 1)
     _size("past + new", past + new)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import SamplingParamError, TokenIdError, UnsupportedError, listing, quote, shown
-from rlx_jax.weights import files
-from rlx_jax.weights.config import read_json
+from rlx_jax.io.folder import Folder
 
 Array = jax.Array
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -113,7 +112,7 @@ class Sampler:
         if not isinstance(config, Mapping):
             if not isinstance(config, str | os.PathLike):
                 raise SamplingParamError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
-            config = read_json(files.resolve(os.fspath(config), "generation_config.json"), what="generation config")
+            config = Folder.at(config).needed("generation_config.json")
         given = {name: value for name, value in config.items() if value is not None}
         more = [name for name, off in _MORE.items() if name in given and given[name] not in (False, *off)]
         if more:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from rlx_jax.buckets import Buckets, smallest
-from rlx_jax.errors import ProfileError, RecompileError, RequestError
-from rlx_jax.generate.requests import Ids, bucket
+from rlx_jax.compiler.buckets import Buckets, smallest
+from rlx_jax.errors import RecompileError, RequestError
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.text.padding import PROMPT_BUCKET, block_width, bucket, padded_to
+from rlx_jax.text.requests import Ids
 
-PROMPT_BUCKET = 16
 CONTEXT_BUCKET = 64
+ROOM = 256  # free slots after a prompt when prefill is not told max_len
 
 KINDS = (
     Sampler(),
@@ -32,23 +31,6 @@ class Sizes:
     batch: int
     widths: tuple[int, ...]
     slots: int
-
-
-def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
-    """Buckets fit the model and each other.
-
-    Raises:
-        ProfileError: names the bucket and the limit.
-    """
-    for name in ("prompt", "context"):
-        sizes = getattr(buckets, name)
-        if max_positions is not None and sizes and sizes[-1] > max_positions:
-            raise ProfileError(f"buckets.{name}: {sizes[-1]} tokens, and the model knows {max_positions} positions")
-    if buckets.context and buckets.prompt and buckets.prompt[0] > buckets.context[-1]:
-        raise ProfileError(
-            f"buckets.prompt: the smallest, {buckets.prompt[0]}, is over the largest of buckets.context, "
-            f"{buckets.context[-1]}"
-        )
 
 
 def largest_chunk(buckets: Buckets) -> int | None:
@@ -88,22 +70,21 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     return Sizes(batch or len(lengths), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
 
 
-def pad_block(buckets: Buckets, block: Ids, rows: int | None = None, step: bool = True) -> Ids:
-    """A block `[B, S]` padded to buckets where they hold it. `rows`: those of the state; `step`: one token a row, as in
-    a step of decoding, stays one."""
-    batch, seq = block.shape
-    rows = rows or smallest(buckets.batch, batch) or batch
-    width = seq if seq == 1 and step else smallest(buckets.prompt, seq) or seq
-    return np.pad(block, ((0, rows - batch), (0, width - seq)))
+def pad_step(buckets: Buckets, block: Ids, sizes: Mapping[str, int]) -> Ids:
+    """A block `[B, S]` to read after a state of these sizes. One token a row, as in a step of decoding, stays one."""
+    seq = block.shape[1]
+    return padded_to(block, sizes["batch"], seq if seq == 1 else block_width(buckets, seq, sizes["context"], step=1))
 
 
-def prefill_slots(buckets: Buckets, wanted: int, longest: int, width: int, fixed: bool) -> int:
-    """Slots of a cache that `prefill` makes for a block of `width`. Not `fixed`, `wanted` is a wish: `longest` is what
-    it must hold."""
-    fits = smallest(buckets.context, max(wanted, width))
-    if fits is None and not fixed and buckets.context and buckets.context[-1] >= longest:
-        return buckets.context[-1]
-    return fits or wanted
+def prefill_slots(buckets: Buckets, longest: int, width: int, max_len: int | None, max_positions: int | None) -> int:
+    """Slots of the cache that `prefill` makes for a block of `width` whose rows hold at most `longest`: `max_len`, else
+    `ROOM` more than the block; in a bucket, or the latter in a power of two."""
+    if max_len is not None:
+        return smallest(buckets.context, max(max_len, width)) or max_len
+    if buckets.context and buckets.context[-1] >= longest:
+        return smallest(buckets.context, width + ROOM) or buckets.context[-1]
+    slots = bucket(width + ROOM, CONTEXT_BUCKET, None)
+    return slots if max_positions is None else max(longest, min(slots, max_positions))
 
 
 def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
@@ -140,19 +121,12 @@ def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
             yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)
 
 
-def check_warmup(buckets: Buckets, samplers: Any) -> tuple[Sampler, ...]:
-    """What warm-up needs is there; the samplers to warm up for.
+def check_samplers(samplers: Any) -> tuple[Sampler, ...]:
+    """The samplers to warm up for; None is every kind.
 
     Raises:
-        RequestError: the profile has no buckets to warm up, or `samplers` are none.
+        RequestError: they are none.
     """
-    missing = [name for name in ("prompt", "batch") if not getattr(buckets, name)]
-    if missing:
-        names = " and ".join(f"buckets.{name}" for name in missing)
-        raise RequestError(
-            f"warmup: the profile has no {names}, so requests come in every size; set them, as in "
-            'profile.replace(buckets={"prompt": [128, 512], "batch": [1, 8]})'
-        )
     chosen = KINDS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not chosen or not all(isinstance(s, Sampler) for s in chosen):
         raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")

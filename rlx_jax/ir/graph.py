@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
 from rlx_jax.ir.param import Program
+from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
 from rlx_jax.ir.types import Path, TensorType, bind_path, check_elements, path_text
+
+T = TypeVar("T")
 
 
 class GraphStage(StrEnum):
@@ -67,6 +70,9 @@ class Op:
     Subclasses are either `Mir` (they have `eval`) or `Hir` (they have `expand`), or one of the leaves below.
     """
 
+    ids: ClassVar[tuple[int, int] | None] = None
+    """(k, axis) where operand k numbers entries along `axis` of operand 0: ids, checked on the host before a call."""
+
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Result types from operand types; raises `ShapeError`, `DTypeError` or `ArityError`."""
         raise NotImplementedError(type(self).__name__)
@@ -90,6 +96,11 @@ class Op:
             out.append(c.lower())
         return "".join(out)
 
+    def initial(self, place: int, weight: TensorType) -> Initial:
+        """How `init` draws a weight that the op reads as operand number `place`: in general a vector is ones, and a
+        matrix normal, over what its last axis sums."""
+        return 1.0 if weight.rank < 2 else Normal(int(weight.shape[-1]))
+
     def regions(self) -> tuple[Graph, ...]:
         """Graphs inside the op."""
         return ()
@@ -110,8 +121,27 @@ def _attribute(value: object) -> str:
     return str(value)
 
 
+def check_traits(cls: type[Op], kind: type[Any], example: str) -> None:
+    """A class says what is true of its ops.
+
+    Raises:
+        GraphError: it does not; raised where the class is defined.
+    """
+    if not isinstance(cls.__dict__.get("traits"), kind):
+        raise GraphError(
+            f"{cls.__module__}.{cls.__qualname__}: an op says what is true of it, and leaves nothing open: "
+            f"traits = {kind.__name__}(…), or one of those in rlx_jax/ir/traits.py, such as {example}"
+        )
+
+
 class Mir(Op):
     """A tensor op. `eval` is its meaning: shape-polymorphic, device-free `jax.numpy`."""
+
+    traits: ClassVar[Traits]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_traits(cls, Traits, "traits = ELEMENTWISE")
 
     def eval(self, *arrays: Any) -> Any:
         raise NotImplementedError(type(self).__name__)
@@ -130,12 +160,26 @@ class Mir(Op):
             return types_of(jax.eval_shape(self.eval, *(t.spec for t in operands)))
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        """Multiply-adds × 2 of a contraction with static shapes; 0 for everything else."""
-        return 0
+        """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
+        return self.traits.flops(self, operands, results)
+
+    def bytes(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        """Bytes that it reads and writes, run alone, for static types."""
+        return self.traits.bytes(self, operands, results)
+
+    def workspace(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
+        """Bytes of scratch memory beside operands and results, for static types."""
+        return self.traits.workspace(self, operands, results)
 
 
 class Hir(Op):
     """A block. `expand` is its meaning: the ops it stands for, written with a builder."""
+
+    traits: ClassVar[BlockTraits]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_traits(cls, BlockTraits, "traits = BLOCK")
 
     def expand(self, b: Builder, *operands: Value) -> Value | tuple[Value, ...]:
         raise NotImplementedError(type(self).__name__)
@@ -187,6 +231,11 @@ class Param(Leaf):
         first = str(self.programs[0])
         return f'param("{first}"' + (f" … {len(self.programs)} layers)" if len(self.programs) > 1 else ")")
 
+    @property
+    def varies(self) -> bool:
+        """Whether it is another array in some iteration."""
+        return any(program != self.programs[0] for program in self.programs[1:])
+
     def at(self, iteration: int | None) -> Program:
         return self.programs[0] if len(self.programs) == 1 or iteration is None else self.programs[iteration]
 
@@ -218,8 +267,9 @@ class StateLeaf:
     path: Path
     slot: str
 
-    def key(self, iteration: int | None) -> tuple[str, str]:
-        return (path_text(bind_path(self.path, iteration)), self.slot)
+    def key(self, iteration: int | None) -> str:
+        """The name that the array has in a state: `layers.3.self_attn.k`. Slots have no dots, so no two share one."""
+        return path_text((*bind_path(self.path, iteration), self.slot))
 
 
 @dataclass(frozen=True)
@@ -290,10 +340,32 @@ class Graph:
 
 
 class TypeCache:
-    """Results of `infer`, by op and operand types. Belongs to one compile: ops may hold user closures."""
+    """What is known of ops on operand types: results of `infer`, and whatever else is asked of them.
+
+    Belongs to one build, whose programs share it: ops may hold user closures.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
+        self.captured: dict[Op, tuple[Any, ...]] = {}  # arrays that the user's functions captured
+        self._answers: dict[tuple[Hashable, ...], Any] = {}
+
+    def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:
+        """`question(self, op, operands, *more)`, asked once."""
+        if not self.is_known(question, op, operands, *more):
+            self.tell(question(self, op, operands, *more), question, op, operands, *more)
+        answer: T = self._answers[question, op, operands, *more]
+        return answer
+
+    def tell(
+        self, answer: T, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable
+    ) -> None:
+        """What `ask` will answer, for questions that are answered several at a time."""
+        self._answers[question, op, operands, *more] = answer
+
+    def is_known(self, *question: Hashable) -> bool:
+        """Whether `ask` knows the answer already."""
+        return question in self._answers
 
     def infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         if isinstance(op, Leaf):
@@ -307,7 +379,7 @@ class TypeCache:
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         try:
             results = op.infer(self, *operands)
-        except RlxError:
+        except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
             raise _misfit(op, operands, error) from error
@@ -407,60 +479,6 @@ class Builder:
         return Graph(
             self.name, tuple(self.nodes), tuple(outputs), tuple(self.inputs), tuple(output_names), tuple(self.writes)
         )
-
-
-Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
-"""Given the builder, a node's number, the node and its already rewritten operands: the values that replace its
-results, None to keep the node, or () to drop a node that nothing reads."""
-
-
-def rewrite(graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "") -> Graph:
-    """Rebuild `graph` node by node, regions first. `enter(graph)` is called for the graph and every region.
-
-    All types are inferred again, so a change of a leaf's type flows through the whole program.
-    """
-    return _rewrite(graph, enter, types, by, ())
-
-
-def _rewrite(
-    graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str, given: tuple[TensorType, ...]
-) -> Graph:
-    b = Builder(graph.name, types)
-    b.inputs = list(graph.inputs)  # the signature stays, used or not
-    fn = enter(graph)
-    mapped: dict[Value, Value] = {}
-    for number, node in enumerate(graph.nodes):
-        inputs = tuple(mapped[v] for v in node.inputs if v in mapped)
-        op = node.op
-        if isinstance(op, BodyInput) and given:
-            op = BodyInput(op.index, type=given[op.index])
-        if op.regions() and len(inputs) == len(node.inputs):  # else an operand was dropped, and this node will be
-            operand_types = tuple(b.type(v) for v in inputs)
-            op = op.with_regions(tuple(_rewrite(r, enter, types, by, operand_types) for r in op.regions()))
-        start = len(b.nodes)
-        with b.at(node.origin), located(node.origin):
-            new = fn(b, number, replace(node, op=op), inputs)
-            if new is None:
-                new = (b.leaf(op),) if isinstance(op, Leaf) else b.add(op, *inputs)
-        _stamp(b, start, node, by)
-        if new and len(new) != len(node.types):
-            raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(new)}")
-        mapped.update({Value(number, i): v for i, v in enumerate(new)})
-    b.writes.extend((leaf, mapped[v]) for leaf, v in graph.writes)
-    return b.finish([mapped[v] for v in graph.outputs], graph.output_names)
-
-
-def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:
-    """The same rewrite in the graph and in every region."""
-    return lambda graph: fn
-
-
-def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
-    """Name the pass on nodes that are new."""
-    for i in range(start, len(b.nodes)):
-        made = b.nodes[i]
-        if made.op != node.op and by and not isinstance(made.op, Leaf):
-            b.nodes[i] = replace(made, origin=replace(made.origin, by=by))
 
 
 @contextlib.contextmanager

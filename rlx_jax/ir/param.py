@@ -7,12 +7,15 @@ A program is *exact* when that round trip loses nothing.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -35,12 +38,47 @@ class WeightSource(Protocol):
     def where(self, key: str) -> str: ...
 
 
+class ProgramStep(Protocol):
+    """What every program is: one step over the programs in `parts`. One more is a class with these members."""
+
+    @property
+    def type(self) -> TensorType:
+        """Shape and dtype of the value."""
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        """What it is made of, in order."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether this step may lose bits of a float. (Integers are checked against their range when loaded.)"""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `cut` gives views of a NumPy array, so that who fills them fills it."""
+
+    def over(self, *parts: Program) -> Program:
+        """The same step over other parts."""
+
+    def join(self, *values: Any) -> Any:
+        """The value, of those of the parts: arrays of NumPy or JAX."""
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        """`join` backwards: what of a value each part has, in the value's dtype; views where possible."""
+
+    def name(self, *names: str) -> str:
+        """What messages call it, of the names of its parts."""
+
+
 @dataclass(frozen=True)
 class Key:
     """The tensor stored under a checkpoint key, as it is."""
 
     key: str
     type: TensorType
+    parts: ClassVar[tuple[Program, ...]] = ()
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
         return hash(self.key)
@@ -48,19 +86,179 @@ class Key:
     def __str__(self) -> str:
         return self.key
 
+    def over(self, *parts: Program) -> Program:
+        return self
+
+    def join(self, *values: Any) -> Any:
+        return values[0]  # what is stored is the value
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return ()
+
+    def name(self, *names: str) -> str:
+        return self.key
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """`start` to `stop` along an axis of a stored tensor: one projection of several that are stored as one.
+
+    Only what it holds is read. Read backwards, it is a piece of its key.
+    """
+
+    of: Key
+    axis: int
+    start: int
+    stop: int
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        shape = self.of.type.shape
+        if not (0 <= self.axis < len(shape) and 0 <= self.start < self.stop <= shape[self.axis]):
+            raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it stands in the stored tensor."""
+        return (*(slice(None),) * self.axis, slice(self.start, self.stop))
+
+    @property
+    def type(self) -> TensorType:
+        shape = list(self.of.type.shape)
+        shape[self.axis] = self.stop - self.start
+        return TensorType(tuple(shape), self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"{self.of}[{':, ' * self.axis}{self.start}:{self.stop}]"
+
+    def over(self, *parts: Program) -> Program:
+        (part,) = parts
+        if isinstance(part, Cast):  # a part of a cast is the cast of a part
+            return cast(self.over(part.of), part.dtype)
+        if not isinstance(part, Key):
+            raise WeightShapeError(f"{self}: a part of a stored tensor is taken, not of {part}")
+        return Sliced(part, self.axis, self.start, self.stop)
+
+    def join(self, *values: Any) -> Any:
+        return values[0][self.index]
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def name(self, *names: str) -> str:
+        return str(self)
+
 
 @dataclass(frozen=True)
 class Transposed:
     """A rank-2 program with its axes swapped."""
 
     of: Program
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
         return TensorType(self.of.type.shape[::-1], self.of.type.dtype)
 
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
     def __str__(self) -> str:
         return f"transpose({self.of})"
+
+    def over(self, *parts: Program) -> Program:
+        return Transposed(parts[0])
+
+    def join(self, *values: Any) -> Any:
+        return values[0].T
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value.T,)
+
+    def name(self, *names: str) -> str:
+        return f"{names[0]}.T"
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """A program with its axes in another order: axis i is axis `axes[i]` of what it is made of."""
+
+    of: Program
+    axes: tuple[int, ...]
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if sorted(self.axes) != list(range(self.of.type.rank)):
+            raise WeightShapeError(f"permute({self.of}): {self.axes} are not the axes of {self.of.type}")
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(tuple(self.of.type.shape[axis] for axis in self.axes), self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"permute({self.of}; {', '.join(map(str, self.axes))})"
+
+    def over(self, *parts: Program) -> Program:
+        return Permuted(parts[0], self.axes)
+
+    def join(self, *values: Any) -> Any:
+        return values[0].transpose(self.axes)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        back = tuple(self.axes.index(axis) for axis in range(len(self.axes)))
+        return (value.transpose(back),)
+
+    def name(self, *names: str) -> str:
+        return f"{names[0]}.permute({','.join(map(str, self.axes))})"
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """The elements of a program, in their order, in another shape."""
+
+    of: Program
+    shape: tuple[int, ...]
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False  # what is to be filled may be a part of something larger, which reshape copies
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) != self.of.type.size:
+            raise WeightShapeError(f"reshape({self.of}): {self.of.type} has not the elements of {list(self.shape)}")
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.shape, self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"reshape({self.of}; {', '.join(map(str, self.shape))})"
+
+    def over(self, *parts: Program) -> Program:
+        return Reshaped(parts[0], self.shape)
+
+    def join(self, *values: Any) -> Any:
+        return values[0].reshape(self.shape)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value.reshape(self.of.type.shape),)
+
+    def name(self, *names: str) -> str:
+        return f"{names[0]}.reshape({','.join(map(str, self.shape))})"
 
 
 @dataclass(frozen=True)
@@ -69,21 +267,44 @@ class Cast:
 
     of: Program
     dtype: np.dtype[Any]
+    in_place: ClassVar[bool] = False
 
     @property
     def type(self) -> TensorType:
         return self.of.type.with_dtype(self.dtype)
 
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
+    @property
+    def lossy(self) -> bool:
+        return is_float(self.of.type.dtype) and not widens(self.of.type.dtype, self.dtype)
+
     def __str__(self) -> str:
         return f"cast({self.of}, {short_name(self.dtype)})"
 
+    def over(self, *parts: Program) -> Program:
+        return cast(parts[0], self.dtype)
+
+    def join(self, *values: Any) -> Any:
+        return values[0].astype(self.dtype)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def name(self, *names: str) -> str:
+        return names[0]
+
 
 @dataclass(frozen=True)
-class Concat:
+class Joined:
     """Several programs side by side along `axis`: merged projections."""
 
     parts: tuple[Program, ...]
     axis: int
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     @property
     def type(self) -> TensorType:
@@ -95,12 +316,38 @@ class Concat:
     def __str__(self) -> str:
         return f"concat({', '.join(map(str, self.parts))}; axis={self.axis})"
 
+    def over(self, *parts: Program) -> Program:
+        return Joined(parts, self.axis)
+
+    def join(self, *values: Any) -> Any:
+        return jnp.concatenate(values, self.axis)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        ends = itertools.accumulate(part.type.shape[self.axis] for part in self.parts)
+        cuts = itertools.pairwise((0, *ends))
+        return tuple(value[(slice(None),) * self.axis + (slice(start, end),)] for start, end in cuts)
+
+    def name(self, *names: str) -> str:
+        return _braced(list(names))
+
 
 @dataclass(frozen=True)
 class Stack:
     """Equal programs stacked along a new leading axis: one leaf for all layers of a scan."""
 
     parts: tuple[Program, ...]
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+
+    @staticmethod
+    def of_keys(template: str, count: int, type: TensorType) -> Stack:
+        """The keys that a template makes of 0, 1 … `count` − 1, each of this type.
+
+        >>> from rlx_jax.ir.types import tensor_type
+        >>> str(Stack.of_keys("experts.{}.w", 2, tensor_type((2, 2), "f32", "doc")))
+        'stack(experts.0.w, experts.1.w)'
+        """
+        return Stack(tuple(Key(template.format(i), type) for i in range(count)))
 
     @property
     def type(self) -> TensorType:
@@ -110,25 +357,38 @@ class Stack:
     def __str__(self) -> str:
         return f"stack({', '.join(map(str, self.parts))})"
 
+    def over(self, *parts: Program) -> Program:
+        return Stack(parts)
 
-Program = Key | Transposed | Cast | Concat | Stack
+    def join(self, *values: Any) -> Any:
+        return jnp.stack(values)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return tuple(value[i, ...] for i in range(len(self.parts)))
+
+    def name(self, *names: str) -> str:
+        return _braced(list(names))
+
+
+Program = Key | Sliced | Transposed | Permuted | Reshaped | Cast | Joined | Stack
 
 
 def stored_keys(program: Program) -> Iterator[Key]:
     """The stored tensors a program reads, in order."""
-    match program:
-        case Key():
-            yield program
-        case Transposed(of=of) | Cast(of=of):
-            yield from stored_keys(of)
-        case Concat(parts=parts) | Stack(parts=parts):
-            for part in parts:
-                yield from stored_keys(part)
+    if isinstance(program, Key):
+        yield program
+    for part in program.parts:
+        yield from stored_keys(part)
 
 
 def keys_of(program: Program) -> Iterator[str]:
     """The checkpoint keys a program reads, in order."""
     return (stored.key for stored in stored_keys(program))
+
+
+def narrows(program: Program) -> bool:
+    """Whether running `program` may lose bits of a float."""
+    return program.lossy or any(narrows(part) for part in program.parts)
 
 
 def read_from(program: Program, source: WeightSource) -> Program:
@@ -137,26 +397,27 @@ def read_from(program: Program, source: WeightSource) -> Program:
     Raises:
         MissingWeightError: the source has no such key. WeightShapeError: it has another shape.
     """
-    match program:
-        case Key(key=key, type=declared):
-            spec = source.spec(key)
-            stored = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
-            if stored.shape != declared.shape:
-                raise WeightShapeError(f"weight {quote(key)} ({source.where(key)}): expected {declared}, got {stored}")
-            if (stored.dtype.kind == "c") != (declared.dtype.kind == "c"):
-                raise WeightDTypeError(f"weight {quote(key)} ({source.where(key)}): expected {declared}, got {stored}")
-            return cast(Key(key, stored), declared.dtype)
-        case Cast(of=Key() as stored_key, dtype=dtype):
-            read = read_from(stored_key, source)
-            return cast(read.of if isinstance(read, Cast) else read, dtype)
-        case Cast(of=of, dtype=dtype):
-            return cast(read_from(of, source), dtype)
-        case Transposed(of=of):
-            return Transposed(read_from(of, source))
-        case Concat(parts=parts, axis=axis):
-            return Concat(tuple(read_from(p, source) for p in parts), axis)
-        case Stack(parts=parts):
-            return Stack(tuple(read_from(p, source) for p in parts))
+    if isinstance(program, Key | Sliced):
+        return cast(_over_stored(program, source), program.type.dtype)
+    if isinstance(program, Cast) and isinstance(program.of, Key | Sliced):  # what it was cast to before does not matter
+        return cast(_over_stored(program.of, source), program.dtype)
+    return program.over(*(read_from(part, source) for part in program.parts))
+
+
+def _over_stored(program: Key | Sliced, source: WeightSource) -> Program:
+    """The same over what the source has, without a cast to what was declared."""
+    return _stored(program, source) if isinstance(program, Key) else program.over(_stored(program.of, source))
+
+
+def _stored(declared: Key, source: WeightSource) -> Key:
+    """A key as the source has it."""
+    key, spec = declared.key, source.spec(declared.key)
+    stored = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
+    if stored.shape != declared.type.shape:
+        raise WeightShapeError(f"weight {quote(key)} ({source.where(key)}): expected {declared.type}, got {stored}")
+    if (stored.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
+        raise WeightDTypeError(f"weight {quote(key)} ({source.where(key)}): expected {declared.type}, got {stored}")
+    return Key(key, stored)
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
@@ -166,13 +427,10 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
     """
     if program.type.dtype == dtype:
         return program
-    match program:
-        case Cast(of=of) if widens(of.type.dtype, program.type.dtype):
-            return cast(of, dtype)
-        case Concat(parts=parts, axis=axis):
-            return Concat(tuple(cast(p, dtype) for p in parts), axis)
-        case Stack(parts=parts):
-            return Stack(tuple(cast(p, dtype) for p in parts))
+    if isinstance(program, Cast) and widens(program.of.type.dtype, program.type.dtype):
+        return cast(program.of, dtype)
+    if isinstance(program, Joined | Stack):
+        return program.over(*(cast(part, dtype) for part in program.parts))
     return Cast(program, dtype)
 
 
@@ -187,7 +445,7 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
         rest = [(a, b) for i, (a, b) in enumerate(zip(first.shape, part.type.shape, strict=True)) if i != axis]
         if part.type.dtype != first.dtype or any(a != b for a, b in rest):
             raise WeightShapeError(f"cannot merge {parts[0]} {first} with {part} {part.type} along axis {axis}")
-    return Concat(parts, axis)
+    return Joined(parts, axis)
 
 
 def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
@@ -216,18 +474,10 @@ def leaf_name(program: Program) -> str:
 
     >>> from rlx_jax.ir.types import tensor_type
     >>> t = tensor_type((2, 2), "f32", "doc")
-    >>> leaf_name(Concat((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
+    >>> leaf_name(Joined((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
     'a.{q,k}_proj.weight'
     """
-    match program:
-        case Key(key=key):
-            return key
-        case Transposed(of=of):
-            return f"{leaf_name(of)}.T"
-        case Cast(of=of):
-            return leaf_name(of)
-        case Concat(parts=parts) | Stack(parts=parts):
-            return _braced([leaf_name(p) for p in parts])
+    return program.name(*map(leaf_name, program.parts))
 
 
 def _braced(names: list[str]) -> str:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 import jax
 import numpy as np
 
-from rlx_jax.errors import ArtifactFormatError, LimitError, RlxError, UnsupportedError, did_you_mean, quote
+from rlx_jax.errors import ArtifactFormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import (
     BodyInput,
@@ -45,30 +45,22 @@ from rlx_jax.ir.graph import (
     TypeCache,
     Value,
 )
-from rlx_jax.ir.ops import attention, contract, fused, pointwise, shaping
+from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, tensor_type, terms_of
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
 
-OPS: dict[str, type[Op]] = {
+STORED: dict[str, type[Op]] = {
     cls.__name__: cls
     for cls in (
-        Input, Param, Constant, StateRead, BodyInput, Repeat,
-        hir.Linear, hir.Split, hir.GatedFfn, hir.RmsNorm, hir.LayerNorm, hir.Embed, hir.Positions, hir.RopeAngles,
-        hir.RopeRows, hir.Rope, hir.Attention, hir.CachedAttention, hir.LastToken, hir.FirstToken,
-        hir.LlamaDecoderBlock,
-        pointwise.Unary, pointwise.Binary, pointwise.Compare, pointwise.Where, pointwise.CastTo, pointwise.FullLike,
-        contract.MatMul, contract.BatchMatMul, contract.RmsNormOp, contract.LayerNormOp,
-        fused.FusedMatMulBiasAct, fused.FusedSwiGLU, fused.FusedResidualLayerNorm, fused.FusedResidualRmsNorm,
-        fused.ElementwiseRegion,
-        shaping.Reshape, shaping.Transpose, shaping.Narrow, shaping.Slice, shaping.Concat, shaping.Gather,
-        shaping.TakeRow, shaping.Iota, shaping.Reduce, shaping.Softmax, shaping.Cumsum, shaping.RepeatHeads,
-        attention.AttentionOp, attention.RopeTable, attention.RopeOp, attention.CacheUpdate, attention.RingStep,
+        *(Input, Param, Constant, StateRead, BodyInput, Repeat),
+        *(block for block in hir.BLOCKS if block.traits.stored),
+        *(op for op in OPS if op.traits.stored),
     )
-}  # fmt: skip
-"""Every op that can be stored. The one that cannot is `JaxFn`, a user's function."""
+}
+"""Every op that can be stored, by name."""
 
 Closure = Callable[[Any, tuple[TensorType, ...]], str]
 
@@ -104,7 +96,7 @@ def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str,
         elif isinstance(op, Repeat):
             fields = {"count": op.count, "carries": op.carries, "body": encode_graph(op.body, closure)}
             encoded = {"Repeat": fields}
-        elif isinstance(op, pointwise.JaxFn) and closure is not None:
+        elif isinstance(op, custom.JaxFn) and closure is not None:
             encoded = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
         else:
             encoded = encode(op)
@@ -208,7 +200,8 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
         raise
     written = decode(tuple[str, ...], fields["types"], f"{where}.types")
     if written != tuple(map(str, inferred)):
-        raise ArtifactFormatError(f"{where}.types says {list(written)}, {op.text()} gives {list(map(str, inferred))}")
+        gives = listing(map(str, inferred))
+        raise ArtifactFormatError(f"{where}.types says {listing(written)}, {quote(op.text())} gives {gives}")
     return Node(op, inputs, inferred, _record(Origin, fields["origin"], f"{where}.origin"))
 
 
@@ -305,7 +298,7 @@ def _decode_record(hint: Any, data: Any, where: str) -> Any:
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, Mir, Hir)):
         raise ArtifactFormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
-    known = OPS if issubclass(hint, Op) else {hint.__name__: hint}
+    known = STORED if issubclass(hint, Op) else {hint.__name__: hint}
     if tag not in known or not issubclass(known[tag], hint):
         raise ArtifactFormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
     return _record(known[tag], fields, where)
@@ -332,6 +325,8 @@ def _record(cls: Any, data: Any, where: str) -> Any:
     made = cls(**{name: decode(_hints(cls)[name], v, f"{where}.{name}") for name, v in data.items()})
     if isinstance(made, Constant) and not (made.type.is_static and len(made.data) == made.type.nbytes):
         raise ArtifactFormatError(f"{where}: {len(made.data)} bytes for a constant of {made.type}")
+    if isinstance(made, Input):
+        as_name(made.input, where)
     if isinstance(made, Param) and not made.programs:
         raise ArtifactFormatError(f"{where}: a parameter without a program")
     return made
@@ -389,5 +384,5 @@ def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
     closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
-    captured = (np.asarray(c) for c in pointwise.captured_arrays(closed))
+    captured = (np.asarray(c) for c in custom.captured_arrays(closed))
     return text + " ".join(hashlib.sha256(c.tobytes()).hexdigest() for c in captured)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
-from rlx_jax.ir.param import Stack, leaf_name
+from rlx_jax.ir.param import Program, Stack, leaf_name
 from rlx_jax.ir.types import TensorType, path_text
 
 
@@ -116,7 +116,7 @@ def summary(graph: Graph) -> str:
     return "\n".join([*lines, f"  {total:,} parameters"])
 
 
-def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], counted: set[Param], iterations: int) -> None:
+def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], counted: set[Program], iterations: int) -> None:
     """A weight that two blocks share is named by both and counted once."""
     for node in graph.nodes:
         for region in node.op.regions():
@@ -127,10 +127,13 @@ def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], counted:
         shape, weights, count = rows.get(path, ("", [], 0))
         for value in node.inputs:
             op = graph.nodes[value.node].op
-            if isinstance(op, Param) and (name := leaf_name(Stack(op.programs))) not in weights:
+            if not isinstance(op, Param):
+                continue
+            programs = tuple(dict.fromkeys(op.programs))
+            if (name := leaf_name(Stack(programs))) not in weights:
                 weights = [*weights, name]
-                count += 0 if op in counted else op.type.size * len(op.programs)
-                counted.add(op)
+                count += op.type.size * len(set(programs) - counted)
+                counted.update(programs)
         times = f" × {iterations}" if iterations > 1 else ""
         rows[path] = (f"{_types(node.types)}{times}", weights, count)
 

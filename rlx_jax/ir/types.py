@@ -38,6 +38,8 @@ MAX_TERMS = 4
 """Symbols and numbers of a dimension that is a sum."""
 MAX_ELEMENTS = 2**40
 """Elements of a tensor."""
+MAX_NAME = 120
+"""Characters of a name: of a flow, an input, an output, a dimension. Messages hold it whole."""
 
 DimLike = Any
 """An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name)."""
@@ -89,6 +91,14 @@ def short_name(dtype: np.dtype[Any]) -> str:
     return _SHORT.get(dtype.name, dtype.name)
 
 
+_IN_32_BITS = {"int64": np.dtype(np.int32), "uint64": np.dtype(np.uint32), "float64": np.dtype(np.float32)}
+
+
+def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that programs hold numbers of `dtype` in: 32 bits for 64, since JAX has no others by default."""
+    return _IN_32_BITS.get(dtype.name, dtype)
+
+
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is a real floating type, bf16 and f8 included."""
     return bool(jax.numpy.issubdtype(dtype, np.floating))
@@ -99,6 +109,7 @@ def symbol(name: str) -> DimLike:
     if name not in _SYMBOLS:
         if not name.isidentifier():
             raise ShapeError(f"a symbolic dimension is a plain identifier, got {quote(name)}")
+        as_name(name, "a symbolic dimension")
         (_SYMBOLS[name],) = export.symbolic_shape(name, scope=_SCOPE)
     return _SYMBOLS[name]
 
@@ -107,6 +118,8 @@ def as_name(name: Any, where: str) -> str:
     """Check one user-given name: a string that is not empty and prints as it is."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise GraphError(f"{where}: a name is a printable string that is not empty, got {quote(name)}")
+    if len(name) > MAX_NAME:
+        raise GraphError(f"{where}: {quote(name)} has {len(name)} characters, over the limit MAX_NAME = {MAX_NAME}")
     return name
 
 
@@ -306,8 +319,8 @@ class Dim:
 
     def __index__(self) -> int:
         raise ShapeError(
-            f"the size of symbolic dimension {self.expr} is not known while the flow is traced; "
-            "use it as it is in .reshape, emit.jax(fn, value) for JAX functions, or give the input a static size"
+            f"the size of symbolic dimension {self.expr} is not known while the flow is traced: JAX functions are "
+            "called through emit.jax(fn, value), .reshape takes a size as it is; or give the input a static size"
         )
 
     __int__ = __index__
@@ -322,6 +335,34 @@ class Dim:
         )
 
 
+@dataclass(frozen=True)
+class ValueType:
+    """Shape and dtype of a value as user code sees them: a symbolic size is a `Dim`."""
+
+    type: TensorType
+
+    @property
+    def shape(self) -> tuple[int | Dim, ...]:
+        """Sizes; a symbolic one refuses comparison with a number."""
+        return tuple(d if is_static(d) else Dim(d) for d in self.type.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.type.rank
+
+    @property
+    def size(self) -> int | Dim:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return str(self.type)
+
+
 def _expr(value: Any) -> DimLike:
     return value.expr if isinstance(value, Dim) else value
 
@@ -331,16 +372,20 @@ def _expr(value: Any) -> DimLike:
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """The index segment of a path inside a rolled region: layer `stride * iteration + offset`."""
+    """The segment of a path that counts the layers of a rolled region: `stride * iteration + offset`, behind a prefix
+    where the segment is a name such as `ffn3`."""
 
     stride: int
     offset: int
+    prefix: str = ""
 
     def __str__(self) -> str:
-        return f"{{{'' if self.stride == 1 else self.stride}i{f'+{self.offset}' if self.offset else ''}}}"
+        index = f"{'' if self.stride == 1 else self.stride}i{f'+{self.offset}' if self.offset else ''}"
+        return f"{self.prefix}{{{index}}}"
 
-    def at(self, iteration: int) -> int:
-        return self.stride * iteration + self.offset
+    def at(self, iteration: int) -> str | int:
+        number = self.stride * iteration + self.offset
+        return f"{self.prefix}{number}" if self.prefix else number
 
 
 Path = tuple[str | int | LayerIndex, ...]

@@ -10,11 +10,10 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
-from rlx_jax.weights.config import read_json
+from rlx_jax.io.folder import Folder
 
 MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
@@ -183,13 +182,13 @@ class Fields:
             )
 
 
-def read_config(directory: Path) -> Fields:
+def read_config(folder: Folder) -> Fields:
     """`config.json` of a model directory.
 
     Raises:
         ConfigError: not one strict JSON object. MissingFileError: there is none.
     """
-    return Fields(read_json(directory / "config.json", what="config"), "config.json")
+    return Fields(folder.needed("config.json"), "config.json")
 
 
 def architecture(config: Fields) -> tuple[str, str]:

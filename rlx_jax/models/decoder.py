@@ -1,299 +1,160 @@
-"""What the recipes of decoder-only models share: the common fields of a config, the rope, the keys, the flow.
+"""The recipe of a decoder-only model: from a config to its weights and its flow.
 
-A family's own file holds its config, its layers and what differs; `llama.py` is the plainest. Plain functions: a
-recipe calls those that fit it.
+A family is its config (see `decoder_config.py`) and a row in `families.py`; the recipe is this one under another name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BindDecodeInputs, BlockStage, LmHead, MaskKind, RmsNorm, RopeTables, decode_form, tapped
-from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.blocks import (
+    BlockStage,
+    DecoderLayerSpec,
+    LlamaDecoderSpec,
+    LmHead,
+    Qwen3DecoderSpec,
+    RmsNorm,
+    RopeTables,
+    decoder_layer,
+    llama_prefill_layer_composed,
+    llama_prefill_layer_fused,
+    qwen3_prefill_layer_composed,
+    qwen3_prefill_layer_fused,
+)
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.hooks import Edit, Hooked, Hooks
+from rlx_jax.models.decoder_config import DecoderConfig
+from rlx_jax.models.hooks import METHODS, Hooked, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
-Shapes = dict[str, tuple[int, ...]]
-Windows = tuple[int | None, ...]
 R = TypeVar("R", bound=Hooked)
-
-
-class Sizes(TypedDict):
-    """The fields that the config of every decoder has, under Hugging Face's names."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-
-
-class PlainSizes(Sizes):
-    """Those of a decoder with SwiGLU whose layers share one rope."""
-
-    inv_freq: Frequencies
-
-
-class DecoderConfig(Protocol):
-    """A config with those fields that keys and flow depend on; `inv_freq` are the frequencies of the rope."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def inv_freq(self) -> Frequencies: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
+C = TypeVar("C", bound=DecoderConfig)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A recipe's flow as explicit decode, behind cached keys and values that are inputs (see `rlx_jax.blocks.decode`).
-
-    `past` is the number of cached tokens to compile for ahead of the first call; with `custom_mask` there is an input
-    `mask` `[batch, past + seq]`, int32, 1 for a key that is kept.
-    """
+    """A recipe's flow as explicit decode, behind cached keys and values that are inputs: see `ModelFlow.explicit`."""
 
     past: int | None = None
     custom_mask: bool = False
 
 
-class DecoderRecipe(Protocol):
-    """A decoder's recipe: its fields, which `Llama32Flow` explains, and the spec of a layer."""
-
-    @property
-    def config(self) -> DecoderConfig: ...
-    @property
-    def batch(self) -> int | None: ...
-    @property
-    def seq(self) -> int | None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def hidden_only(self) -> bool: ...
-    @property
-    def last_token_logits(self) -> bool: ...
-    @property
-    def inputs_embeds(self) -> bool: ...
-    @property
-    def export_kv(self) -> bool: ...
-    @property
-    def decode(self) -> Decode | None: ...
-    @property
-    def weights(self) -> WeightSource | None: ...
-    @property
-    def hooks(self) -> Hooks: ...
-    def spec(self, index: int) -> Any: ...
+# -- the recipe --------------------------------------------------------------------------------
 
 
-# -- config ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LayerForm:
+    """How a family writes its layers: what a hook sees as `ctx.spec`, and the stage of layer i made from that.
 
-
-def fields(config: Fields | Mapping[str, Any]) -> Fields:
-    """The content of a `config.json`, or one that is being read already."""
-    return config if isinstance(config, Fields) else Fields(config, "config")
-
-
-def sizes(
-    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
-) -> Sizes:
-    """The common fields. The keywords are the family's defaults for what a config leaves out.
-
-    Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
-
-    Raises:
-        ConfigError, LimitError: a value is absurd.
+    `fused` is the usual stage and `composed` the one from small stages; the numbers are the same.
     """
-    hidden = c.whole("hidden_size")
-    heads = c.whole("num_attention_heads", high=2**16)
-    if head_dim is None and "head_dim" not in c.values and hidden % heads:
-        raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if head_dim is not None and c.values.get("head_dim", head_dim) is None:
-        raise ConfigError(f"{c.where}: field 'head_dim' is null; expected an integer")
-    width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
-    if width % 2:
-        raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
-    given = "num_key_value_heads" in c.values  # null counts: there are as many as heads
-    groups = c.whole("num_key_value_heads", heads if given or kv_heads is None else kv_heads, high=2**16)
-    if heads % groups:
-        raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
-    return Sizes(
-        vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=c.whole("intermediate_size"),
-        num_hidden_layers=c.whole("num_hidden_layers", high=MAX_LAYERS),
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=width,
-        rms_norm_eps=c.real("rms_norm_eps", 1e-6),
-        max_position_embeddings=c.whole("max_position_embeddings", max_positions, high=2**31 - 1),
-        tie_word_embeddings=c.flag("tie_word_embeddings", tied),
-    )
+
+    spec: Callable[[DecoderLayerSpec], Any]
+    fused: Callable[[int, Any], BlockStage]
+    composed: Callable[[int, Any], BlockStage]
 
 
-def plain_sizes(
-    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None
-) -> PlainSizes:
-    """The common fields and the frequencies. Another activation than SwiGLU's is refused.
+SMALL = LayerForm(lambda layer: layer, decoder_layer, decoder_layer)
+LLAMA = LayerForm(LlamaDecoderSpec.of, llama_prefill_layer_fused, llama_prefill_layer_composed)
+QWEN3 = LayerForm(Qwen3DecoderSpec.of, qwen3_prefill_layer_fused, qwen3_prefill_layer_composed)
 
-    Raises:
-        ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
+
+@dataclass(frozen=True)
+class DecoderFlow(Generic[C]):
+    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
+
+    A family's recipe is this class with its name, the class of its config, and the form of its layers. One whose layers
+    `DecoderLayerSpec` cannot describe overrides `stage` and `shapes`.
+
+    Args:
+        batch, seq: sizes to compile for ahead of the first call.
+        composed: build the layers from small stages instead of one block; the numbers are the same.
+        hidden_only: no head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
+        last_token_logits: the head of each row's last token only: `[batch, 1, vocab]`.
+        inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
+        export_kv: side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
+        decode: explicit decode; see `rlx_jax.models.decoder.as_decode`.
+        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        hooks: see `rlx_jax.models.hooks`.
     """
-    common = sizes(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
-    c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    return PlainSizes(**common, inv_freq=rope_frequencies(c, common["head_dim"]))
 
+    config: C
+    batch: int | None = None
+    seq: int | None = None
+    composed: bool = False
+    name: str = "decoder"
+    hidden_only: bool = False
+    last_token_logits: bool = False
+    inputs_embeds: bool = False
+    export_kv: bool = False
+    decode: Decode | None = None
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
 
-def qwen_windows(c: Fields, layers: int) -> Windows:
-    """The windows of Qwen 2 and 3: `sliding_window` keys if `use_sliding_window`, from layer `max_window_layers` on."""
-    used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
-    first = c.whole("max_window_layers", 28, low=0)
-    window = width if used else None
-    return layer_windows(c, layers, window, lambda i: window is not None and i >= first)
+    config_type: ClassVar[type[DecoderConfig]] = DecoderConfig
+    form: ClassVar[LayerForm] = SMALL
 
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
-def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[[int], bool]) -> Windows:
-    """`window` for the layers that slide and None for the others: by `layer_types`, or without it by `sliding(i)`.
+    @classmethod
+    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
+        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
+        known: Any = config
+        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        return cls(read, batch, seq)
 
-    A window of w keeps w keys, the query's own included.
+    @classmethod
+    def for_decode(
+        cls,
+        config: C | Mapping[str, Any],
+        batch: int | None = None,
+        past: int | None = None,
+        custom_mask: bool = False,
+    ) -> Self:
+        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
+        return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
-    Raises:
-        ConfigError: another number of layers, or layers that slide without a window. UnsupportedError: another type.
-    """
-    kinds = c.raw("layer_types", ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)])
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"{c.where}: field 'layer_types' is {quote(kinds)}; expected a list of {layers}, one a layer")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedError(
-                f"{c.where}: field 'layer_types' has {quote(kind)}; supported are full_attention, sliding_attention"
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise ConfigError(f"{c.where}: field 'layer_types' has sliding_attention, and there is no sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    def spec(self, index: int = 0) -> Any:
+        """The spec of layer `index`: what a layer hook sees."""
+        return self.form.spec(self.config.layer_spec(index))
 
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        """The family's own layer."""
+        return (self.form.composed if self.composed else self.form.fused)(index, spec)
 
-def mask_of(window: int | None) -> MaskKind:
-    """Causal, within `window` keys if there is one."""
-    return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every checkpoint key with its shape."""
+        return weight_specs(self.config)
 
-
-def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
-    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim)
-
-
-def frequencies_of(
-    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4
-) -> Frequencies:
-    """Those of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
-
-    Raises:
-        ConfigError: both are given and differ.
-    """
-    theta = c.real(base, default)
-    if group is not None:
-        if "rope_theta" in group.values:
-            inner = group.real("rope_theta")
-            if base in c.values and theta != inner:
-                raise ConfigError(f"{c.where}: {base} is {theta}, and {inner} in rope_parameters")
-            theta = inner
-        if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
-            raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
-    return scaled_frequencies(c, group or old, theta, head_dim)
-
-
-def scaled_frequencies(c: Fields, group: Fields | None, theta: float, head_dim: int) -> Frequencies:
-    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear or llama3.
-
-    Raises:
-        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies.
-    """
-    with np.errstate(over="ignore"):  # refused in the next line
-        plain = frequencies(head_dim, theta)
-    if not all(0 < f < math.inf for f in plain):
-        where = c.where if group is None else f"{c.where}: rope_parameters"
-        raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
-    if group is None:
-        return plain
-    kind = group.text("rope_type", group.text("type", "default"))
-    group.seen.add("type")
-    if kind == "default":
-        out = plain
-    elif kind == "linear":
-        out = linear_scaling(plain, group.real("factor"))
-    elif kind == "llama3":
-        out = llama3_scaling(
-            plain,
-            group.real("factor"),
-            group.real("low_freq_factor"),
-            group.real("high_freq_factor"),
-            group.whole("original_max_position_embeddings", high=2**31 - 1),
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        c, ends = self.config, self.config.ends()
+        return decoder_flow(
+            self,
+            self.shapes(),
+            self.stage,
+            norm=c.layer_spec(0).norm("model.norm"),
+            rope=ends.rope,
+            embedded=() if self.inputs_embeds else ends.embedded,
+            logits=ends.logits,
         )
-    else:
-        raise UnsupportedError(
-            f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are default, linear, llama3"
-        )
-    group.finish()
-    return out
 
 
 # -- keys --------------------------------------------------------------------------------------
 
 
-def layer_shapes(config: DecoderConfig, biased: Collection[str] = ()) -> Shapes:
-    """Shapes of the weights of a layer, by their keys inside it; projections in `biased` have a bias too."""
+def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
     c = config
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    hidden, ffn = c.hidden_size, c.intermediate_size
-    projections = dict(zip(ATTENTION, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
-    projections |= dict(zip(MLP, [(ffn, hidden), (ffn, hidden), (hidden, ffn)], strict=True))
-    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    for name, shape in projections.items():
-        shapes[f"{name}.weight"] = shape
-        if name in biased:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
-
-
-def model_specs(
-    config: DecoderConfig, layer: Mapping[str, tuple[int, ...]], dtype: Any = np.float32
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: the embedding, `layer` for each layer, the final norm, the head."""
-    c = config
-    shapes: Shapes = {EMBEDDING: (c.vocab_size, c.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
+        layer = c.layer_spec(i).shapes(c.hidden_size, c.intermediate_size)
         shapes |= {f"model.layers.{i}.{key}": shape for key, shape in layer.items()}
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
@@ -310,20 +171,8 @@ def left_keys(config: DecoderConfig) -> tuple[str, ...]:
 # -- flow --------------------------------------------------------------------------------------
 
 
-def _layers(recipe: DecoderRecipe, layer: Callable[[int, Any], BlockStage]) -> Edit:
-    """The stack of layers: in decode form or with side outputs where the recipe asks for it."""
-
-    def stock(index: int, spec: Any) -> BlockStage:
-        stage = layer(index, spec)
-        if recipe.decode:
-            return decode_form(stage, index, recipe.decode.custom_mask)
-        return tapped(stage, index) if recipe.export_kv else stage
-
-    return recipe.hooks.stack(recipe.config.num_hidden_layers, recipe.spec, stock)
-
-
 def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> R:
-    """New tokens behind `past` cached ones, which are inputs and outputs: see `rlx_jax.blocks.decode`.
+    """New tokens behind `past` cached ones, which are inputs and outputs: see `ModelFlow.explicit`.
 
     Inputs: `input_ids` `[batch, seq]`, with `custom_mask` `mask` `[batch, past + seq]`, then `past_k_{i}` and
     `past_v_{i}` `[batch, past, K·D]` of each layer, and optionally `position_ids` `[batch, seq]`. Outputs: `logits`,
@@ -333,7 +182,7 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
 
 
 def decoder_flow(
-    recipe: DecoderRecipe,
+    recipe: DecoderFlow[Any],
     specs: Mapping[str, jax.ShapeDtypeStruct],
     layer: Callable[[int, Any], BlockStage],
     *,
@@ -358,8 +207,9 @@ def decoder_flow(
         .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(c), *unread))
         .patch(_opened(recipe, [RopeTables(c.inv_freq), *rope]))
         .raw_stages(embedded)
-        .bind(batch=recipe.batch, seq=recipe.seq, past=recipe.decode.past if recipe.decode else None)
-        .patch(_layers(recipe, layer))
+        .bind(batch=recipe.batch, seq=recipe.seq)
+        .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode gives them anyway
+        .patch(recipe.hooks.stack(c.num_hidden_layers, recipe.spec, layer))
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
         .stage(norm or RmsNorm("model.norm.weight", c.rms_norm_eps))
         .patch(recipe.hooks.edit)
@@ -367,7 +217,7 @@ def decoder_flow(
     )
 
 
-def _opened(recipe: DecoderRecipe, rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+def _opened(recipe: DecoderFlow[Any], rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
     """The inputs, the rope and the embedding."""
 
     def edit(flow: ModelFlow) -> ModelFlow:
@@ -375,32 +225,15 @@ def _opened(recipe: DecoderRecipe, rope: Iterable[BlockStage]) -> Callable[[Mode
             flow = flow.input("inputs_embeds", ("batch", "seq", recipe.config.hidden_size))
         else:
             flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
-        cache = recipe.decode
-        flow = flow.patch(_behind_cache(recipe.config, cache, rope)) if cache else flow.raw_stages(rope)
+        if recipe.decode:
+            flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
+        flow = flow.raw_stages(rope)
         return flow if recipe.inputs_embeds else flow.token_embed()
 
     return edit
 
 
-def _behind_cache(
-    config: DecoderConfig, decode: Decode, rope: Iterable[BlockStage]
-) -> Callable[[ModelFlow], ModelFlow]:
-    """The inputs `mask`, `past_k_0`, `past_v_0`, `past_k_1` … and `position_ids`, and the rope behind the cache."""
-    layers, width = config.num_hidden_layers, config.num_key_value_heads * config.head_dim
-
-    def edit(flow: ModelFlow) -> ModelFlow:
-        if decode.custom_mask:
-            flow = flow.input("mask", ("batch", "past + seq"), dtype="int32")
-        for i in range(layers):
-            for name in (f"past_k_{i}", f"past_v_{i}"):
-                flow = flow.input(name, ("batch", "past", width))
-        flow = flow.input("position_ids", ("batch", "seq"), dtype="int32", default=None)
-        return flow.raw_stages([*rope, BindDecodeInputs(layers, decode.custom_mask)])
-
-    return edit
-
-
-def _closed(recipe: DecoderRecipe, logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+def _closed(recipe: DecoderFlow[Any], logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
     """The head, and what follows it."""
 
     def edit(flow: ModelFlow) -> ModelFlow:

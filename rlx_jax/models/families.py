@@ -6,16 +6,13 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from rlx_jax.errors import (
     ConfigError,
-    MissingFileError,
     MissingWeightError,
-    RequestError,
     UnsupportedError,
     WeightDTypeError,
     WeightError,
@@ -26,13 +23,12 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow, ModelRecipe
+from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.models import bert, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.models.decoder import HEAD
+from rlx_jax.models.decoder import HEAD, DecoderFlow
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
-
-Kind = Literal["causal", "encoder"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Pretrained:
     """A checkpoint as a recipe bound to its weights: what it is for, and how many positions it knows."""
 
     recipe: ModelRecipe
-    kind: Kind
+    kind: Literal["causal", "encoder"]
     vocab_size: int
     max_positions: int
 
@@ -48,19 +44,27 @@ class Pretrained:
 Opener = Callable[[Fields, WeightSource], Pretrained]
 
 
-def _decoder(read: Callable[[Fields], Any], make: Callable[[Any], Any], specs: Callable[[Any], Any]) -> Opener:
-    """How a decoder-only family opens: its config's `from_hf`, its recipe, its `weight_specs`."""
+@dataclass(frozen=True)
+class Family:
+    """What serves a `model_type`: how its checkpoints open, and the architectures that they may name."""
 
-    def opener(config: Fields, source: WeightSource) -> Pretrained:
-        c = read(config)
-        # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
-        if c.tie_word_embeddings and source.has(HEAD):
-            c = replace(c, tie_word_embeddings=False)
-        recipe = make(c)
-        bound = replace(recipe, weights=checked(source, specs(c), recipe))
-        return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+    open: Opener
+    architectures: tuple[str, ...]
 
-    return opener
+    @staticmethod
+    def decoder(recipe: type[DecoderFlow[Any]], *architectures: str) -> Family:
+        """A decoder-only family."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            c = recipe.config_type.from_hf(config)
+            # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
+            if c.tie_word_embeddings and source.has(HEAD):
+                c = replace(c, tie_word_embeddings=False)
+            made = recipe(c)
+            bound = replace(made, weights=checked(source, made.shapes(), made))
+            return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+
+        return Family(opener, architectures)
 
 
 def _bert(config: Fields, source: WeightSource) -> Pretrained:
@@ -73,41 +77,35 @@ def _bert(config: Fields, source: WeightSource) -> Pretrained:
 
 def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
     """Gemma 3 with images: its text model, which is all that is built."""
-    return _GEMMA(*gemma.text_model(config, source))
+    return FAMILIES["gemma3_text"].open(*gemma.text_model(config, source))
 
 
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
 
-_GEMMA = _decoder(gemma.GemmaConfig.from_hf, gemma.GemmaFlow, gemma.weight_specs)
+BERT = (
+    "BertModel",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForMultipleChoice",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+)
 
-FAMILIES: dict[str, tuple[Opener, tuple[str, ...]]] = {
-    "llama": (_decoder(llama.LlamaConfig.from_hf, llama.Llama32Flow, llama.weight_specs), ("LlamaForCausalLM",)),
-    "mistral": (
-        _decoder(mistral.MistralConfig.from_hf, mistral.MistralFlow, mistral.weight_specs),
-        ("MistralForCausalLM",),
-    ),
-    "qwen2": (_decoder(qwen2.Qwen2Config.from_hf, qwen2.Qwen2Flow, qwen2.weight_specs), ("Qwen2ForCausalLM",)),
-    "qwen3": (_decoder(qwen3.Qwen3Config.from_hf, qwen3.Qwen3Flow, qwen3.weight_specs), ("Qwen3ForCausalLM",)),
-    "gemma": (_GEMMA, ("GemmaForCausalLM",)),
-    "gemma2": (_GEMMA, ("Gemma2ForCausalLM",)),
-    "gemma3_text": (_GEMMA, ("Gemma3ForCausalLM",)),
-    "gemma3": (_gemma3, ("Gemma3ForConditionalGeneration",)),
-    "bert": (
-        _bert,
-        (
-            "BertModel",
-            "BertForMaskedLM",
-            "BertForPreTraining",
-            "BertForNextSentencePrediction",
-            "BertForSequenceClassification",
-            "BertForMultipleChoice",
-            "BertForTokenClassification",
-            "BertForQuestionAnswering",
-        ),
-    ),
+FAMILIES: dict[str, Family] = {
+    "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM"),
+    "mistral": Family.decoder(mistral.MistralFlow, "MistralForCausalLM"),
+    "qwen2": Family.decoder(qwen2.Qwen2Flow, "Qwen2ForCausalLM"),
+    "qwen3": Family.decoder(qwen3.Qwen3Flow, "Qwen3ForCausalLM"),
+    "gemma": Family.decoder(gemma.GemmaFlow, "GemmaForCausalLM"),
+    "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM"),
+    "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
+    "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
+    "bert": Family(_bert, BERT),
 }
-"""Recipes by `model_type`, with the architectures they serve."""
+"""The families by `model_type`: a row each."""
 
 
 def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
@@ -151,15 +149,15 @@ def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
     return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))
 
 
-def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
+def open_pretrained(path: str | os.PathLike[str] | Folder, **options: Any) -> Pretrained:
     """A Hugging Face directory as a recipe; `options` are those of `open_weights`.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
-    directory = model_directory(path)
-    config = read_config(directory)
+    folder = open_folder(path)
+    config = read_config(folder)
     kind, name = architecture(config)
     if kind not in FAMILIES:
         of = f" ({quote(name)})" if name else ""
@@ -167,16 +165,15 @@ def open_pretrained(path: str | os.PathLike[str], **options: Any) -> Pretrained:
             f"config.json: model_type {quote(kind)}{of} is not built; known are {', '.join(FAMILIES)}"
             f"{did_you_mean(kind, FAMILIES)}"
         )
-    opener, names = FAMILIES[kind]
-    if name and name not in names:
-        raise UnsupportedError(
-            f"config.json: architecture {quote(name)} is not built; of {kind} there are {', '.join(names)}"
-        )
-    source = open_weights(directory, **options)
+    family = FAMILIES[kind]
+    if name and name not in family.architectures:
+        known = ", ".join(family.architectures)
+        raise UnsupportedError(f"config.json: architecture {quote(name)} is not built; of {kind} there are {known}")
+    source = open_weights(folder.path, **options)
     try:
-        return opener(config, source)
+        return family.open(config, source)
     except WeightError as error:
-        error.locate(quote(directory))
+        error.locate(quote(folder.path))
         raise
 
 
@@ -205,28 +202,6 @@ def rebound(recipe: Any, own: Any) -> Any:
             f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
         )
     return replace(recipe, **{n: getattr(own, n) for n in ("config", "prefix", "weights") if hasattr(recipe, n)})
-
-
-def model_directory(path: str | os.PathLike[str]) -> Path:
-    """`path`, if it is a directory.
-
-    Raises:
-        MissingFileError: it is not; the message says what is taken.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    if directory.is_file():
-        raise MissingFileError(
-            f"{quote(path)} is a file; expected the directory with its config.json. rlx_jax.open_weights reads "
-            "weights alone"
-        )
-    raise MissingFileError(
-        f"{quote(path)}: no such directory; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a "
-        "checkpoint and returns its path"
-    )
 
 
 def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> None:

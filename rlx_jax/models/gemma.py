@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import jax
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Self
 
 from rlx_jax.blocks import (
+    BlockStage,
+    DecoderLayerSpec,
     EmbedScale,
-    GemmaRmsNorm,
     GemmaStyle,
     LogitSoftcap,
-    Named,
     RopeTables,
     SelfAttnPrefillSpec,
-    gemma_attn_spec,
+    gemma_layer_spec,
     gemma_prefill_layer_composed,
 )
 from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
-from rlx_jax.flow import ModelFlow
-from rlx_jax.models import decoder
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import Decode
-from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.models.decoder import DecoderFlow
+from rlx_jax.models.decoder import weight_specs as weight_specs
+from rlx_jax.models.decoder_config import (
+    DecoderConfig,
+    Ends,
+    Windows,
+    common_fields,
+    frequencies_of,
+    layer_of,
+    layer_windows,
+    rope_frequencies,
+    window_at,
+)
 from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
 
@@ -61,57 +66,43 @@ TEXT_KEYS = {"language_model.": "", "model.language_model.": "model.", "lm_head.
 
 
 @dataclass(frozen=True)
-class GemmaConfig:
+class GemmaConfig(DecoderConfig):
     """Sizes of a Gemma model, under the names of Hugging Face's config.
 
     `windows[i]` is how many keys layer i reads, None for all; empty for none in any layer. `inv_freq` are the
     frequencies of every layer, or of those without a window where `local_inv_freq` are those of the others (Gemma 3).
     """
 
-    style: GemmaStyle
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    inv_freq: Frequencies
-    local_inv_freq: Frequencies = ()
-    rms_norm_eps: float = 1e-6
+    style: GemmaStyle = field(kw_only=True)
     max_position_embeddings: int = 8192
-    windows: decoder.Windows = ()
+    local_inv_freq: Frequencies = ()
+    windows: Windows = ()
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_bias: bool = False
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = field(default=True, kw_only=True)
 
-    @staticmethod
-    def from_hf(config: Fields | Mapping[str, Any]) -> GemmaConfig:
-        """From `config.json`, in the spelling of transformers 4 or 5; `model_type` says which Gemma.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = decoder.fields(config)
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        """The fields; `model_type` says which Gemma."""
         kind = c.text("model_type", "gemma")
         if kind not in STYLES:
             raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is no Gemma; known are {', '.join(STYLES)}")
         style = STYLES[kind]
-        sizes = decoder.sizes(
+        common = common_fields(
             c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
         )  # fmt: skip
         _only_gelu_tanh(c, style)
-        full, local = _frequencies(c, style, sizes["head_dim"])
+        full, local = _frequencies(c, style, common["head_dim"])
         attention, final = SOFTCAPS.get(style, (None, None))
         later = style is not GemmaStyle.GEMMA
-        result = GemmaConfig(
-            style,
-            **sizes,
+        result = cls(
+            style=style,
+            **common,
             inv_freq=full,
             local_inv_freq=local,
-            windows=_windows(c, style, sizes["num_hidden_layers"]) if later else (),
+            windows=_windows(c, style, common["num_hidden_layers"]) if later else (),
             query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if later else None,
             attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if later else None,
             final_logit_softcapping=c.real_or_null("final_logit_softcapping", final) if later else None,
@@ -122,8 +113,48 @@ class GemmaConfig:
                 f"{c.where}: field 'attn_logit_softcapping' is {result.attn_logit_softcapping}; Gemma 3 has none: "
                 "the reference reads the field and does not apply it"
             )
-        c.finish(INERT)
+        c.seen.update(INERT)
         return result
+
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        window, scalar = window_at(self.windows, index), self.query_pre_attn_scalar
+        layer = layer_of(
+            self,
+            window=window,
+            rope=LOCAL if self.local_inv_freq and window is not None else "",
+            score_scale=None if scalar is None else scalar**-0.5,
+            attn_logit_softcap=self.attn_logit_softcapping,
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
+        )
+        return gemma_layer_spec(self.style, layer)
+
+    def ends(self) -> Ends:
+        cap = self.final_logit_softcapping
+        return Ends(
+            rope=(RopeTables(self.local_inv_freq, name=LOCAL),) if self.local_inv_freq else (),
+            embedded=(EmbedScale(self.hidden_size),),
+            logits=() if cap is None else (LogitSoftcap(cap),),
+        )
+
+
+@dataclass(frozen=True)
+class GemmaFlow(DecoderFlow[GemmaConfig]):
+    """The recipe of Gemma: see `DecoderFlow`. A layer's spec is that of its attention, and its stages are always small.
+
+    `inputs_embeds` are taken as they are, not scaled, as in the reference.
+    """
+
+    name: str = "gemma"
+
+    config_type = GemmaConfig
+
+    def spec(self, index: int = 0) -> SelfAttnPrefillSpec:
+        """The attention of a layer: its window, its scale, its softcap, and which rope tables it reads."""
+        return self.config.layer_spec(index).attention(f"model.layers.{index}")
+
+    def stage(self, index: int, spec: SelfAttnPrefillSpec) -> BlockStage:
+        return gemma_prefill_layer_composed(index, self.config.style, spec, self.config.rms_norm_eps)
 
 
 def text_model(config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
@@ -166,109 +197,25 @@ def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
         c.choice("hidden_activation", "gelu_pytorch_tanh", tanh)
 
 
-def _windows(c: Fields, style: GemmaStyle, layers: int) -> decoder.Windows:
+def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
     """By `layer_types`, or in a pattern whose last layer reads all keys: of 2 layers in Gemma 2, of 6 in Gemma 3."""
     pattern = 2 if style is GemmaStyle.GEMMA2 else c.whole("sliding_window_pattern", 6)
     window = c.whole_or_null("sliding_window", 4096)
     again = c.whole_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
     if again != window:
         raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {again}")
-    return decoder.layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
+    return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
 def _frequencies(c: Fields, style: GemmaStyle, head_dim: int) -> tuple[Frequencies, Frequencies]:
     """Those of the layers that read all keys, and of the others in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
-        return decoder.rope_frequencies(c, head_dim), ()
+        return rope_frequencies(c, head_dim), ()
     both, old = c.group("rope_parameters"), c.group("rope_scaling")
     full, local = (both.group(f"{kind}_attention") if both else None for kind in ("full", "sliding"))
     if both is not None:
         both.finish()
     return (
-        decoder.frequencies_of(c, full, old, head_dim, "rope_theta", 1e6),
-        decoder.frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4),
+        frequencies_of(c, full, old, head_dim, "rope_theta", 1e6),
+        frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4),
     )
-
-
-@dataclass(frozen=True)
-class GemmaFlow:
-    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
-
-    The fields are those of `Llama32Flow`; layers are always made of small stages. `inputs_embeds` are taken as they
-    are, not scaled, as in the reference.
-    """
-
-    config: GemmaConfig
-    batch: int | None = None
-    seq: int | None = None
-    name: str = "gemma"
-    hidden_only: bool = False
-    last_token_logits: bool = False
-    inputs_embeds: bool = False
-    export_kv: bool = False
-    decode: Decode | None = None
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
-
-    @staticmethod
-    def for_prefill(
-        config: GemmaConfig | Mapping[str, Any], batch: int | None = None, seq: int | None = None
-    ) -> GemmaFlow:
-        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
-        return GemmaFlow(config if isinstance(config, GemmaConfig) else GemmaConfig.from_hf(config), batch, seq)
-
-    @staticmethod
-    def for_decode(
-        config: GemmaConfig | Mapping[str, Any],
-        batch: int | None = None,
-        past: int | None = None,
-        custom_mask: bool = False,
-    ) -> GemmaFlow:
-        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
-        return decoder.as_decode(GemmaFlow.for_prefill(config, batch), past, custom_mask)
-
-    def spec(self, index: int = 0) -> SelfAttnPrefillSpec:
-        """The attention of a layer: its window, its scale, its softcap, and which rope tables it reads."""
-        c = self.config
-        window = c.windows[index] if c.windows else None
-        spec = gemma_attn_spec(
-            index,
-            c.num_attention_heads,
-            c.head_dim,
-            c.num_key_value_heads,
-            decoder.mask_of(window),
-            None if c.query_pre_attn_scalar is None else c.query_pre_attn_scalar**-0.5,
-            c.attn_logit_softcapping,
-            c.attention_bias,
-        )
-        return replace(spec, rope=LOCAL) if c.local_inv_freq and window is not None else spec
-
-    def _layer(self, index: int, spec: SelfAttnPrefillSpec) -> Named:
-        return gemma_prefill_layer_composed(index, self.config.style, spec, self.config.rms_norm_eps)
-
-    def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
-        c = self.config
-        cap = c.final_logit_softcapping
-        return decoder.decoder_flow(
-            self,
-            weight_specs(c),
-            self._layer,
-            norm=GemmaRmsNorm("model.norm.weight", c.rms_norm_eps),
-            rope=[RopeTables(c.local_inv_freq, name=LOCAL)] if c.local_inv_freq else [],
-            embedded=[] if self.inputs_embeds else [EmbedScale(c.hidden_size)],
-            logits=[] if cap is None else [LogitSoftcap(cap)],
-        )
-
-
-def weight_specs(config: GemmaConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    c = config
-    layer = decoder.layer_shapes(c, decoder.ATTENTION * c.attention_bias)
-    if c.style is not GemmaStyle.GEMMA:
-        layer["pre_feedforward_layernorm.weight"] = layer["post_feedforward_layernorm.weight"] = (c.hidden_size,)
-    if c.style is GemmaStyle.GEMMA3:
-        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (c.head_dim,)
-    return decoder.model_specs(c, layer, dtype)

@@ -2,118 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
-import jax
-import numpy as np
-
-from rlx_jax.blocks import Qwen3DecoderSpec, qwen3_prefill_layer_composed, qwen3_prefill_layer_fused
-from rlx_jax.blocks.rope import Frequencies
-from rlx_jax.flow import ModelFlow
-from rlx_jax.models import decoder
+from rlx_jax.blocks import DecoderLayerSpec
 from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import Decode
-from rlx_jax.models.hooks import METHODS, Hooks
-from rlx_jax.weights.source import WeightSource
+from rlx_jax.models.decoder import QWEN3, DecoderFlow
+from rlx_jax.models.decoder import weight_specs as weight_specs
+from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
 
 
 @dataclass(frozen=True)
-class Qwen2Config:
-    """Sizes of a Qwen 2 model, under the names of Hugging Face's config.
+class Qwen2Config(DecoderConfig):
+    """Sizes of a Qwen 2 model; `windows[i]` is how many keys layer i reads, None for all; empty for no windows."""
 
-    `windows[i]` is how many keys layer i reads, None for all; empty for none in any layer.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    inv_freq: Frequencies
-    rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
-    windows: decoder.Windows = ()
-    tie_word_embeddings: bool = False
+    windows: Windows = ()
 
-    @staticmethod
-    def from_hf(config: Fields | Mapping[str, Any]) -> Qwen2Config:
-        """From `config.json`, in the spelling of transformers 4 or 5.
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
+        return cls(**plain, windows=qwen_windows(c, plain["num_hidden_layers"]))
 
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = decoder.fields(config)
-        sizes = decoder.plain_sizes(c, max_positions=32768, kv_heads=32)
-        result = Qwen2Config(
-            **sizes,
-            windows=decoder.qwen_windows(c, sizes["num_hidden_layers"]),
-        )
-        c.finish()
-        return result
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)
 
 
 @dataclass(frozen=True)
-class Qwen2Flow:
-    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
+class Qwen2Flow(DecoderFlow[Qwen2Config]):
+    """The recipe of Qwen 2: see `DecoderFlow`."""
 
-    The fields are those of `Llama32Flow`.
-    """
-
-    config: Qwen2Config
-    batch: int | None = None
-    seq: int | None = None
-    composed: bool = False
     name: str = "qwen2"
-    hidden_only: bool = False
-    last_token_logits: bool = False
-    inputs_embeds: bool = False
-    export_kv: bool = False
-    decode: Decode | None = None
-    weights: WeightSource | None = field(default=None, repr=False)
-    hooks: Hooks = Hooks()
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
-
-    @staticmethod
-    def for_prefill(
-        config: Qwen2Config | Mapping[str, Any], batch: int | None = None, seq: int | None = None
-    ) -> Qwen2Flow:
-        """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
-        return Qwen2Flow(config if isinstance(config, Qwen2Config) else Qwen2Config.from_hf(config), batch, seq)
-
-    @staticmethod
-    def for_decode(
-        config: Qwen2Config | Mapping[str, Any],
-        batch: int | None = None,
-        past: int | None = None,
-        custom_mask: bool = False,
-    ) -> Qwen2Flow:
-        """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
-        return decoder.as_decode(Qwen2Flow.for_prefill(config, batch), past, custom_mask)
-
-    def spec(self, index: int = 0) -> Qwen3DecoderSpec:
-        """The spec of layer `index`: they differ in their windows."""
-        c = self.config
-        return Qwen3DecoderSpec(
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.rms_norm_eps,
-            qk_norm=False,
-            attention_bias=True,
-            mask=decoder.mask_of(c.windows[index] if c.windows else None),
-        )
-
-    def assemble(self) -> ModelFlow:
-        """The flow, bound to its weights; without any, to their shapes."""
-        layer = qwen3_prefill_layer_composed if self.composed else qwen3_prefill_layer_fused
-        return decoder.decoder_flow(self, weight_specs(self.config), layer)
-
-
-def weight_specs(config: Qwen2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    return decoder.model_specs(config, decoder.layer_shapes(config, decoder.ATTENTION[:3]), dtype)
+    config_type = Qwen2Config
+    form = QWEN3

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rlx_jax.errors import (
     CheckpointFormatError,
@@ -23,10 +23,10 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import Links, check_name, list_directory, read_whole, resolve
+from rlx_jax.io import limits
+from rlx_jax.io.files import Links, check_name, list_directory, read_whole, resolve
+from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.safetensors import SafetensorsFile
-from rlx_jax.weights.strict_json import parse_object
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -112,6 +112,17 @@ def refuse_other_format(path: str) -> None:
         raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
 
 
+def refuse_directory(directory: str, names: list[str]) -> NoReturn:
+    """Say that none of `names`, which are in a directory, holds weights that are read.
+
+    Raises:
+        UnsupportedError: advice for weights of another format. MissingFileError: there are none; lists what is there.
+    """
+    for name in names:
+        refuse_other_format(os.path.join(directory, name))
+    raise MissingFileError(f"{quote(directory)}: no .safetensors file; there is {listing(names) or 'nothing'}")
+
+
 @dataclass(frozen=True)
 class _Index:
     """A checked index file: shard → names of its tensors, and the bytes of all tensors if given."""
@@ -135,9 +146,7 @@ def _choose(directory: str, names: list[str]) -> str:
             raise MissingFileError(
                 f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; name the one you mean"
             )
-    for name in names:
-        refuse_other_format(os.path.join(directory, name))
-    raise MissingFileError(f"{where}: no .safetensors file; there is {listing(names) or 'nothing'}")
+    refuse_directory(directory, names)
 
 
 def _read_index(path: str, where: str) -> _Index:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightShapeError, quote
-from rlx_jax.ir.param import Cast, Concat, Key, Program, Stack, Transposed, WeightSource, stored_keys, widens
+from rlx_jax.device import check_space
+from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
+from rlx_jax.ir.param import Cast, Key, Program, Sliced, WeightSource, stored_keys
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.weights.finite import all_finite
 
@@ -37,11 +38,15 @@ def load_leaves(
 
     Leaves that are on their way take host memory of at most a tenth of the model's bytes and the largest leaf. `tell`
     hears ("load", bytes read, bytes in all) after each, in order. Ends early once it is `given_up`.
+
+    Raises:
+        LimitError, DeviceOutOfMemoryError: there is no room for them; nothing was read.
     """
     sizes = {name: program.type.nbytes for name, program in leaves.items()}
     needs = {name: bytes_to_fill(program) for name, program in leaves.items()}
     total, done = sum(sizes.values()), 0
     limit = total // 10 + max(needs.values(), default=0)
+    check_space(total, "the weights", limit)
     arrays: dict[str, jax.Array] = {}
     pending: dict[str, Future[jax.Array]] = {}
 
@@ -78,59 +83,57 @@ def bytes_to_fill(program: Program) -> int:
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
     """The leaf's array, there on `device` (None: the default one)."""
     with jax.default_device(device):
-        match program:
-            case Key():
-                leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
-            case _:
-                out = np.empty(program.type.shape, program.type.dtype)
-                fill(out, program, source)
-                leaf = jnp.asarray(out)
+        if isinstance(program, Key):
+            leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
+        else:
+            leaf = jnp.asarray(_filled(program, source))
         return leaf.block_until_ready()
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
     """Write the program's value into `out`, a view of the right shape in the leaf's dtype."""
-    match program:
-        case Key():
-            out[...] = _read(program, source)
-        case Transposed(of=of):
-            fill(out.T, of, source)
-        case Cast(of=Key() as key):
-            data = _read(key, source)
-            if out.dtype.kind in "iu":
-                _check_range(data, out.dtype, key, source)
-            out[...] = _narrowed(data, out.dtype, key, source)
-        case Cast(of=of):
-            inner = np.empty(of.type.shape, of.type.dtype)
-            fill(inner, of, source)
-            out[...] = inner.astype(out.dtype)
-        case Concat(parts=parts, axis=axis):
-            start = 0
-            for part in parts:
-                size = part.type.shape[axis]
-                fill(out[(slice(None),) * axis + (slice(start, start + size),)], part, source)
-                start += size
-        case Stack(parts=parts):
-            for i, part in enumerate(parts):
-                fill(out[i, ...], part, source)
+    if isinstance(program, Key | Sliced):
+        out[...] = _read(program, source)
+    elif isinstance(program, Cast) and isinstance(program.of, Key | Sliced):
+        out[...] = _converted(program.of, out.dtype, source)
+    elif program.in_place:
+        for part, view in zip(program.parts, program.cut(out), strict=True):
+            fill(view, part, source)
+    else:
+        out[...] = program.join(*(_filled(part, source) for part in program.parts))
 
 
-def _read(key: Key, source: WeightSource) -> HostArray:
-    data = source.read(key.key)
+def _filled(program: Program, source: WeightSource) -> HostArray:
+    out = np.empty(program.type.shape, program.type.dtype)
+    fill(out, program, source)
+    return out
+
+
+def _read(stored: Key | Sliced, source: WeightSource) -> HostArray:
+    key, index = (stored, None) if isinstance(stored, Key) else (stored.of, stored.index)
+    data = source.read(key.key, index)
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
         raise WeightDTypeError(
             f"weight {key.key!r} ({source.where(key.key)}): read() gives {got}, expected a NumPy array of {key.type}"
         )
-    if data.shape != key.type.shape:
+    if data.shape != stored.type.shape:
         raise WeightShapeError(
-            f"weight {key.key!r} ({source.where(key.key)}) was {key.type} when the flow was built, is {data.shape} now"
+            f"weight {key.key!r} ({source.where(key.key)}) was {stored.type} when the flow was built, is {data.shape} "
+            "now"
         )
     return data
 
 
-def _narrowed(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> HostArray:
-    """`data` as `dtype`; numbers that only the wider type can hold become infinite, with a warning."""
+def _converted(stored: Key | Sliced, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
+    """A stored tensor as `dtype`; floats that only the wider type can hold become infinite, with a warning.
+
+    Raises:
+        WeightDTypeError: integers that the narrower type cannot hold.
+    """
+    key, data = stored if isinstance(stored, Key) else stored.of, _read(stored, source)
+    if dtype.kind in "iu":
+        _check_range(data, dtype, key, source)
     with np.errstate(over="ignore"):
         out = data.astype(dtype)
     if is_float(dtype) and not all_finite(out):
@@ -152,36 +155,59 @@ def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: Weight
 
 
 def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
-    """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype."""
-    found: dict[str, jax.Array] = {}
+    """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype.
+
+    Raises:
+        WeightError: the leaves hold a part of a key alone.
+    """
+    found: dict[str, list[Piece]] = {}
     for program, array in leaves.items():
-        for key, value in pieces(program, array):
-            if key.key not in found:
-                found[key.key] = _as_stored(value, key.type.dtype)
-    return found
+        for piece in pieces(program, array):
+            found.setdefault(piece.key.key, []).append(piece)
+    return {name: _as_stored(whole(held), held[0].key.type.dtype) for name, held in found.items()}
 
 
-def pieces(program: Program, leaf: Any) -> Iterator[tuple[Key, Any]]:
+class Piece(NamedTuple):
+    """What a leaf holds of a checkpoint key: all of it, or the part that `sliced` says; in the leaf's dtype."""
+
+    key: Key
+    values: Any
+    sliced: Sliced | None = None
+
+
+def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
     """A leaf cut into what it holds of each checkpoint key: stored shapes, the leaf's dtype; views where possible.
 
     `leaf` is an array of NumPy or JAX, and so are the pieces.
     """
-    match program:
-        case Key():
-            yield program, leaf
-        case Transposed(of=of):
-            yield from pieces(of, leaf.T)
-        case Cast(of=of):
-            yield from pieces(of, leaf)
-        case Concat(parts=parts, axis=axis):
-            start = 0
-            for part in parts:
-                size = part.type.shape[axis]
-                yield from pieces(part, leaf[(slice(None),) * axis + (slice(start, start + size),)])
-                start += size
-        case Stack(parts=parts):
-            for i, part in enumerate(parts):
-                yield from pieces(part, leaf[i])
+    if isinstance(program, Key):
+        yield Piece(program, leaf)
+    elif isinstance(program, Sliced):
+        yield Piece(program.of, leaf, program)
+    else:
+        for part, piece in zip(program.parts, program.cut(leaf), strict=True):
+            yield from pieces(part, piece)
+
+
+def whole(held: Sequence[Piece]) -> Any:
+    """The values of one key, of which each piece holds all or a part.
+
+    Raises:
+        WeightError: something is in no piece; names the key and what there is.
+    """
+    for piece in held:
+        if piece.sliced is None:
+            return piece.values
+    parts = {p.sliced: p.values for p in reversed(held) if p.sliced is not None}
+    ordered = sorted(parts, key=lambda part: part.start)
+    key, axis = held[0].key, ordered[0].axis
+    ends = [0, *(part.stop for part in ordered)]
+    if [*(part.start for part in ordered), key.type.shape[axis]] != ends or any(p.axis != axis for p in ordered):
+        there = ", ".join(map(str, ordered))
+        raise WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {there}")
+    values = [parts[part] for part in ordered]
+    join = np.concatenate if all(isinstance(v, np.ndarray) for v in values) else jnp.concatenate
+    return join(values, axis)
 
 
 def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -189,16 +215,3 @@ def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:
         return value
     wide = dtype.itemsize == 8 and not isinstance(value, jax.core.Tracer)
     return (np.asarray(value) if wide else value).astype(dtype)  # JAX has no 64-bit types by default, NumPy does
-
-
-def narrows(program: Program) -> bool:
-    """Whether running `program` may lose bits of a float. (Integers are checked against their range when loaded.)"""
-    match program:
-        case Key():
-            return False
-        case Transposed(of=of):
-            return narrows(of)
-        case Cast(of=of, dtype=dtype):
-            return narrows(of) or (is_float(of.type.dtype) and not widens(of.type.dtype, dtype))
-        case Concat(parts=parts) | Stack(parts=parts):
-            return any(narrows(part) for part in parts)

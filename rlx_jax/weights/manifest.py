@@ -10,9 +10,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import jax
@@ -28,12 +28,12 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
+from rlx_jax.io import limits
+from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
+from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.weights.safetensors import check_index
-from rlx_jax.weights.strict_json import parse_object
 
 Verify = Literal["auto", "full", "metadata"]
 """Digests are checked where there is a manifest; there must be one; or shapes and dtypes only."""
@@ -248,3 +248,31 @@ class VerifiedSource:
 def manifest_of(directory: str, weights: Mapping[str, WeightEntry], names: Iterable[str]) -> Manifest:
     """The manifest for files that are in a directory already."""
     return Manifest(weights, {name: file_digest(os.path.join(directory, name)) for name in names})
+
+
+def open_verified(
+    directory: str,
+    verify: Verify,
+    links: Links,
+    read: Callable[[], WeightSource],
+    key_of: Callable[[str], str | None] = lambda name: name,
+) -> WeightSource:
+    """What `read` opens of a directory, behind the manifest beside it if there is one and `verify` looks at it.
+
+    `key_of` gives the key of a weight of the manifest, None for one that the source leaves out.
+
+    Raises:
+        IntegrityError: files or weights differ from the manifest, or `verify` wants one and there is none.
+    """
+    manifest = None if verify == "metadata" else read_manifest(directory, links)
+    if manifest is not None:
+        check_lengths(directory, manifest.files)
+    elif verify == "full":
+        raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
+    with explained(directory, manifest):
+        source = read()
+    if manifest is None:
+        return source
+    named = {key_of(name): entry for name, entry in manifest.weights.items()}
+    weights = {key: entry for key, entry in named.items() if key is not None}
+    return VerifiedSource(source, replace(manifest, weights=weights), directory)

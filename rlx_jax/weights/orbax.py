@@ -10,29 +10,69 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import CheckpointFormatError, DTypeError, LimitError, MissingWeightError, RlxError, quote
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    DTypeError,
+    LimitError,
+    RlxError,
+    RlxWarning,
+    UnsupportedError,
+    listing,
+    quote,
+)
+from rlx_jax.io import limits
+from rlx_jax.io.files import Links, check_name, resolve
+from rlx_jax.io.strict_json import is_text, parse_object
+from rlx_jax.ir.param import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype
-from rlx_jax.memory import host_bytes
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import Links, check_name, resolve
 from rlx_jax.weights.finite import OnNonfinite, check_finite
-from rlx_jax.weights.orbax_tree import ArrayTree
-from rlx_jax.weights.safetensors import check_index, close_names, span
+from rlx_jax.weights.format import Entry, OpenOptions
+from rlx_jax.weights.manifest import NAME, open_verified
+from rlx_jax.weights.orbax_tree import ArrayTree, below, find_item, is_orbax, read_tree
+from rlx_jax.weights.safetensors import check_index, find, span
 from rlx_jax.weights.safetensors_header import check_shape
-from rlx_jax.weights.strict_json import parse_object
 
-Array = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 _Error = CheckpointFormatError
 _NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")
+
+
+@dataclass(frozen=True)
+class Orbax:
+    """The format of orbax, as a directory: an item, a checkpoint, or the root of a manager's."""
+
+    name: str = "orbax"
+    writes: bool = True
+
+    def detect(self, weights: Any) -> bool:
+        return isinstance(weights, str) and os.path.isdir(weights) and is_orbax(weights)
+
+    def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        path, subtree = find_item(weights, options.subtree)
+
+        def read() -> OrbaxSource:
+            tree = read_tree(path, subtree)
+            return OrbaxSource(tree, on_nonfinite=options.on_nonfinite, links=options.links)
+
+        source = open_verified(path, options.verify, options.links, read, lambda name: below(name, subtree))
+        if options.verify == "auto" and isinstance(source, OrbaxSource):
+            message = f"{quote(path)}: an orbax checkpoint without {NAME}: bits are not verified"
+            warnings.warn(f'{message}; verify="metadata" says that this is meant', RlxWarning, stacklevel=3)
+        return source
+
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        _write(directory, entries)
 
 
 class OrbaxSource:
@@ -40,11 +80,11 @@ class OrbaxSource:
 
     Raises:
         CheckpointFormatError: shapes, dtypes or chunks that contradict each other or the files that are there.
-        LimitError, PathEscapeError: see `rlx_jax.weights.limits` and `files.resolve`.
+        LimitError, PathEscapeError: see `rlx_jax.io.limits` and `files.resolve`.
     """
 
     def __init__(self, tree: ArrayTree, *, on_nonfinite: OnNonfinite = "error", links: Links = "follow") -> None:
-        self._tree, self._on_nonfinite = tree, on_nonfinite
+        self._tree, self._on_nonfinite, self._links = tree, on_nonfinite, links
         _check_links(tree.directory, links)
         if not tree.ocdbt:  # the names of arrays are those of directories
             for name in tree.arrays.values():
@@ -58,7 +98,7 @@ class OrbaxSource:
 
     def has(self, key: str) -> bool:
         """Whether there is an array `key`."""
-        return key in self._arrays
+        return isinstance(key, str) and key in self._arrays
 
     def where(self, key: str) -> str:
         """The directory of the tree.
@@ -77,7 +117,7 @@ class OrbaxSource:
         """
         return self._info(key).spec
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Array:
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """An array, or the part that `index` selects as in NumPy; a new C-contiguous array on the host.
 
         Raises:
@@ -93,14 +133,15 @@ class OrbaxSource:
         check_finite(values, key, self._where(), self._on_nonfinite)
         return values
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        tree = replace(self._tree, directory=os.path.abspath(self._tree.directory))
+        return partial(OrbaxSource, on_nonfinite=self._on_nonfinite, links=self._links), (tree,)
+
     def _where(self) -> str:
         return quote(self._tree.directory)
 
     def _info(self, key: str) -> TensorType:
-        if key not in self._arrays:
-            found = f"{self._where()}, a checkpoint of {len(self._arrays)}{close_names(key, self._arrays)}"
-            raise MissingWeightError(f"no weight {quote(key)} in {found}")
-        return self._arrays[key]
+        return find(self._arrays, key, f"{self._where()}, a checkpoint")
 
 
 # -- tensorstore -------------------------------------------------------------------------------
@@ -143,19 +184,14 @@ class _Store:
             types[key] = grid.type
         return types
 
-    def read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> Array:
+    def read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
         """The part of an array that `slices` select."""
         import tensorstore
 
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
         rows = tuple(slice(first, first + count) for first, count, _ in spans)
         where = f"{self._where}: array {quote(name)}"
-        limit, wanted = host_bytes(), math.prod(spec.shape) * spec.dtype.itemsize
-        if limit is not None and wanted > limit:  # native code would abort
-            raise LimitError(
-                f"{where}: {spec.dtype.name}{list(spec.shape)} does not fit in memory: {wanted} bytes, "
-                f"the machine has {limit}"
-            )
+        limits.fits_in_memory(math.prod(spec.shape) * spec.dtype.itemsize, where)  # native code would abort
         with _typed(where):
             array = tensorstore.open(
                 {"driver": self._driver, "kvstore": self._below(f"{name}/")},
@@ -265,3 +301,25 @@ def _dtype(name: Any, where: str) -> np.dtype[Any]:
         return as_dtype(np.dtype(name).newbyteorder("=") if _NUMPY.fullmatch(name) else name)
     except (DTypeError, TypeError) as cause:
         raise _Error(f"{where}: dtype {quote(name)} is not one that weights have") from cause
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def _write(directory: str, entries: Sequence[Entry]) -> None:
+    """A flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` writes it."""
+    import orbax.checkpoint as ocp
+
+    if not is_text(directory):
+        raise UnsupportedError(f"{quote(directory)}: orbax takes paths in UTF-8 alone; use format='safetensors'")
+    empty = [e.key for e in entries if 0 in e.type.shape]
+    if empty or not entries:
+        raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
+    tree = {entry.key: _stored(entry.values()) for entry in entries}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory, args=ocp.args.StandardSave(tree))
+
+
+def _stored(values: Any) -> Any:
+    """An array as orbax takes it: a jax.Array as it lies on its devices, or a plain host array."""
+    return values if isinstance(values, jax.Array) else np.ascontiguousarray(values).reshape(values.shape)

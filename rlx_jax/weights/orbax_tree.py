@@ -27,9 +27,9 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import list_directory, read_whole
-from rlx_jax.weights.strict_json import parse_object
+from rlx_jax.io import limits
+from rlx_jax.io.files import list_directory, read_whole
+from rlx_jax.io.strict_json import parse_object
 
 TREE = "_METADATA"
 CHECKPOINT = "_CHECKPOINT_METADATA"

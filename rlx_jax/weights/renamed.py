@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import MissingWeightError, quote
 from rlx_jax.ir.param import WeightSource
 from rlx_jax.weights.manifest import close
-from rlx_jax.weights.safetensors import close_names
+from rlx_jax.weights.safetensors import find
 
 
 class RenamedSource:
@@ -25,7 +24,7 @@ class RenamedSource:
         return tuple(self._names)
 
     def has(self, key: str) -> bool:
-        return key in self._names
+        return isinstance(key, str) and key in self._names
 
     def where(self, key: str) -> str:
         return self.source.where(self._name(key))
@@ -42,6 +41,4 @@ class RenamedSource:
         close(self.source)
 
     def _name(self, key: str) -> str:
-        if key not in self._names:
-            raise MissingWeightError(f"no weight {quote(key)} among {len(self._names)}{close_names(key, self._names)}")
-        return self._names[key]
+        return find(self._names, key, "a part of a checkpoint")

@@ -8,31 +8,42 @@ Our own reader, because the file may come from anyone: each number in the header
 the bytes that are there before anything of that size is allocated, the data is read (a mapped file
 that shrinks kills the process), BF16 and F8 load, and a part of a tensor costs the bytes of that part.
 It takes only files that the reference implementation takes, and of those not the ones that name a
-tensor twice, have fields that the format does not know, or are over `rlx_jax.weights.limits`.
+tensor twice, have fields that the format does not know, or are over `rlx_jax.io.limits`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import MissingWeightError, SafetensorsError, StorageError, WeightShapeError, did_you_mean, quote
-from rlx_jax.weights import limits
-from rlx_jax.weights.files import open_regular, read_at
+from rlx_jax.errors import (
+    MissingWeightError,
+    SafetensorsError,
+    StorageError,
+    WeightShapeError,
+    did_you_mean,
+    quote,
+    shown,
+)
+from rlx_jax.io import limits
+from rlx_jax.io.files import open_regular, read_at
 from rlx_jax.weights.safetensors_header import Header, parse_header
+
+T = TypeVar("T")
 
 
 class SafetensorsFile:
     """One open `.safetensors` file. Opening reads the header only.
 
-    A context manager; the file is closed at the latest when the object goes.
+    A context manager; the file is closed at the latest when the object goes. A copy opens it again.
 
     Attributes:
         name: the path as given, or the name it has in its directory.
@@ -43,13 +54,14 @@ class SafetensorsFile:
     Raises:
         SafetensorsError: the file is malformed, or not a regular file.
         DuplicateWeightError: a name is given twice.
-        LimitError: over one of `rlx_jax.weights.limits`.
+        LimitError: over one of `rlx_jax.io.limits`.
         UnsupportedError: a dtype that is not in `DTYPES`.
         MissingFileError, StorageError: it does not exist, or cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         self.name = os.fsdecode(path) if name is None else name
+        self._path = os.path.abspath(os.fsdecode(path))
         self._where = quote(self.name)
         self._descriptor = open_regular(os.fsdecode(path), self._where, SafetensorsError)
         self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -75,9 +87,7 @@ class SafetensorsFile:
             SafetensorsError: the file has shrunk or changed since it was opened, or a BOOL is neither 0 nor 1.
             StorageError: the file is closed, or cannot be read.
         """
-        if name not in self.tensors:
-            raise MissingWeightError(f"{self._where}: no tensor {quote(name)}{close_names(name, self.tensors)}")
-        info = self.tensors[name]
+        info = find(self.tensors, name, f"{self._where}, a file")
         slices = check_index(index, info.shape, name)
         if not slices:
             return self._read_rows(name, info.shape, 0)
@@ -88,6 +98,9 @@ class SafetensorsFile:
     def close(self) -> None:
         """Close the file. Reading from it is an error then."""
         self._close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), name=self.name), (self._path,)  # a copy opens the file again
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +114,9 @@ class SafetensorsFile:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
         start = info.start + first * math.prod(info.shape[1:]) * info.dtype.itemsize
-        raw = np.empty(math.prod(shape) * info.dtype.itemsize, np.uint8)
+        nbytes = math.prod(shape) * info.dtype.itemsize
+        limits.fits_in_memory(nbytes, f"{self._where}: tensor {quote(name)}")
+        raw = np.empty(nbytes, np.uint8)
         done = read_at(self._descriptor, raw.data, start, self._where)
         with self._counting:
             self.bytes_read += done
@@ -135,6 +150,19 @@ def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: s
         except (TypeError, ValueError) as cause:
             raise WeightShapeError(f"{quote(name)}: {quote(part)} is not a slice of {dim} rows") from cause
     return slices
+
+
+def find(tensors: Mapping[str, T], key: object, what: str) -> T:
+    """What `tensors`, which messages call `what`, have under `key`.
+
+    Raises:
+        MissingWeightError: nothing; it names keys close to it.
+    """
+    if not isinstance(key, str):
+        raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {what} of {len(tensors)}")
+    if key not in tensors:
+        raise MissingWeightError(f"no weight {quote(key)} in {what} of {len(tensors)}{close_names(key, tensors)}")
+    return tensors[key]
 
 
 def close_names(name: str, known: Iterable[str]) -> str:

@@ -26,9 +26,9 @@ from rlx_jax.errors import (
     did_you_mean,
     quote,
 )
+from rlx_jax.io import limits
+from rlx_jax.io.strict_json import decode_text, is_text, offset, whole_number
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK
-from rlx_jax.weights import limits
-from rlx_jax.weights.strict_json import decode, is_text, offset, whole_number
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -82,7 +82,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     Raises:
         SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `SafetensorsFile`.
     """
-    cursor = _Cursor(decode(raw, where, SafetensorsError, start=8), where)
+    cursor = _Cursor(decode_text(raw, where, SafetensorsError, start=8), where)
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] | None = None
     for name in cursor.members():

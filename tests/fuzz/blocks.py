@@ -9,7 +9,7 @@ import numpy as np
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.ops.shaping import Narrow
+from rlx_jax.ir.ops.shape import Narrow
 from rlx_jax.ir.types import symbol
 from tests.fuzz import patterns, tensor_ops
 from tests.fuzz.patterns import nodes_of
@@ -116,8 +116,7 @@ def residual(s: Sketch) -> object:
 
 def tables(s: Sketch, x: Known, n_rot: int) -> tuple[Known, ...]:
     """cos and sin at positions that are counted or given, computed or read from a table."""
-    counted = (x, sequence(s)) if s.coin() else (x,)
-    rows = s.one(hir.Positions(), *counted) if s.coin() else integers(s, (s.choice((1, x.shape[0])), x.shape[1]), 6)
+    rows = s.one(hir.Positions(), x) if s.coin() else integers(s, (s.choice((1, x.shape[0])), x.shape[1]), 6)
     if rows is None:
         return ()
     if s.coin():
@@ -148,7 +147,7 @@ def attention(s: Sketch) -> object:
     cos_sin = tables(s, x, dim) if dim > 1 and s.coin() else ()
     if cos_sin and q is not None and k is not None:
         q, k = (s.one(hir.Rope(dim, dim), y, *cos_sin) for y in (q, k))
-    kind = s.choice(("causal", "none", "sliding:2", "custom", "bias"))
+    kind = s.choice(("causal", "none", "sliding:2", "custom", "keep", "bias"))
     mask = hir.mask_kind(kind)
     batch, seq = x.shape[:2]
     rest = []
@@ -156,7 +155,7 @@ def attention(s: Sketch) -> object:
         rest.append(s.leaf((s.choice((batch, 1)), seq), s.choice((BOOL, I32)), 0, 2))
     if mask.operand == "bias":
         rest.append(s.leaf((s.choice((1, batch)), s.choice((heads, 1)), seq, seq), F32))
-    op = hir.attention(heads, kv_heads, mask, s.coin(), s.choice((None, 0.7)), s.choice((None, 1.5)))
+    op = hir.attention(heads, kv_heads, mask, s.choice((None, 0.7)), s.choice((None, 1.5)))
     return s.one(op, q, k, v, *rest)
 
 
@@ -176,6 +175,17 @@ def cached_attention(s: Sketch) -> object:
     # Of padding nothing is promised: behind a window it may have no key.
     lengths = s.leaf((batch,), I32, seq if window and not block_only else 0, seq + 1)
     return s.add(hir.CachedAttention(attend, block_only, ring), q, k, v, *caches, start, lengths)
+
+
+def growing_attention(s: Sketch) -> object:
+    """Attention behind cached keys, all of them or those that a mask keeps."""
+    heads, kv_heads, dim = s.choice(HEADS)
+    batch, new, past = s.dims(3)[0], 1 + s.draw(3), 1 + s.draw(3)
+    q, k, v = (s.leaf((batch, new, h * dim), F32) for h in (heads, kv_heads, kv_heads))
+    caches = [s.leaf((batch, past, kv_heads * dim), F32) for _ in range(2)]
+    keep = [s.leaf((batch, past + new), s.choice((BOOL, I32)), 0, 2)] if s.coin() else []
+    attend = hir.Attention(heads, kv_heads, True, s.choice((None, 2)), softcap=s.choice((None, 1.5)))
+    return s.add(hir.GrowingAttention(attend, bool(keep)), q, k, v, *caches, *keep)
 
 
 def last_token(s: Sketch) -> object:
@@ -212,8 +222,8 @@ def decoder(s: Sketch) -> object:
 
 BLOCKS: tuple[Grow, ...] = (
     linear, linear, linears, linears, gated, gated, split, rms_norm, layer_norm, embed, residual, residual, rope,
-    attention, attention, cached_attention, last_token, first_token, decoder, tensor_ops.unary, tensor_ops.narrow,
-    patterns.again, patterns.swiglu_halves,
+    attention, attention, cached_attention, growing_attention, last_token, first_token, decoder, tensor_ops.unary,
+    tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
 )  # fmt: skip
 PALETTES: tuple[tuple[Any, ...], ...] = ((2, 3, WIDTH), ("batch", "seq", WIDTH))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,25 +11,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.compiler.passes import PIPELINE, Job
+from rlx_jax.compiler.settings import plain
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.region import Repeat, roll
 from rlx_jax.ir.types import bind_path
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.interpret import Env, interpret
-from rlx_jax.lowering.layout import programs_of
+from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
+from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.lowering.lir.layout import programs_of
+from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.lowering.merge import merge_linears, merge_ropes
-from rlx_jax.lowering.passes import PASSES
-from rlx_jax.lowering.passes.dce import dce
-from rlx_jax.lowering.plan import state_types
-from rlx_jax.lowering.specialise import specialise
+from rlx_jax.lowering.mir.dce import dce
+from rlx_jax.lowering.mir.specialise import specialise
 from tests.fuzz.meaning import Array, Feeds, evaluate, weight, wide
 from tests.fuzz.sketch import BINDING, UNIT, Case, Known, difference
 
 Step = Callable[[Graph, TypeCache], Graph]
 Program = tuple[str, Case, Graph, bool]
 """What to compile: a name, the case to compare with, a graph that came of it, and whether to scan regions."""
-StateArrays = dict[tuple[str, str], Any]
+StateArrays = dict[str, Any]
 
 
 class Mismatch(AssertionError):
@@ -111,14 +113,20 @@ class Checker:
             )
 
 
+OPTIONAL = tuple(p.name for p in PIPELINE if p.level == "mir" and p.kind != "program")
+"""The passes that change no number of a graph of tensor ops."""
+
+
 def check_passes(case: Case, start: Graph, fired: Counter[str]) -> Graph:
     """Every pass alone on `start`, a graph that came of `case`, and all of them in turn; the graph after all."""
     checker, graph = Checker(case), start
     checker.same(start, "start", folds=False)
-    for name, step in PASSES.items():
-        alone = step(start, case.types)
+    job = Job(plain(), case.types)
+    for step in (p for p in PIPELINE if p.name in OPTIONAL):
+        name = step.name
+        alone = step(start, job).graph
         checker.same(alone, f"{name} alone")
-        after = step(graph, case.types)
+        after = step(graph, job).graph
         checker.same(after, f"{name} in turn")
         fired[name] += structure(alone) != structure(start) or structure(after) != structure(graph)
         graph = after
@@ -141,8 +149,8 @@ def check_lowering(case: Case, fired: Counter[str]) -> list[Program]:
     """HIR expanded, merged and lowered by either policy, then every pass; what to compile."""
     checker, types, programs = Checker(case), case.types, []
     expanded = expand_composites(case.graph, types)
-    linears = dce(merge_linears(expanded, types), types)
-    merged = dce(merge_ropes(linears, types), types)
+    linears = merge_linears(expanded, types).graph
+    merged = merge_ropes(linears, types).graph
     fired["merge_linears"] += structure(linears) != structure(dce(expanded, types))
     fired["merge_ropes"] += structure(merged) != structure(linears)
     for name, blocks in (("expanded", expanded), ("merged", merged)):
@@ -164,19 +172,32 @@ def function(graph: Graph, scan: bool) -> Callable[..., tuple[Any, StateArrays]]
     """The interpreter over `graph`, as a function of parameters, state and inputs."""
 
     def run(params: Sequence[Any], state: StateArrays, inputs: dict[str, Any]) -> tuple[Any, StateArrays]:
-        env = Env(dict(zip(programs_of(graph, scan), params, strict=True)), inputs, dict(state), scan)
+        env = Env(dict(zip(programs_of([graph], scan), params, strict=True)), inputs, dict(state), scan)
         return interpret(graph, env), env.state
 
     return run
 
 
-def arguments(graph: Graph, feeds: Feeds, scan: bool) -> tuple[list[Array], dict[tuple[str, str], Array], Any]:
+def layer_of(leaf: str, region: str) -> int | None:
+    """Which iteration of a region has a state leaf: 2 for `layers.5.k` of `layers.{2i+1}.k`; None for none."""
+    index = re.search(r"\{(\d*)i(?:\+(\d+))?\}", region)
+    if index is None:
+        return None
+    before, after = region[: index.start()], region[index.end() :]
+    number = leaf.removeprefix(before).removesuffix(after)
+    if leaf != f"{before}{number}{after}" or not number.isdigit():
+        return None
+    layer, rest = divmod(int(number) - int(index[2] or 0), int(index[1] or 1))
+    return None if rest or layer < 0 else layer
+
+
+def arguments(graph: Graph, feeds: Feeds, scan: bool) -> tuple[list[Array], dict[str, Array], Any]:
     """Arrays for `function`: a scanned region's state is stacked."""
     state = {}
     for key in state_types(graph, scan):
-        layers = [v for k, v in feeds.state.items() if k[1] == key[1]]
+        layers = [v for k, v in feeds.state.items() if layer_of(k, key) is not None]
         state[key] = feeds.state[key] if key in feeds.state else np.stack(layers)
-    return [weight(p, feeds.weights) for p in programs_of(graph, scan)], state, feeds.inputs
+    return [weight(p, feeds.weights) for p in programs_of([graph], scan)], state, feeds.inputs
 
 
 def unstack(state: StateArrays, case: Case) -> StateArrays:
@@ -186,8 +207,8 @@ def unstack(state: StateArrays, case: Case) -> StateArrays:
         if key in state:
             out[key] = state[key]
         else:
-            (stacked,) = [v for k, v in state.items() if k[1] == key[1]]
-            out[key] = stacked[int(key[0].rpartition(".")[2])]
+            (found,) = [(v, layer) for k, v in state.items() if (layer := layer_of(key, k)) is not None]
+            out[key] = found[0][found[1]]
     return out
 
 

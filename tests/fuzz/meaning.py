@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
-from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -24,23 +24,13 @@ from rlx_jax.ir.ops.fused import (
     FusedResidualRmsNorm,
     FusedSwiGLU,
 )
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
-from rlx_jax.ir.ops.shaping import (
-    AxisOf,
-    Concat,
-    Cumsum,
-    Gather,
-    Iota,
-    Narrow,
-    Reduce,
-    RepeatHeads,
-    Reshape,
-    Slice,
-    Softmax,
-    TakeRow,
-    Transpose,
-)
-from rlx_jax.ir.param import Cast, Key, Program, Stack, Transposed
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
+from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
+from rlx_jax.ir.param import Cast, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import op_formulas as formula
@@ -58,7 +48,7 @@ class Feeds:
 
     inputs: dict[str, Array] = field(default_factory=dict)
     weights: dict[str, Array] = field(default_factory=dict)
-    state: dict[tuple[str, str], Array] = field(default_factory=dict)
+    state: dict[str, Array] = field(default_factory=dict)
 
 
 def wide(array: Array) -> Array:
@@ -105,6 +95,11 @@ def narrow(op: Narrow, x: Array) -> Array:
 def take_row(op: TakeRow, x: Array, index: Array) -> Array:
     """One row of each batch entry."""
     return np.stack([x[b % len(x), index[b]] for b in range(len(index))])[:, None]
+
+
+def sizes(target: int | SizeOf, arrays: Sequence[Array]) -> int:
+    """One size of an `Expand`."""
+    return int(arrays[target.operand].shape[target.axis]) if isinstance(target, SizeOf) else target
 
 
 def repeat_heads(op: RepeatHeads, x: Array) -> Array:
@@ -195,6 +190,7 @@ MIR: dict[type[Op], Meaning] = {
     Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
     Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     TakeRow: take_row,
+    Expand: lambda op, *arrays: np.broadcast_to(arrays[0], [sizes(t, arrays) for t in op.target]),
     Iota: lambda op, x: np.arange(x.shape[op.axis]),
     Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
     Softmax: lambda op, x: formula.softmax(x, op.axis),
@@ -254,6 +250,17 @@ def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, 
     return out, cache_k, cache_v
 
 
+def growing_attention(op: hir.GrowingAttention, *operands: Array) -> tuple[Array, ...]:
+    """Join cached and new keys and values; a window counts the keys that the mask keeps."""
+    q, k, v, past_k, past_v, *keep = operands
+    keys, values = np.concatenate([past_k, k], 1), np.concatenate([past_v, v], 1)
+    extra: dict[str, Array] = dict(zip(("keep",), keep, strict=False))
+    if keep and op.attend.window is not None:
+        extra["key_positions"] = np.cumsum(keep[0] >= 0.5, axis=1) - 1
+    plain = {name: getattr(op.attend, name) for name in ("heads", "kv_heads", "causal", "window", "scale", "softcap")}
+    return attention(q, keys, values, **plain, **extra), keys, values
+
+
 def decoder_block(op: hir.LlamaDecoderBlock, *operands: Array) -> Array:
     """h = x + attn(rms(x))·Wo, y = h + swiglu(rms(h))"""
     names = (*hir.DECODER_OPERANDS, *([op.mask.operand] if op.mask.operand else []), *op.biases)
@@ -281,12 +288,13 @@ HIR: dict[type[Op], Meaning] = {
     hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     hir.LayerNorm: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
-    hir.Positions: lambda op, x, *past: np.arange(x.shape[1])[None] + sum(p.shape[1] for p in past),
+    hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
     hir.RopeAngles: rope_table,
     hir.RopeRows: rope_rows,
     hir.Rope: rotate,
     hir.Attention: attend,
     hir.CachedAttention: cached_attention,
+    hir.GrowingAttention: growing_attention,
     hir.LastToken: lambda op, x, *index: take_row(TakeRow(), x, *index) if index else x[:, -1:],
     hir.FirstToken: lambda op, x: x[:, 0],
     hir.LlamaDecoderBlock: decoder_block,
@@ -316,6 +324,12 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
             return weight(of, weights).T
         case Cast(of=of, dtype=dtype):
             return weight(of, weights).astype(dtype)
+        case Sliced():
+            return weight(program.of, weights)[program.index]
+        case Permuted(of=of, axes=axes):
+            return weight(of, weights).transpose(axes)
+        case Reshaped(of=of, shape=shape):
+            return weight(of, weights).reshape(shape)
         case Stack(parts=parts):
             return np.stack([weight(p, weights) for p in parts])
     return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)
@@ -327,7 +341,7 @@ class Run:
 
     feeds: Feeds
     rounded: bool = False
-    written: dict[tuple[str, str], Array] = field(default_factory=dict)
+    written: dict[str, Array] = field(default_factory=dict)
 
     def leaf(self, op: Leaf, iteration: int | None, operands: Sequence[Array]) -> Array:
         match op:
@@ -376,7 +390,7 @@ class Run:
         return (*carried, *(step[i] for i in range(len(sides[0])) for step in sides))
 
 
-def evaluate(graph: Graph, feeds: Feeds) -> tuple[tuple[Array, ...], dict[tuple[str, str], Array]]:
+def evaluate(graph: Graph, feeds: Feeds) -> tuple[tuple[Array, ...], dict[str, Array]]:
     """Outputs and written state of a graph."""
     run = Run(feeds)
     with np.errstate(all="ignore"):

@@ -8,10 +8,13 @@ import numpy as np
 
 from rlx_jax.ir.graph import Builder, Leaf, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
-from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary
-from rlx_jax.ir.ops.shaping import Concat, Cumsum, Iota, Narrow, Reduce, Reshape, Softmax, Transpose
+from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Transpose
 from rlx_jax.ir.types import is_static
 from tests.fuzz.sketch import BF16, F16, F32, I32, Case, Known, Sketch, plain
 from tests.fuzz.tensor_ops import OPS, Grow, features, floating, norm_of, partner, product, weight_of
@@ -122,15 +125,12 @@ def constants(s: Sketch) -> object:
     a, b = (s.leaf(shape, dtype, kind="constant") for _ in range(2))
     y = s.one(Binary(s.choice(("sub", "mul", "add", "max"))), a, b)
     for _ in range(1 + s.draw(2)):
-        y = s.one(
-            s.choice(
-                (
-                    Transpose((1, 0)), Reduce("sum", (0,), True), CastTo(F32), CastTo(BF16), CastTo(I32), Iota(1),
-                    Reduce("mean", (1,), True), Unary("neg"), Narrow(1, 0, 1), Reshape((1, -1)),
-                )
-            ),
-            y if y is not None and len(y.shape) == 2 else a,
+        x = y if y is not None and len(y.shape) == 2 else a
+        ops = (
+            Transpose((1, 0)), Reduce("sum", (0,), True), CastTo(F32), CastTo(BF16), CastTo(I32), Iota(1),
+            Reduce("mean" if x.is_float else "max", (1,), True), Unary("neg"), Narrow(1, 0, 1), Reshape((1, -1)),
         )  # fmt: skip
+        y = s.one(s.choice(ops), x)
     return y
 
 

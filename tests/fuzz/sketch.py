@@ -32,20 +32,12 @@ from rlx_jax.ir.graph import (
     constant,
 )
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeTable
-from rlx_jax.ir.ops.contract import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, FusedResidualRmsNorm
+from rlx_jax.ir.ops.index import Gather, TakeRow
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
-from rlx_jax.ir.ops.shaping import (
-    Concat,
-    Gather,
-    Narrow,
-    Reduce,
-    RepeatHeads,
-    Reshape,
-    Slice,
-    TakeRow,
-    Transpose,
-)
+from rlx_jax.ir.ops.reduce import Reduce
+from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Slice, Transpose
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.text import dump
@@ -68,6 +60,7 @@ MOVES = (
     Transpose,
     Narrow,
     Slice,
+    Expand,
     Concat,
     Gather,
     TakeRow,
@@ -81,7 +74,10 @@ MOVES = (
 """Ops that compute nothing: exact operands give exact results."""
 
 NORMS = (LayerNormOp, RmsNormOp, FusedResidualLayerNorm, FusedResidualRmsNorm, hir.LayerNorm, hir.RmsNorm)
-BLOCKS = (RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, AttentionOp, hir.Attention, hir.CachedAttention)
+BLOCKS = (
+    RopeTable, hir.RopeAngles, hir.LlamaDecoderBlock, AttentionOp, hir.Attention, hir.CachedAttention,
+    hir.GrowingAttention,
+)  # fmt: skip
 COMPOSED = (*NORMS, *BLOCKS)
 INNER_STEPS = 8
 """Ops that round several times between their operands and their results: early on, as if an operand was off by more,
@@ -118,7 +114,7 @@ class Case:
     graph: Graph
     feeds: Feeds
     outputs: tuple[Known, ...]
-    state: dict[tuple[str, str], Known]
+    state: dict[str, Known]
     types: TypeCache
 
     def __repr__(self) -> str:
@@ -176,7 +172,7 @@ class Sketch:
     values: list[Known] = field(default_factory=list)
     wanted: list[Known] = field(default_factory=list)
     reads: list[tuple[StateLeaf, Known]] = field(default_factory=list)
-    state: dict[tuple[str, str], Known] = field(default_factory=dict)
+    state: dict[str, Known] = field(default_factory=dict)
 
     # -- choices -----------------------------------------------------------------------------
 

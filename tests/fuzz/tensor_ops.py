@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
-from rlx_jax.ir.ops.contract import BatchMatMul, LayerNormOp, MatMul, RmsNormOp
+from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -16,23 +16,12 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
     Step,
 )
-from rlx_jax.ir.ops.pointwise import COMPARE, UNARY, Binary, CastTo, Compare, FullLike, JaxFn, Unary, Where
-from rlx_jax.ir.ops.shaping import (
-    REDUCE,
-    AxisOf,
-    Concat,
-    Cumsum,
-    Gather,
-    Iota,
-    Narrow,
-    Reduce,
-    RepeatHeads,
-    Reshape,
-    Slice,
-    Softmax,
-    TakeRow,
-    Transpose,
-)
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.pointwise import COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
+from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
 from rlx_jax.ir.types import is_static
 from tests.fuzz.meaning import sine_and_first, twice_plus_one
 from tests.fuzz.sketch import BF16, BOOL, F16, F32, I32, MAX_RANK, Known, Sketch, plain, size
@@ -312,6 +301,15 @@ def take_row(s: Sketch) -> object:
     return s.one(TakeRow(), x, integers(s, (x.shape[0],), x.array.shape[1]))
 
 
+def expand(s: Sketch) -> object:
+    """New axes in front, axes of 1 repeated, sizes that are numbers or those of another value."""
+    x = floating(s, 1)
+    lender = s.pick(lambda k: len(k.shape) > 0) or x
+    front = [SizeOf(1, s.draw(len(lender.shape)))] if len(x.shape) < MAX_RANK and s.coin() else []
+    kept = [3 if is_static(d) and d == 1 else SizeOf(0, i) for i, d in enumerate(x.shape)]
+    return s.one(Expand((*front, *kept)), x, *([lender] if front else []))
+
+
 def iota(s: Sketch) -> object:
     """0, 1, … along an axis, also of a product that nothing else needs."""
     x = floating(s, 1)
@@ -322,7 +320,8 @@ def reduce(s: Sketch) -> object:
     """Over one axis or several."""
     x = s.pick(lambda k: len(k.shape) > 0 and k.type.dtype != BOOL) or floating(s, 1)
     axes = tuple(i for i in range(len(x.shape)) if s.coin()) or (s.draw(len(x.shape)),)
-    return s.one(Reduce(s.choice(tuple(REDUCE)), axes, s.coin()), x)
+    kinds = tuple(kind for kind in REDUCE if kind != "mean" or x.type.dtype != I32)
+    return s.one(Reduce(s.choice(kinds), axes, s.coin()), x)
 
 
 def cumsum(s: Sketch) -> object:
@@ -426,6 +425,6 @@ def ring_step(s: Sketch) -> object:
 OPS: tuple[Grow, ...] = (
     unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul, batch_matmul,
     fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, slices, concat, gather, take_row, iota,
-    reduce, reduce, softmax, cumsum, repeat_heads, attention, rope_table, rope, cache_update, ring_step,
+    expand, reduce, reduce, softmax, cumsum, repeat_heads, attention, rope_table, rope, cache_update, ring_step,
     fused_residual, region,
 )  # fmt: skip

@@ -6,8 +6,9 @@ Heads are packed head-major: head h is columns h·D … h·D+D−1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,20 @@ from jax import lax
 
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
+
+
+def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
+    return 4 * operands[0].size * int(operands[1].shape[1])
+
+
+def _scores(op: Any, operands: Types, results: Types) -> int:
+    """Three arrays `[B,N,S,T]` in f32: XLA may keep scores, masked ones and weights."""
+    q, k = operands[:2]
+    return 12 * int(q.shape[0]) * int(op.heads) * int(q.shape[1]) * int(k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class AttentionOp(Mir):
     gives them leaves each query a key.
     """
 
+    traits = replace(product_traits(_scores_and_sums), narrows=3, workspace=_scores)
+
     heads: int
     kv_heads: int
     causal: bool = False
@@ -49,6 +63,7 @@ class AttentionOp(Mir):
             raise ArityError("attention", str(3 + len(self.extra)), len(operands))
         q, k, v = operands[:3]
         check_heads(self.heads, self.kv_heads)
+        check_scores(self.scale, self.softcap)
         if q.rank != 3 or k.rank != 3 or k.shape != v.shape:
             raise ShapeError(f"attention: q is [B,S,N·D], k and v are [B,T,K·D]; got {q}, {k}, {v}")
         if not (is_static(q.shape[2]) and is_static(k.shape[2])):
@@ -64,11 +79,18 @@ class AttentionOp(Mir):
     def _check_extra(self, q: TensorType, k: TensorType, given: dict[str, TensorType]) -> None:
         keep, bias = given.get("keep"), given.get("bias")
         if keep is not None and (keep.rank != 2 or keep.shape[1] != k.shape[1] or keep.shape[0] not in (1, k.shape[0])):
-            raise ShapeError(f"attention: the keep mask is [B,T] for keys {k}, got {keep}")
+            raise ShapeError(f"attention: the keep mask is [B,T] for keys {k}, got {keep}").of(3)
+        if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
+            raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
+        if bias is not None and not is_float(bias.dtype):
+            raise DTypeError(
+                f"attention: a bias is added to the scores, and {bias} is no floating one; a mask of what to keep goes "
+                'with mask="custom" or "keep"'
+            )
         if bias is not None:
             want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
             if bias.rank != 4 or any(got not in (1, w) for got, w in zip(bias.shape, want, strict=True)):
-                raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}")
+                raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}").of(len(given) + 2)
 
     def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
         extra = dict(zip(self.extra, rest, strict=True))
@@ -118,9 +140,6 @@ class AttentionOp(Mir):
             allowed = keep if allowed is None else allowed & keep
         return allowed
 
-    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        return 4 * operands[0].size * int(operands[1].shape[1])
-
     def text(self) -> str:
         notes = [f"h={self.heads}", f"kv={self.kv_heads}"]
         notes += ["causal"] if self.causal else []
@@ -155,6 +174,14 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise GraphError(f"attention: {heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
+def check_scores(scale: float | None, softcap: float | None) -> None:
+    """Scores are finite: a softcap of 0 would make all weights equal, a negative one changes nothing."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {softcap!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise GraphError(f"attention: scale is a finite number, got {scale!r}")
+
+
 @dataclass(frozen=True)
 class RopeTable(Mir):
     """cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 `[P,S,R/2]`.
@@ -162,6 +189,8 @@ class RopeTable(Mir):
     `inv_freq` are the R/2 inverse frequencies in radians a token, θ^(−2i/R) before any scaling.
     `factor` multiplies both tables (YaRN's attention factor).
     """
+
+    traits = replace(TOKENS, bytes=each_once)
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
@@ -192,6 +221,8 @@ class RopeOp(Mir):
     columns from R on pass through. `y[i] = x[i]c[i] − x[i+R/2]s[i]`, `y[i+R/2] = x[i+R/2]c[i] + x[i]s[i]`, in f32.
     """
 
+    traits = replace(TOKENS, narrows=1, bytes=each_once)
+
     head_dim: int
     n_rot: int
 
@@ -217,6 +248,11 @@ class RopeOp(Mir):
         return f"rope(d={self.head_dim}, n_rot={self.n_rot})"
 
 
+def _rows_written(op: Any, operands: Types, results: Types) -> int:
+    """New rows are read and written, where the cache is updated in place."""
+    return 2 * operands[1].nbytes + sum(t.nbytes for t in operands[2:])
+
+
 @dataclass(frozen=True)
 class CacheUpdate(Mir):
     """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
@@ -225,6 +261,8 @@ class CacheUpdate(Mir):
     With `fresh` the cache is empty and every row begins at slot 0: a slice is written, zero where there is padding,
     and nothing is scattered.
     """
+
+    traits = replace(STATE, bytes=_rows_written)
 
     fresh: bool = False
 
@@ -249,6 +287,13 @@ class CacheUpdate(Mir):
         return cache.at[row, slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
+def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
+    """As a cache's; of more tokens than one, old ring and new rows are copied to one array as well."""
+    keys, positions, _ = results
+    copied = 2 * keys.nbytes if int(operands[1].shape[1]) > 1 else 0
+    return _rows_written(op, operands, results) + copied + positions.nbytes
+
+
 @dataclass(frozen=True)
 class RingStep(Mir):
     """Read and write a ring of the last T tokens: position p stands in slot `p mod T`.
@@ -259,6 +304,8 @@ class RingStep(Mir):
     of all valid tokens. A block of one token gives the ring after the call as keys (`[B,T,K,D]`): what it wrote
     over stood T tokens back, outside a window of T, so that a decoding step reads the cache in place.
     """
+
+    traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),))
 
     def check(self, *operands: TensorType) -> None:
         CacheUpdate().check(*operands)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from rlx_jax.errors import ArityError, GraphError, ShapeError, did_you_mean, quote
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.ops.contract import LayerNormOp, MatMul, RmsNormOp, check_norm, check_product, product_text
+from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
+from rlx_jax.ir.traits import ELEMENTWISE, NORM, product_traits
 from rlx_jax.ir.types import TensorType, is_static
 
 Array = jax.Array
@@ -26,6 +28,8 @@ def _check_activation(op: str, activation: str) -> None:
 class FusedMatMulBiasAct(Mir):
     """`act(x · w + b)`: a `MatMul`, a bias `[N]` in the dtype of the product, an activation from `UNARY` ("": none)."""
 
+    traits = product_traits(lambda op, operands, results: MatMul.traits.flops(op.product, operands, results))
+
     contract: int = 0
     activation: str = ""
     precision: str = "default"
@@ -37,12 +41,8 @@ class FusedMatMulBiasAct(Mir):
         return MatMul(self.contract, self.precision, self.f32_result)
 
     def check(self, *operands: TensorType) -> None:
-        x, w, b = operands
         _check_activation("linear", self.activation)
-        check_product("linear", x, w, self.contract)
-        want = TensorType((w.shape[1 - self.contract],), jnp.dtype("float32") if self.f32_result else x.dtype)
-        if b != want:
-            raise ShapeError(f"linear: the bias of x {x} and w {w} is {want}, got {b}")
+        check_linear("linear", operands, self.contract, self.f32_result)
 
     def eval(self, x: Array, w: Array, b: Array) -> Array:
         return self.finish(self.product.eval(x, w), b)
@@ -51,9 +51,6 @@ class FusedMatMulBiasAct(Mir):
         """The op from its product on."""
         y = jnp.add(*same_rank(y, b))
         return UNARY[self.activation](y) if self.activation else y
-
-    def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
-        return self.product.flops(operands, results)
 
     def text(self) -> str:
         name = "fused_mm_bias" + (f"_{self.activation}" if self.activation else "")
@@ -66,6 +63,8 @@ class FusedSwiGLU(Mir):
 
     The operand is gate ‖ up, or up ‖ gate where not `gate_first`; `activation` is a name in `UNARY`.
     """
+
+    traits = replace(ELEMENTWISE, widens=False)
 
     gate_first: bool = True
     activation: str = "silu"
@@ -91,7 +90,7 @@ def _check_residual(op: str, operands: Sequence[TensorType]) -> None:
     x, residual, *weights = operands
     if residual != x:
         raise ShapeError(f"{op}: x and its residual have one type; got {x} and {residual}")
-    check_norm(op, x, weights)
+    check_norm(op, x, weights, 2)
 
 
 def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...]:
@@ -105,6 +104,8 @@ def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...
 @dataclass(frozen=True)
 class FusedResidualLayerNorm(Mir):
     """`layer_norm(x [+ bias] + residual; γ, β)`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
+
+    traits = NORM
 
     eps: float
     has_bias: bool = False
@@ -124,6 +125,8 @@ class FusedResidualLayerNorm(Mir):
 @dataclass(frozen=True)
 class FusedResidualRmsNorm(Mir):
     """`rms_norm(x [+ bias] + residual; γ[, β])`. x and residual `[…, H]`; bias (where `has_bias`), γ, β `[H]`."""
+
+    traits = NORM
 
     eps: float
     has_bias: bool = False
@@ -153,6 +156,8 @@ class Step:
 @dataclass(frozen=True)
 class ElementwiseRegion(Mir):
     """A chain of pointwise ops as one: step after step over `inputs` operands; the result is the last step's."""
+
+    traits = replace(ELEMENTWISE, widens=False)
 
     inputs: int
     steps: tuple[Step, ...]

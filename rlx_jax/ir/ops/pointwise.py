@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, did_you_mean, quote
-from rlx_jax.ir.graph import Constant, Mir, TypeCache, constant, types_of
-from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, Types, results_written
+from rlx_jax.ir.types import TensorType, device_dtype, is_float, short_name
 
 Array = jax.Array
 
@@ -65,7 +65,8 @@ def same_rank(*arrays: Array) -> tuple[Array, ...]:
     return tuple(jnp.expand_dims(a, tuple(range(rank - a.ndim))) for a in arrays)
 
 
-def _check_kind(kind: str, known: dict[str, Any]) -> None:
+def check_kind(kind: str, known: dict[str, Any]) -> None:
+    """A name that its table has."""
     if kind not in known:
         raise GraphError(f"unknown function {quote(kind)}{did_you_mean(kind, known)}")
 
@@ -75,14 +76,24 @@ def _same_dtype(op: str, types: tuple[TensorType, ...]) -> None:
         raise DTypeError(f"{op}: operands have dtypes {', '.join(map(str, types))}; cast one of them")
 
 
+def _check_width(op: str, dtype: np.dtype[Any]) -> None:
+    held = device_dtype(dtype)
+    if held != dtype:
+        raise DTypeError(
+            f"{op}: programs hold no {short_name(dtype)}, JAX has no 64-bit numbers by default; use {short_name(held)}"
+        )
+
+
 @dataclass(frozen=True)
 class Unary(Mir):
     """`f(x)` element by element, `f` from `UNARY`."""
 
+    traits = ELEMENTWISE
+
     kind: str
 
     def check(self, *operands: TensorType) -> None:
-        _check_kind(self.kind, UNARY)
+        check_kind(self.kind, UNARY)
         (x,) = operands
         if self.kind not in ("neg", "abs", "relu") and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
@@ -100,14 +111,20 @@ class Unary(Mir):
 class Binary(Mir):
     """`a ∘ b` with NumPy broadcasting; both operands have one dtype."""
 
+    traits = ELEMENTWISE
+
     kind: str
 
     def check(self, *operands: TensorType) -> None:
-        _check_kind(self.kind, BINARY)
+        check_kind(self.kind, BINARY)
         _same_dtype(self.kind, operands)
 
     def eval(self, a: Array, b: Array) -> Array:
         return BINARY[self.kind](*same_rank(a, b))
+
+    def initial(self, place: int, weight: TensorType) -> Initial:
+        """What is added starts at 0."""
+        return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(place, weight)
 
     def text(self) -> str:
         return self.kind
@@ -117,10 +134,12 @@ class Binary(Mir):
 class Compare(Mir):
     """`a ∘ b` as bool, with NumPy broadcasting."""
 
+    traits = ELEMENTWISE
+
     kind: str
 
     def check(self, *operands: TensorType) -> None:
-        _check_kind(self.kind, COMPARE)
+        check_kind(self.kind, COMPARE)
         _same_dtype(self.kind, operands)
 
     def eval(self, a: Array, b: Array) -> Array:
@@ -134,6 +153,8 @@ class Compare(Mir):
 class Where(Mir):
     """`on_true` where `condition` is not zero, else `on_false`; all three broadcast."""
 
+    traits = ELEMENTWISE
+
     def check(self, *operands: TensorType) -> None:
         _same_dtype("where", operands[1:])
 
@@ -142,11 +163,21 @@ class Where(Mir):
         return jnp.where(condition.astype(bool), on_true, on_false)
 
 
+def _same_type(op: Any, operands: Types, results: Types) -> int | None:
+    """A cast to the dtype that is there already."""
+    return 0 if operands[0] == results[0] else None
+
+
 @dataclass(frozen=True)
 class CastTo(Mir):
     """The same values in another dtype."""
 
+    traits = replace(MOVEMENT, widens=False, view=_same_type)
+
     dtype: np.dtype[Any]
+
+    def check(self, *operands: TensorType) -> None:
+        _check_width("cast", self.dtype)
 
     def eval(self, x: Array) -> Array:
         return x.astype(self.dtype)
@@ -159,71 +190,13 @@ class CastTo(Mir):
 class FullLike(Mir):
     """`value` in the shape of the operand, as `dtype`."""
 
+    traits = replace(ELEMENTWISE, widens=False, bytes=results_written)
+
     value: float
     dtype: np.dtype[Any]
 
+    def check(self, *operands: TensorType) -> None:
+        _check_width("full_like", self.dtype)
+
     def eval(self, x: Array) -> Array:
         return jnp.full_like(x, self.value, self.dtype)
-
-
-MAX_CAPTURED = 2**20  # bytes
-
-
-def small_constant(value: Any, dtype: Any) -> Constant:
-    """A constant of the program, of at most 1 MiB.
-
-    Raises:
-        GraphError: a larger one: it is a weight.
-    """
-    op = constant(value, as_dtype(dtype))
-    if len(op.data) > MAX_CAPTURED:
-        raise GraphError(f"a constant of {len(op.data)} bytes, over {MAX_CAPTURED}; make it a weight")
-    return op
-
-
-def captured_arrays(closed: Any) -> Iterator[Any]:
-    """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
-    yield from (c for c in closed.consts if hasattr(c, "nbytes"))
-    for inner in _inner(closed.jaxpr):
-        yield from captured_arrays(inner)
-
-
-def _inner(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(item, "jaxpr") and hasattr(item, "consts"):
-                    yield item
-                elif hasattr(item, "eqns"):
-                    yield from _inner(item)
-
-
-@dataclass(frozen=True)
-class JaxFn(Mir):
-    """Any JAX function of the operands: `emit.jax(fn, …)`. `fn` returns an array or a tuple of arrays."""
-
-    fn: Callable[..., Any]
-    label: str = ""
-    precision: str = "default"
-
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
-        flat = out if isinstance(out, tuple | list) else (out,)
-        if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
-            raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
-        captured = sum(c.nbytes for c in captured_arrays(closed))
-        if captured > MAX_CAPTURED:
-            raise GraphError(
-                f"{self.text()} captures {captured} bytes of constants, the limit is {MAX_CAPTURED}: "
-                "name the array as a weight and read it with emit.param(key)"
-            )
-        return types_of(closed.out_avals)
-
-    def eval(self, *arrays: Array) -> Any:
-        pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
-        with pinned:
-            out = self.fn(*arrays)
-        return tuple(jax.tree.leaves(out)) if isinstance(out, tuple | list) else out
-
-    def text(self) -> str:
-        return f"jax({self.label or getattr(self.fn, '__name__', 'fn')})"

@@ -1,0 +1,147 @@
+"""What the presets choose, against what they leave: layers unrolled or scanned, blocks by their rules or expanded.
+
+    python benchmarks/presets.py                 every family, f32 on the CPU, bf16 on a GPU
+    python benchmarks/presets.py gemma qwen3     these
+
+One model of each family, with the proportions of its published ones. All variants of a model run in turn, through
+`lm.generate`, `lm.prefill` and `rlx.compile`; ratios are to the variant that the presets hold. On a CPU, which may have
+other work to do, time is that of the processor, over all threads; the least of all rounds counts. The comments in
+`profiles/*.rlx.toml` quote this. Exits with 1 if a step of decoding, or an encoder,
+is faster in a variant that no preset chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from report import Goals, emit, table
+
+import rlx_jax as rlx
+from rlx_jax.models import bert, gemma, llama, qwen3
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+
+FAMILIES: dict[str, tuple[Any, Any, Any]] = {
+    "llama32": (llama.LlamaConfig.from_hf({**DECODER, "hidden_act": "silu"}), llama.Llama32Flow, llama.weight_specs),
+    "qwen3": (qwen3.Qwen3Config.from_hf({**DECODER, "hidden_act": "silu"}), qwen3.Qwen3Flow, qwen3.weight_specs),
+    "gemma": (
+        gemma.GemmaConfig.from_hf(
+            {**DECODER, **GELU, "model_type": "gemma2", "head_dim": 128, "sliding_window": 512,
+             "query_pre_attn_scalar": 128}
+        ), gemma.GemmaFlow, gemma.weight_specs,
+    ),
+    "encoder": (
+        bert.BertConfig.from_hf(
+            {"vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12,
+             "intermediate_size": 1536, "max_position_embeddings": 512}
+        ), bert.BertFlow, bert.weight_specs,
+    ),
+}  # fmt: skip
+"""Config, recipe and shapes of the weights: query heads share key heads, and MiniLM's shape."""
+
+VARIANTS: dict[str, dict[str, dict[str, str]]] = {
+    "unroll, direct": {"layers": {"roll": "unroll"}},
+    "scan, direct": {"layers": {"roll": "scan"}},
+    "unroll, fusable": {"layers": {"roll": "unroll"}, "fusion": {"policy": "fusable"}},
+}
+"""The first is what every preset chooses."""
+
+PROMPT, SLOTS = 128, 1024
+SHORT, LONG = 9, 41
+"""New tokens of two calls whose difference is the time of a step."""
+
+DECIDING, SLACK = ("step", "forward"), 1.05
+"""All programs of a model share a profile, and answers take longer than prompts."""
+
+Call = Callable[[], Any]
+
+
+def weights_of(specs: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
+    """Small random weights."""
+    rng = np.random.default_rng(0)
+    drawn = {key: rng.standard_normal(spec.shape, np.float32) * np.float32(0.02) for key, spec in specs.items()}
+    return {key: (array + (array.ndim == 1)).astype(dtype) for key, array in drawn.items()}
+
+
+def decoder_calls(recipe: Any, weights: dict[str, np.ndarray], profile: rlx.CompileProfile) -> dict[str, Call]:
+    """A prompt into an empty cache, and two generations that differ by some steps."""
+    lm = rlx.CausalLM(recipe, weights, profile=profile.replace(buckets={"context": [SLOTS]}))
+    ids = np.random.default_rng(1).integers(0, lm.vocab_size, (1, PROMPT)).astype(np.int32)
+
+    def generate(new: int) -> Call:
+        return lambda: lm.generate(ids.tolist(), max_new_tokens=new)
+
+    prompt: Call = lambda: jax.block_until_ready(lm.prefill(ids, max_len=SLOTS, logits="last")[0])  # noqa: E731
+    return {"prompt": prompt, "long": generate(LONG), "short": generate(SHORT)}
+
+
+def encoder_calls(recipe: Any, weights: dict[str, np.ndarray], profile: rlx.CompileProfile) -> dict[str, Call]:
+    """A batch of sentences."""
+    model = rlx.compile(recipe, weights, profile=profile)
+    ids = np.random.default_rng(1).integers(0, 8192, (8, PROMPT)).astype(np.int32)
+    return {"forward": lambda: jax.block_until_ready(model(ids))}
+
+
+def times_of(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each job by variant."""
+    config, make, specs = FAMILIES[family]
+    numbers = weights_of(specs(config), np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
+    calls: dict[str, Call] = {}
+    for name, tables in VARIANTS.items():
+        profile = rlx.CompileProfile().replace(precision={"compute": dtype}, **tables)
+        build = encoder_calls if family == "encoder" else decoder_calls
+        calls |= {f"{job}: {name}": call for job, call in build(make(config), numbers, profile).items()}
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    clock = time.perf_counter if dtype == "bf16" else time.process_time
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    found: dict[str, dict[str, list[float]]] = {}
+    for key, values in times.items():
+        job, _, name = key.partition(": ")
+        found.setdefault(job, {})[name] = values
+    if "long" in found:
+        long, short = found.pop("long"), found.pop("short")
+        steps = LONG - SHORT
+        found["step"] = {name: [(min(long[name]) - min(short[name])) / steps] for name in long}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what the presets choose, against what they leave")
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="by default all")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    dtype = "bf16" if jax.default_backend() == "gpu" else "f32"
+    goals, lines, chosen = Goals(), [], next(iter(VARIANTS))
+    for family in args.families or FAMILIES:
+        for job, times in times_of(family, dtype, args.rounds).items():
+            for name, values in times.items():
+                ratio, ms = min(values) / min(times[chosen]), min(values) * 1e3
+                emit(family=family, job=job, variant=name, ms=round(ms, 3), ratio=round(ratio, 3))
+                what = f"{family}, {job}: preset / {name}"
+                verdict = goals.at_most(what, 1 / ratio, SLACK) if job in DECIDING else ""
+                lines.append([f"{family}, {job}", name, f"{ms:.2f}", f"{ratio:.2f}", verdict])
+    print(table(["job", "variant", "ms", "/ preset", ""], lines))
+    goals.exit()
+
+
+if __name__ == "__main__":
+    main()

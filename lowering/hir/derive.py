@@ -1,0 +1,339 @@
+"""Derive prefill, extend and explicit from the forward program: a rewrite of HIR.
+
+Every block that knows the sequence has a rule here. Any other node is copied only if it is proved to treat each
+token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
+
+`prefill` reads a whole prompt into an empty state, attending inside the block. `extend` reads tokens after a state.
+Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded. `explicit` has no state:
+its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import DeriveError, did_you_mean
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Op, StateLeaf, StateRead, TypeCache, Value
+from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.shape import Reshape
+from rlx_jax.ir.region import unroll
+from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.lowering.hir.explicit import Behind
+from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
+from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
+from rlx_jax.lowering.lower import as_function
+
+I32 = np.dtype(np.int32)
+PER_ROW = TensorType((symbol("batch"),), I32)
+LENGTHS = Input("lengths", type=PER_ROW)
+LENGTH_LEAF = StateLeaf((), "length")
+LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)
+CACHED_PROGRAMS = ("prefill", "extend")
+PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit")
+
+
+@dataclass
+class Derivation:
+    """What the rules share while one program is derived."""
+
+    program: str
+    types: TypeCache
+    kv: np.dtype[Any] | None = None
+    behind: Behind | None = None  # of `explicit`
+    slots: set[tuple[Path, str]] = field(default_factory=set)
+
+    def state(self, b: Builder, path: Path, slot: str, type: TensorType) -> tuple[StateLeaf, Value]:
+        """The leaf of one block, and its value at the start."""
+        name, n = slot, 1
+        while (path, name) in self.slots:
+            n += 1
+            name = f"{slot}{n}"
+        self.slots.add((path, name))
+        leaf = StateLeaf(path, name)
+        return leaf, b.leaf(StateRead(leaf, type=type))
+
+
+Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
+
+
+def derive(
+    graph: Graph,
+    program: str,
+    types: TypeCache,
+    last_only: bool = False,
+    kv: np.dtype[Any] | None = None,
+    given: Collection[str] = (),
+) -> Graph:
+    """The HIR of `program`. With `last_only` outputs are those of each row's last token, `[B, 1, …]`. Keys and values
+    are cached as `kv`, or as they are (`explicit`: as f32, like every output); `given` names the optional inputs that
+    calls will supply.
+
+    Raises:
+        DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
+    """
+    if program not in PROGRAMS:
+        raise DeriveError(
+            f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}{did_you_mean(str(program), PROGRAMS)}"
+        )
+    if last_only:
+        graph = last_token_only(graph, types)
+    if program in ("forward", "train"):
+        return graph  # `train` differs in how it runs: the plan scans its layers and may recompute them
+    if program == "explicit":
+        graph = unroll(graph, types)  # every layer has inputs and outputs of its own
+    check_inputs(graph, program)
+    try_slices(graph, types)
+    d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        rule = RULES.get(type(node.op))
+        if rule is not None:
+            return rule(d, b, node, inputs)
+        if not (isinstance(node.op, Leaf) or node.op.regions()):
+            check_token_wise(d, node, tuple(b.type(v) for v in inputs))
+        return None
+
+    out = rewrite(graph, everywhere(fn), types, program)
+    return _with_length(out, types) if d.behind is None else d.behind.finish(out, types)
+
+
+def check_inputs(graph: Graph, program: str) -> None:
+    """The sequence dimension is a symbol, unless the flow reads its cache itself, and no name is taken.
+
+    Raises:
+        DeriveError: names the inputs.
+    """
+    reads_cache = any(isinstance(node.op, hir.GrowingAttention) for node in graph.nodes)
+    if not (reads_cache or any({"batch", "seq"} <= i.type.symbols for i in graph.inputs)):
+        shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
+        raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
+    if program in CACHED_PROGRAMS and any(i.input == LENGTHS.input for i in graph.inputs):
+        raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
+
+
+def _with_length(graph: Graph, types: TypeCache) -> Graph:
+    """Declare `lengths` and advance the state's length by it."""
+    b = Builder(graph.name, types)
+    b.nodes, b.writes = list(graph.nodes), list(graph.writes)
+    b.inputs = [*graph.inputs, LENGTHS]
+    total = b(Binary("add"), b(LENGTH), b(LENGTHS))
+    b.writes.append((LENGTH_LEAF, total))
+    return b.finish(graph.outputs, graph.output_names)
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+
+def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """The block reads positions, not the sequence."""
+
+
+def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """positions(x) → state.length[:, None] + iota"""
+    if d.behind is not None:
+        return (d.behind.positions(b, *inputs),)
+    if d.program == "prefill":
+        return None
+    steps = b(Reshape((1, -1)), b(Iota(1), *inputs))
+    start = b(Reshape((-1, 1)), b.leaf(LENGTH))
+    return (b(Binary("add"), start, steps),)
+
+
+def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …
+
+    Attention in a window of w keys gets a ring of min(context, w) slots.
+    """
+    op = node.op
+    assert isinstance(op, hir.Attention)
+    if not op.causal:
+        raise DeriveError(f"attention is not causal: a token would read later ones, so {d.program} has no meaning")
+    if op.extra:
+        own = "lengths" if d.behind is None else "its own input 'mask'"
+        raise DeriveError(
+            f"attention reads the operand {op.extra[0]!r}; {d.program} masks by {own}, "
+            "make the mask an optional input (default=None)"
+        )
+    q, k, v = inputs
+    t = b.type(k)
+    if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
+        raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
+    if d.behind is not None:
+        return (d.behind.attention(b, op, q, k, v),)
+    cache = TensorType(
+        (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
+    )
+    leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
+    leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
+    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
+    out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
+    b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
+    return (out,)
+
+
+def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """A flow that reads its cache itself is `explicit`, and stays as it is."""
+    if d.behind is None:
+        raise DeriveError(
+            f"the flow reads cached keys and values itself (BindDecodeInputs): {d.program} has no meaning"
+        )
+    d.behind.growing()
+
+
+def ring_sizes(graph: Graph) -> dict[str, int]:
+    """The dimensions of rings in a derived program, with the most slots that each may have: its window."""
+    sizes: dict[str, int] = {}
+    for inner, node in graph.walk():
+        op = node.op
+        if isinstance(op, hir.CachedAttention) and op.ring and op.attend.window is not None:
+            sizes[str(inner.type(node.inputs[3]).shape[1])] = op.attend.window
+    return sizes
+
+
+def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """last_token(x) → last_token(x, lengths − 1)"""
+    if d.behind is not None:  # without lengths every token counts
+        return None
+    lengths = b.leaf(LENGTHS)
+    return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
+
+
+RULES: dict[type[Op], Rule] = {
+    hir.Positions: positions,
+    hir.RopeAngles: keep,
+    hir.RopeRows: keep,
+    hir.Attention: attention,
+    hir.GrowingAttention: growing,
+    hir.LastToken: last_token,
+}
+"""The blocks that know the sequence. Nothing else mentions a cache."""
+
+
+# -- the proof ---------------------------------------------------------------------------------
+
+
+def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]) -> None:
+    """Refuse a node that mixes positions or rows of the batch."""
+    for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
+        if not any(dim in t.symbols for t in (*operands, *node.types)):
+            continue
+        if reason := why_not_alone(d.types, node, operands, dim):
+            raise DeriveError(
+                f"{node.op.text()} is not proved to treat {what} alone: {reason}. "
+                f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
+            )
+
+
+def why_not_alone(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> str:
+    """Why a node may not treat every entry along `dim` alone; empty if it does. Found out once for all programs."""
+    verdict = types.ask(prove, node.op, operands, dim)
+    if not (verdict.token_wise or node.origin.token_wise):
+        return verdict.reason
+    return types.ask(differing, node.op, operands).get(dim, "") if asks_slices(types, node, operands, dim) else ""
+
+
+def prove(types: TypeCache, op: Op, operands: tuple[TensorType, ...], dim: str) -> Verdict:
+    """The verdict on one op."""
+    return token_wise(as_function(op, operands, types), [t.spec for t in operands], dim)
+
+
+def asks_slices(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> bool:
+    """Whether slices along `dim` have a say: for a claim that is not proved, and for a closure, which may branch on a
+    size of 1, which a symbol hides from the proof."""
+    proved = types.ask(prove, node.op, operands, dim).token_wise
+    return isinstance(node.op, JaxFn) if proved else node.origin.token_wise
+
+
+def try_slices(graph: Graph, types: TypeCache) -> None:
+    """Try together all nodes of a graph that slices will be asked of."""
+    asked: dict[Asked, None] = {}
+    for inner, node in graph.walk():
+        if isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES:
+            continue
+        operands = tuple(inner.type(v) for v in node.inputs)
+        if any(asks_slices(types, node, operands, dim) for dim in dims_of(operands)):
+            asked[node.op, operands] = None
+    try_together(types, list(asked))
+
+
+# -- logits of the last token only -------------------------------------------------------------
+
+
+def last_token_only(graph: Graph, types: TypeCache) -> Graph:
+    """Gather the last token above the token-wise suffix, so that the head sees one row for each sequence.
+
+    The suffix goes on through attention on the side of its queries: its last query reads what the last row needs.
+    """
+    try_slices(graph, types)
+    suffix = _suffix(graph, types)
+
+    def enter(inner: Graph) -> Rewrite:
+        moved: dict[Value, Value] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if inner is not graph or number not in suffix:
+                return None
+            gathered = []
+            for at, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
+                if by_row(node.op, at) and old.node not in suffix and "seq" in b.type(new).symbols:
+                    if new not in moved:
+                        moved[new] = b(hir.LastToken(), new)
+                    new = moved[new]
+                gathered.append(new)
+            op = node.op
+            return b.add(replace(op, last=True) if isinstance(op, hir.Attention) else op, *gathered)
+
+        return fn
+
+    out = rewrite(graph, enter, types, "last_token_only")
+    b = Builder(out.name, types)
+    b.nodes, b.inputs, b.writes = list(out.nodes), list(out.inputs), list(out.writes)
+    outputs = [b(hir.LastToken(), v) if "seq" in out.type(v).symbols else v for v in out.outputs]
+    return b.finish(outputs, out.output_names)
+
+
+def _suffix(graph: Graph, types: TypeCache) -> set[int]:
+    """Nodes whose rows only outputs and other suffix nodes read, one by one, and that treat tokens alone."""
+    users: dict[int, set[int]] = {}
+    whole = {v.node for _, v in graph.writes}
+    for number, node in enumerate(graph.nodes):
+        for at, v in enumerate(node.inputs):
+            users.setdefault(v.node, set()).add(number)
+            if not by_row(node.op, at):
+                whole.add(v.node)
+    suffix: set[int] = set()
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[number]
+        plain = not (isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES)
+        if number in whole or not users.get(number, set()) <= suffix:
+            continue
+        operands = tuple(graph.type(v) for v in node.inputs)
+        if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands):
+            suffix.add(number)
+        if not plain:
+            continue
+        if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
+            verdict = types.ask(prove, node.op, operands, "seq")
+            alone = verdict.token_wise and not why_not_alone(types, node, operands, "seq")
+            if alone and all(axis == 1 for axis in verdict.out_axes):
+                if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
+                    suffix.add(number)
+    return suffix
+
+
+def has_last_query(op: Op) -> bool:
+    """Whether the op is attention whose last query, given alone, is still the last: queries stand where keys end."""
+    return isinstance(op, hir.Attention) and op.causal and not op.extra
+
+
+def by_row(op: Op, operand: int) -> bool:
+    """Whether a row of the result needs only that row of the operand."""
+    return operand == 0 or not isinstance(op, hir.Attention)

@@ -1,0 +1,149 @@
+"""What the program `explicit` adds to a flow: keys and values of earlier tokens as inputs, and the longer ones as
+outputs.
+
+Attention i of the flow, counted in its order, reads the inputs `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]`, the
+keys rotated, and gives the outputs `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. Positions go on behind the
+cache. Two more inputs are optional: `position_ids` `[batch, seq]`, and `mask` `[batch, past + seq]` over cached and new
+keys, where 1 keeps a key, less than ½ drops it, and causality holds besides.
+
+An input that the flow declares under one of these names is taken as it is, if its shape is the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlx_jax.errors import DeriveError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Input, TypeCache, Value
+from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.shape import Narrow, Reshape
+from rlx_jax.ir.types import DimLike, TensorType, is_float, symbol
+
+F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+MASK, POSITION_IDS = "mask", "position_ids"
+OPTIONAL = (  # of every explicit program that has no inputs of these names otherwise
+    Input(MASK, type=TensorType((symbol("batch"), symbol("past") + symbol("seq")), I32)),
+    Input(POSITION_IDS, type=TensorType((symbol("batch"), symbol("seq")), I32)),
+)
+
+
+@dataclass
+class Behind:
+    """The inputs and outputs of one explicit program while it is derived.
+
+    `past` is the first layer's cached keys, `caches` their dtype where the flow declares none, `given` the optional
+    inputs that calls will supply.
+    """
+
+    declared: dict[str, Input]
+    past: Input
+    caches: np.dtype[np.generic]
+    given: frozenset[str]
+    added: dict[str, Input] = field(default_factory=dict)
+    grown: dict[str, Value] = field(default_factory=dict)
+    layers: int = 0
+
+    @staticmethod
+    def of(graph: Graph, caches: np.dtype[np.generic] | None, given: Collection[str]) -> Behind:
+        """For the attention of a flow without regions.
+
+        Raises:
+            DeriveError: there is none.
+        """
+        found = next((n for n in graph.nodes if isinstance(n.op, hir.Attention | hir.GrowingAttention)), None)
+        if found is None:
+            raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
+        declared, dtype = {i.input: i for i in graph.inputs}, caches or F32
+        keys = graph.type(found.inputs[1])
+        past = declared.get(name_of("k", 0)) or Input(name_of("k", 0), type=cache_type(keys, symbol("past"), dtype))
+        return Behind(declared, past, dtype, frozenset(given))
+
+    # -- the rules ---------------------------------------------------------------------------
+
+    def positions(self, b: Builder, x: Value) -> Value:
+        """positions(x) → past + iota, or the input `position_ids`"""
+        rows = b.type(x)
+        if POSITION_IDS in self.given and POSITION_IDS not in self.declared:
+            return self._input(b, Input(POSITION_IDS, type=TensorType(rows.shape[:2], I32)))
+        last = b(Narrow(0, -1, 1), b(Iota(1), b.leaf(self.past)))
+        start = b(Reshape((1, 1)), b(Binary("add"), last, b.scalar(1, last)))
+        return b(Binary("add"), start, b(Reshape((1, -1)), b(Iota(1), x)))
+
+    def attention(self, b: Builder, op: hir.Attention, q: Value, k: Value, v: Value) -> Value:
+        """attention(q, k, v) → growing_attention(q, k, v, past_k, past_v, mask); kv.k, kv.v are outputs"""
+        layer, new = self.layers, b.type(k)
+        past = [self._cache(b, name_of(kind, layer), new) for kind in "kv"]
+        keep = self._mask(b, new)
+        context, *grown = b.add(hir.GrowingAttention(op, bool(keep)), q, k, v, *past, *keep)
+        self.grown |= {f"kv.{layer}.{kind}": value for kind, value in zip("kv", grown, strict=True)}
+        self.layers += 1
+        return context
+
+    def growing(self) -> None:
+        """Attention behind a cache that the flow wrote itself counts like any other."""
+        self.layers += 1
+
+    def finish(self, graph: Graph, types: TypeCache) -> Graph:
+        """The program with its inputs and outputs.
+
+        Raises:
+            DeriveError: an output has the name of another, or nothing reads an input that is given.
+        """
+        for name in self.grown:
+            if name in graph.output_names:
+                raise DeriveError(
+                    f"explicit gives the longer keys and values as {quote(name)}, and the flow has an output of that "
+                    "name already: leave out export_kv, or the stage that taps them"
+                )
+        for name in (i.input for i in OPTIONAL if i.input in self.given):
+            if name not in self.declared and name not in self.added:
+                raise DeriveError(f"input {quote(name)} is given, and nothing in the flow would read it")
+        b = Builder.resume(graph, types)
+        at = (MASK, *(name_of(kind, i) for i in range(self.layers) for kind in "kv"), POSITION_IDS)
+        b.inputs = [*graph.inputs, *(self.added[name] for name in at if name in self.added)]
+        return b.finish([*graph.outputs, *self.grown.values()], [*graph.output_names, *self.grown])
+
+    # -- the inputs --------------------------------------------------------------------------
+
+    def _input(self, b: Builder, leaf: Input) -> Value:
+        if leaf.input not in self.declared:
+            self.added[leaf.input] = leaf
+        return b.leaf(leaf)
+
+    def _cache(self, b: Builder, name: str, new: TensorType) -> Value:
+        want = cache_type(new, self.past.type.shape[1], self.caches)
+        leaf = self.declared.get(name) or Input(name, type=want)
+        if leaf.type.shape != want.shape or not is_float(leaf.type.dtype):
+            raise DeriveError(
+                f"input {name} is {leaf.type}; expected {want}: what the attention reads of earlier tokens"
+            )
+        return self._input(b, leaf)
+
+    def _mask(self, b: Builder, new: TensorType) -> tuple[Value, ...]:
+        """The keep mask, if there is one over cached and new keys."""
+        shape = (new.shape[0], self.past.type.shape[1] + new.shape[1])
+        if MASK in self.given and MASK not in self.declared:
+            return (self._input(b, Input(MASK, type=TensorType(shape, I32))),)
+        leaf = self.declared.get(MASK)
+        return () if leaf is None or leaf.type.shape != shape else (b.leaf(leaf),)
+
+
+def optional_inputs(graph: Graph) -> tuple[Input, ...]:
+    """The optional inputs that the program adds to those of the flow."""
+    declared = {i.input for i in graph.inputs}
+    return tuple(i for i in OPTIONAL if i.input not in declared)
+
+
+def name_of(kind: str, layer: int) -> str:
+    """The input of cached keys (`k`) or values (`v`) of one layer."""
+    return f"past_{kind}_{layer}"
+
+
+def cache_type(new: TensorType, past: DimLike, dtype: np.dtype[np.generic]) -> TensorType:
+    """The type of a cache of `past` tokens in front of `new` `[B, S, K·D]`."""
+    return TensorType((new.shape[0], past, *new.shape[2:]), dtype)

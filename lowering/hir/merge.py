@@ -1,0 +1,188 @@
+"""Merge Linears that read the same value into one: q, k, v; gate, up. Then the rotations of what came of one: q, k.
+
+Rewrites of HIR, for anyone's flow: one large kernel costs less than several small ones. Rotations are merged where
+tokens come one by one; over a prompt, cutting the result apart again costs more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Node, Op, Param, TypeCache, Value
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.param import Program, concat
+from rlx_jax.ir.rewrite import Rewrite, rewrite
+from rlx_jax.lowering.mir.dce import dce, live
+from rlx_jax.lowering.places import Fused, Pattern, Place
+
+Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
+"""From the numbers of a group's nodes and the inputs of the first: one value for each node."""
+
+
+LINEARS = Pattern(
+    "shared_input_matmul",
+    "merge_linears",
+    (
+        ("NotFused", "make both a Linear with the same bias, orientation and no activation"),
+        ("SharedMatmulCount", "make all a Linear with the same bias, orientation and no activation"),
+    ),
+    mark="h",
+)
+ROPES = Pattern("shared_rope", "merge_ropes", mark="h")
+
+
+def merge_linears(graph: Graph, types: TypeCache) -> Fused:
+    """linear(x, w₁), linear(x, w₂) → split(linear(x, [w₁ ‖ w₂])).
+
+    Only where biases agree and each weight is used nowhere else in the program: in one place of the layers, beside the
+    same weights in each that shares it. So it has a place in one merged leaf, and no copy in another.
+    Missed: products of one value whose weights nothing else reads, and that could not be one.
+    """
+    uses = _uses(graph)
+    done = _at_once(graph, types, LINEARS.by, lambda graph: _groups(graph, uses), _merge)
+    return Fused(done, (*_merged(done, hir.Linear, LINEARS), *_missed(done, _uses(done))))
+
+
+def _uses(graph: Graph) -> Counter[Program]:
+    """In how many places each parameter is read."""
+    reads = [g.nodes[v.node].op for g, n in graph.walk() for v in n.inputs]
+    return Counter(program for op in reads if isinstance(op, Param) for program in set(op.programs))
+
+
+def _alone(op: Op, uses: Counter[Program]) -> bool:
+    """Whether a weight is a parameter that is read in one place."""
+    return isinstance(op, Param) and all(uses[program] == 1 for program in op.programs)
+
+
+def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
+    """The first of the products of each value that stayed apart."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number in sorted(live(graph)):
+        node = graph.nodes[number]
+        for region in node.op.regions():
+            yield from _missed(region, uses)
+        if isinstance(node.op, hir.Linear | MatMul | FusedMatMulBiasAct):
+            if all(_alone(graph.nodes[v.node].op, uses) for v in node.inputs[1:]):
+                groups[node.inputs[0], node.op.f32_result].append(number)
+    for numbers in groups.values():
+        first = graph.nodes[numbers[0]]
+        if len(numbers) == 2:
+            yield LINEARS.missed(numbers[0], first, "NotFused")
+        elif len(numbers) > 2:
+            yield LINEARS.missed(numbers[0], first, "SharedMatmulCount", f"{{{len(numbers)}}}")
+
+
+def _groups(graph: Graph, uses: Counter[Program]) -> list[list[int]]:
+    """Node numbers of Linears that can become one, in order."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        if not isinstance(node.op, hir.Linear) or node.op.activation or node.op.f32_result:
+            continue
+        operands = [graph.nodes[v.node].op for v in node.inputs[1:]]
+        if all(_alone(op, uses) for op in operands):
+            iterations = tuple(len(op.programs) for op in operands if isinstance(op, Param))
+            found[(node.inputs[0], node.op, iterations)].append(number)
+    return [group for group in found.values() if len(group) > 1 and _one_place_each(graph, group)]
+
+
+def _one_place_each(graph: Graph, group: list[int]) -> bool:
+    """Whether each weight stands beside the same others in all layers that share it."""
+    for place in range(1, len(graph.nodes[group[0]].inputs)):
+        merged = set(zip(*(_param(graph, graph.nodes[n].inputs[place]).programs for n in group), strict=True))
+        if len({program for programs in merged for program in programs}) < len(group) * len(merged):
+            return False
+    return True
+
+
+def _merge(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    nodes = [graph.nodes[number] for number in group]
+    op = nodes[0].op
+    assert isinstance(op, hir.Linear)
+    axis = 0 if op.contract == 1 else 1
+    sizes = tuple(int(graph.type(n.inputs[1]).shape[axis]) for n in nodes)
+    weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis)]
+    if op.bias:
+        weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0))
+    merged = b(replace(op), inputs[0], *(b.leaf(w) for w in weights))
+    return b.add(hir.Split(sizes), merged)
+
+
+def _param(graph: Graph, value: Value) -> Param:
+    op = graph.nodes[value.node].op
+    assert isinstance(op, Param)
+    return op
+
+
+def _concat(params: list[Param], axis: int) -> Param:
+    programs = tuple(concat(parts, axis) for parts in zip(*(p.programs for p in params), strict=True))
+    return Param(programs, type=programs[0].type)
+
+
+def merge_ropes(graph: Graph, types: TypeCache) -> Fused:
+    """rope(split₀(y), t), rope(split₁(y), t) → split(rope(y₀ ‖ y₁, t)), where the parts stand side by side in y."""
+    done = _at_once(graph, types, ROPES.by, _rotations, _rotate)
+    return Fused(done, tuple(_merged(done, hir.Rope, ROPES)))
+
+
+def _rotations(graph: Graph) -> list[list[int]]:
+    """Node numbers of alike Ropes over neighbouring parts of one Split, in the order of the parts."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        if isinstance(node.op, hir.Rope) and isinstance(graph.nodes[node.inputs[0].node].op, hir.Split):
+            found[(node.inputs[0].node, node.op, node.inputs[1:])].append(number)
+    groups = [sorted(group, key=lambda n: graph.nodes[n].inputs[0].index) for group in found.values()]
+    parts = [[graph.nodes[n].inputs[0].index for n in group] for group in groups]
+    # The first to be computed makes all, so it has to be the first of the parts.
+    return [g for g, at in zip(groups, parts, strict=True)
+            if len(g) > 1 and g == sorted(g) and at == list(range(at[0], at[0] + len(at)))]  # fmt: skip
+
+
+def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    split, first, count = b.nodes[inputs[0].node], inputs[0].index, len(group)
+    sizes = split.op.sizes  # type: ignore[attr-defined]
+    parts = sizes[first : first + count]
+    cuts = tuple(n for n in (sum(sizes[:first]), sum(parts), sum(sizes[first + count :])) if n)
+    whole = b.add(hir.Split(cuts), *split.inputs)[1 if first else 0]
+    return b.add(hir.Split(parts), b(graph.nodes[group[0]].op, whole, *inputs[1:]))
+
+
+def _merged(graph: Graph, kind: type[Op], pattern: Pattern) -> Iterator[Place]:
+    """Where one node of that kind was made of several: what it gives is split."""
+    for inner, number, node in _numbered(graph):
+        if node.origin.by == pattern.by and isinstance(node.op, hir.Split):
+            if isinstance(inner.nodes[node.inputs[0].node].op, kind):
+                yield pattern.fused(number, node)
+
+
+def _numbered(graph: Graph) -> Iterator[tuple[Graph, int, Node]]:
+    for number, node in enumerate(graph.nodes):
+        yield graph, number, node
+        for region in node.op.regions():
+            yield from _numbered(region)
+
+
+def _at_once(
+    graph: Graph, types: TypeCache, name: str, groups: Callable[[Graph], list[list[int]]], make: Make
+) -> Graph:
+    """Compute the nodes of each group together, by `make`, where the first of them stood."""
+
+    def enter(graph: Graph) -> Rewrite:
+        member = {number: group for group in groups(graph) for number in group}
+        made: dict[int, Value] = {}
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if number not in member:
+                return None
+            group = member[number]
+            if number == group[0]:
+                made.update(zip(group, make(b, graph, group, inputs), strict=True))
+            return (made[number],)
+
+        return fn
+
+    # Without dce the unmerged weights would stay in the graph, and so in the layout.
+    return dce(rewrite(graph, enter, types, name), types)

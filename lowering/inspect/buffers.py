@@ -1,0 +1,203 @@
+"""Liveness and a plan of one arena, computed on MIR for reports, dumps and the proof of donation.
+
+Nothing at run time depends on it: XLA allocates. Inputs, parameters, constants and state live throughout, as
+arguments of the program, so they take no room here; the arena holds what the program computes. The nodes of a region
+run inside one workspace of their own, which all iterations share.
+
+Of symbolic types the size is not known, so they have no slot until the program is specialised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.param import Stack, leaf_name
+from rlx_jax.ir.traits import nothing
+
+ALIGNMENT = 64
+PHASES = ("prologue", "steady", "epilogue")
+
+
+@dataclass(frozen=True)
+class View:
+    """A value that is part of another: it begins `byte_offset` bytes into `root`."""
+
+    root: Value
+    byte_offset: int
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """`size` bytes from step `born` to step `dies`, both included. The workspace of a region is one of its node."""
+
+    value: Value
+    size: int
+    born: int
+    dies: int
+    workspace: bool = False
+
+    def overlaps(self, other: Lifetime) -> bool:
+        """Whether both are alive at one step."""
+        return self.born <= other.dies and other.born <= self.dies
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a lifetime lies in the arena."""
+
+    offset: int
+    life: Lifetime
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """Slots of one program by offset, the values that are views, and what each node is for."""
+
+    arena_size: int
+    slots: tuple[Slot, ...]
+    views: Mapping[Value, View]
+    phases: tuple[str, ...]
+    inputs: tuple[tuple[str, Value], ...]
+    params: tuple[tuple[str, Value], ...]
+    outputs: tuple[tuple[str, Value], ...]
+    dynamic_symbols: tuple[str, ...]
+    alignment: int = ALIGNMENT
+
+    @property
+    def total_unshared_bytes(self) -> int:
+        """What the values would take side by side. A view takes nothing."""
+        return sum(slot.life.size for slot in self.slots)
+
+    @property
+    def bytes_saved(self) -> int:
+        """What sharing saves."""
+        return max(0, self.total_unshared_bytes - self.arena_size)
+
+    def slot(self, value: Value) -> Slot | None:
+        """The slot of a value; None for leaves, views and symbolic sizes."""
+        return next((s for s in self.slots if s.life.value == value and not s.life.workspace), None)
+
+    def is_view(self, value: Value) -> bool:
+        """Whether a value is part of another."""
+        return value in self.views
+
+    def nodes_in_phase(self, phase: str) -> tuple[int, ...]:
+        """Node numbers of "prologue" (leaves), "epilogue" (after the last heavy op) or "steady" (the rest)."""
+        return tuple(i for i, p in enumerate(self.phases) if p == phase)
+
+
+def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> BufferPlan:
+    """The plan of a MIR graph.
+
+    Args:
+        in_place: caches are updated where they are, as a donated state is.
+        scan: regions run under `lax.scan`, which slices one layer's parameters out of the stacked ones.
+    """
+    found = views(graph, in_place)
+    slots = place(lifetimes(graph, found, in_place, scan))
+    named = enumerate(graph.nodes)
+    leaves = [(n.op, Value(i)) for i, n in named if isinstance(n.op, Leaf)]
+    symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
+    return BufferPlan(
+        arena_size=max((s.offset + s.life.size for s in slots), default=0),
+        slots=tuple(sorted(slots, key=lambda s: (s.offset, s.life.born, s.life.value.node, s.life.value.index))),
+        views=found,
+        phases=_phases(graph),
+        inputs=tuple((op.input, v) for op, v in leaves if isinstance(op, Input)),
+        params=tuple((leaf_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
+        outputs=tuple(zip(graph.output_names, graph.outputs, strict=False)),
+        dynamic_symbols=tuple(sorted(symbols)),
+    )
+
+
+def views(graph: Graph, in_place: bool = True) -> dict[Value, View]:
+    """The values that need no memory of their own, by what they are part of. Chains end at their root."""
+    found: dict[Value, View] = {}
+    for number, node in enumerate(graph.nodes):
+        for index, source, offset in _view(graph, node, in_place):
+            base = found.get(source, View(source, 0))
+            found[Value(number, index)] = View(base.root, base.byte_offset + offset)
+    return found
+
+
+def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, int]]:
+    """(result, operand that it is part of, bytes into it) for the results of a node that are views."""
+    if not isinstance(node.op, Mir):
+        return []
+    offset = node.op.traits.view(node.op, [graph.type(v) for v in node.inputs], node.types)
+    if offset is not None:
+        return [(0, node.inputs[0], offset)]
+    written = ((result, node.inputs[operand]) for result, operand in node.op.traits.writes if in_place)
+    return [(result, value, 0) for result, value in written if isinstance(graph.nodes[value.node].op, StateRead)]
+
+
+def lifetimes(graph: Graph, found: Mapping[Value, View], in_place: bool = True, scan: bool = False) -> list[Lifetime]:
+    """When each computed value of static size is born and dies. Views prolong the life of their root."""
+    end = len(graph.nodes)
+    last: dict[Value, int] = {}
+    for number, node in enumerate(graph.nodes):
+        last.update({_root(found, v): number for v in node.inputs})
+    last.update({_root(found, v): end for v in graph.roots()})
+    out = []
+    for number, node in enumerate(graph.nodes):
+        inner = sum(activation_bytes(region, in_place, scan) for region in node.op.regions())
+        inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
+        if inner:
+            out.append(Lifetime(Value(number), inner, number, number, workspace=True))
+        for index, t in enumerate(node.types):
+            value = Value(number, index)
+            if not isinstance(node.op, Leaf) and value not in found and t.is_static:
+                out.append(Lifetime(value, t.nbytes, number, last.get(value, number)))
+    return out
+
+
+def _sliced_bytes(region: Graph) -> int:
+    """One layer's part of the parameters that differ between layers."""
+    return sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
+
+
+def _root(found: Mapping[Value, View], value: Value) -> Value:
+    return found[value].root if value in found else value
+
+
+def place(lives: list[Lifetime]) -> list[Slot]:
+    """Largest first, each at the lowest aligned offset that is free while it lives."""
+    slots: list[Slot] = []
+    for life in sorted(lives, key=lambda life: (-life.size, life.born, life.value.node, life.value.index)):
+        taken = sorted((s.offset, s.offset + s.life.size) for s in slots if s.life.overlaps(life))
+        offset = 0
+        for start, stop in taken:
+            if offset + life.size <= start:
+                break
+            offset = max(offset, math.ceil(stop / ALIGNMENT) * ALIGNMENT)
+        slots.append(Slot(offset, life))
+    return slots
+
+
+def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
+    """Peak bytes of computed values alive at once, walking the nodes in order. Arguments as in `plan_buffers`."""
+    change = [0] * (len(graph.nodes) + 2)
+    for life in lifetimes(graph, views(graph, in_place), in_place, scan):
+        change[life.born] += life.size
+        change[life.dies + 1] -= life.size
+    alive = peak = 0
+    for step in change:
+        alive += step
+        peak = max(peak, alive)
+    return peak
+
+
+def _phases(graph: Graph) -> tuple[str, ...]:
+    heavy = [i for i, n in enumerate(graph.nodes) if n.op.regions() or _contracts(n)]
+    last = heavy[-1] if heavy else len(graph.nodes)
+    return tuple(
+        "prologue" if isinstance(n.op, Leaf) else "epilogue" if i > last else "steady"
+        for i, n in enumerate(graph.nodes)
+    )
+
+
+def _contracts(node: Node) -> bool:
+    return isinstance(node.op, Mir) and node.op.traits.flops is not nothing

@@ -1,0 +1,112 @@
+"""What the fusion passes say of a program, and counts of its ops. It knows no pattern: passes do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlx_jax.ir.graph import Graph, Node, TypeCache
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
+from rlx_jax.ir.ops.fused import (
+    ElementwiseRegion,
+    FusedMatMulBiasAct,
+    FusedResidualLayerNorm,
+    FusedResidualRmsNorm,
+    FusedSwiGLU,
+)
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.pointwise import Binary, Unary
+from rlx_jax.ir.ops.shape import Narrow
+from rlx_jax.lowering.mir.dce import live
+from rlx_jax.lowering.mir.regions import unfuse_elementwise_regions
+from rlx_jax.lowering.places import Place
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """Ops of one program after its passes, and what they missed. A layer that repeats is counted once.
+
+    A miss counts only where its pass ran and the pattern is there: a product without a bias, or two products that
+    the profile keeps apart, are none.
+    """
+
+    nodes_before: int
+    nodes_after: int
+    matmul_before: int
+    matmul_after: int
+    attention: int
+    rope: int
+    narrow: int
+    silu: int
+    mul: int
+    fused_matmul_bias_act: int
+    fused_swiglu: int
+    fused_residual_ln: int
+    fused_residual_rms_norm: int
+    elementwise_region: int
+    places: tuple[Place, ...] = ()
+
+    @property
+    def fused(self) -> tuple[Place, ...]:
+        """What the passes fused. A policy may have written fused ops before they came by."""
+        return tuple(place for place in self.places if not place.reason)
+
+    @property
+    def missed(self) -> tuple[Place, ...]:
+        """What they looked for, and could not fuse."""
+        return tuple(place for place in self.places if place.reason)
+
+    @property
+    def clean(self) -> bool:
+        """Nothing was missed."""
+        return not self.missed
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        missed = Counter(m.pattern for m in self.missed)
+        return (
+            f"nodes={self.nodes_before}→{self.nodes_after} matmul={self.matmul_before}→{self.matmul_after} "
+            f"fused_mm_act={self.fused_matmul_bias_act} fused_swiglu={self.fused_swiglu} "
+            f"fused_residual={self.fused_residual_ln + self.fused_residual_rms_norm} "
+            f"elementwise_region={self.elementwise_region} missed_mm_act={missed['matmul_bias_act']} "
+            f"missed_swiglu={missed['swiglu']} missed_shared_mm={missed['shared_input_matmul']}"
+        )
+
+    def __str__(self) -> str:
+        lines = ["fusion report:", f"  {self.summary}"]
+        if self.missed:
+            lines += ["missed patterns:", *(f"  {m}" for m in self.missed)]
+        return "\n".join(lines)
+
+
+def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], types: TypeCache) -> FusionReport:
+    """Count ops of a MIR program before and after its passes; `places` is what those said."""
+    count = Counter(type(node.op) for node in _live_nodes(after))
+    plain = unfuse_elementwise_regions(after, types)
+    pointwise = Counter(node.op for node in _live_nodes(plain) if isinstance(node.op, Unary | Binary))
+    return FusionReport(
+        nodes_before=sum(1 for _ in before.walk()),
+        nodes_after=sum(1 for _ in after.walk()),
+        matmul_before=sum(isinstance(node.op, MatMul) for node in _live_nodes(before)),
+        matmul_after=count[MatMul],
+        attention=count[AttentionOp],
+        rope=count[RopeOp],
+        narrow=count[Narrow],
+        silu=pointwise[Unary("silu")],
+        mul=pointwise[Binary("mul")],
+        fused_matmul_bias_act=count[FusedMatMulBiasAct],
+        fused_swiglu=count[FusedSwiGLU],
+        fused_residual_ln=count[FusedResidualLayerNorm],
+        fused_residual_rms_norm=count[FusedResidualRmsNorm],
+        elementwise_region=count[ElementwiseRegion],
+        places=places,
+    )
+
+
+def _live_nodes(graph: Graph) -> Iterator[Node]:
+    for number in sorted(live(graph)):
+        yield graph.nodes[number]
+        for region in graph.nodes[number].op.regions():
+            yield from _live_nodes(region)

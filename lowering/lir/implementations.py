@@ -1,0 +1,45 @@
+"""The implementations of ops that have more than their `eval`, and which of them a program takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlx_jax.device import Device
+from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.lowering.lir.attention import choose_attention, cudnn
+from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.products import choose_products, row
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": lambda op, *arrays: op.eval(*arrays),
+    "cudnn": cudnn,
+    "row": row,
+}
+"""How to run an op, by the name of the implementation; each equals `eval`."""
+
+ONLY = {"cudnn": "cuda"}
+"""The platform that an implementation runs on, where it is one."""
+
+CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct)
+"""The ops that may have a choice."""
+
+
+def choose_all(
+    graph: Graph, device: Device, attention: str, products: str, differentiable: bool = True
+) -> dict[Call, Choice]:
+    """The implementation of every attention of a program with static sizes, and of products where `eval` loses.
+
+    Raises:
+        UnsupportedError: see `choose_attention`.
+    """
+    chosen = choose_attention(graph, device, attention, differentiable)
+    return chosen | choose_products(graph, device, products)
+
+
+def runnable(choices: Mapping[Call, Choice], kind: str) -> dict[Call, Choice]:
+    """The choices that a device of this kind can run; `eval` means the same as the others."""
+    return {call: choice for call, choice in choices.items() if ONLY.get(choice.implementation, kind) == kind}

@@ -1,0 +1,166 @@
+"""Run a MIR graph: walk the nodes and call each op's `eval`. Under `jax.jit` this traces the program.
+
+A region runs as the plan says: a Python loop over the body (`unroll`) or `lax.scan`. In a scan, layer parameters
+are stacked leaves that are sliced, by row number where layers share weights, and state is a carry that is updated in
+place. With `remat` a gradient keeps
+little of each iteration and computes the rest again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.param import Program, Stack
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import bind_path, path_text
+from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.implementations import CHOSEN, IMPLEMENTATIONS
+from rlx_jax.lowering.lir.layout import rows
+
+AnyArray = Any
+
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "layer": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What a gradient keeps of each iteration beside its operands, as a policy of `jax.checkpoint`."""
+
+
+@dataclass
+class Env:
+    """What leaves mean: parameters by program, inputs and state by name."""
+
+    params: Mapping[Program, AnyArray]
+    inputs: Mapping[str, AnyArray]
+    state: dict[str, AnyArray]
+    scan: bool = False
+    remat: str = "none"
+    choices: Mapping[Call, Choice] = field(default_factory=dict)
+    iteration: int | None = None
+    operands: tuple[AnyArray, ...] = ()
+    sliced: Mapping[Param, AnyArray] = field(default_factory=dict)
+
+    def leaf(self, op: Leaf) -> AnyArray:
+        """The array a leaf stands for."""
+        match op:
+            case Input(input=name):
+                return self.inputs[name]
+            case Param() if self.scan and op.varies:
+                return self.sliced[op]
+            case Param():
+                return self.weight(op.at(self.iteration))
+            case StateRead(leaf=leaf):
+                return self.state[leaf.key(self.iteration)]
+            case BodyInput(index=index):
+                return self.operands[index]
+            case Constant():
+                return jnp.asarray(op.array)
+        raise TypeError(op)
+
+    def weight(self, program: Program) -> AnyArray:
+        """The array of a program: a leaf, or a row of one."""
+        if program in self.params:
+            return self.params[program]
+        found = rows(self.params, (program,))
+        assert found is not None, program  # the layout is checked before
+        stack, (row,) = found
+        return self.params[stack][row]
+
+    def stacked(self, programs: tuple[Program, ...]) -> tuple[AnyArray, tuple[int, ...]]:
+        """The leaf that has the arrays of all iterations as rows, and which; no rows where it has them in turn."""
+        if (whole := Stack(programs)) in self.params:
+            return self.params[whole], ()
+        found = rows(self.params, programs)
+        assert found is not None, programs
+        return self.params[found[0]], found[1]
+
+
+def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
+    """The outputs of `graph`; `env.state` is updated with what it writes."""
+    values: dict[Value, AnyArray] = {}
+    for number, node in enumerate(graph.nodes):
+        with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
+            results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
+        values.update({Value(number, i): r for i, r in enumerate(results)})
+    written = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
+    env.state.update(written)
+    return tuple(values[v] for v in graph.outputs)
+
+
+def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    op = node.op
+    if isinstance(op, Leaf):
+        return (env.leaf(op),)
+    if isinstance(op, Repeat):
+        return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
+    assert isinstance(op, Mir), op
+    choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
+    out = op.eval(*operands) if choice is None else IMPLEMENTATIONS[choice.implementation](op, *operands)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    carries, shared = operands[: op.carries], operands[op.carries :]
+    sides: list[tuple[AnyArray, ...]] = []
+    for i in range(op.count):
+
+        def step(*operands: AnyArray, i: int = i) -> tuple[AnyArray, ...]:
+            return interpret(op.body, replace(env, iteration=i, operands=operands))
+
+        out = _recomputed(step, op, env)(*carries, *shared)
+        carries = out[: op.carries]
+        sides.append(out[op.carries :])
+    return (*carries, *(side for column in zip(*sides, strict=True) for side in column))
+
+
+def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
+    shared, params = operands[op.carries :], op.body.params()
+    varying = [p for p in params if p.varies]
+    leaves, picks = zip(*(env.stacked(p.programs) for p in varying), strict=True) if varying else ((), ())
+    keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
+    # Taken out of its leaf once, not in every iteration.
+    whole = {p.programs[0]: env.weight(p.programs[0]) for p in params if not p.varies}
+
+    def step(carry: Any, xs: Any) -> Any:
+        carried, state = carry
+        i, weights = xs
+        layer = {k: lax.dynamic_index_in_dim(s, i, keepdims=False) for k, s in zip(keys, state, strict=True)}
+        sliced = [_row(leaf, w) if pick else w for leaf, pick, w in zip(leaves, picks, weights, strict=True)]
+        inner = replace(
+            env,
+            params={**env.params, **whole},
+            operands=(*carried, *shared),
+            sliced=dict(zip(varying, sliced, strict=True)),
+            state={**env.state, **layer},
+            iteration=None,
+        )
+        out = interpret(op.body, inner)
+        state = [lax.dynamic_update_index_in_dim(s, inner.state[k], i, 0) for k, s in zip(keys, state, strict=True)]
+        return (out[: op.carries], state), out[op.carries :]
+
+    init = (operands[: op.carries], [env.state[key] for key in keys])
+    # Layers that share weights pick their rows by number; all others are handed theirs.
+    weights = [jnp.asarray(pick, jnp.int32) if pick else leaf for leaf, pick in zip(leaves, picks, strict=True)]
+    xs = (jnp.arange(op.count, dtype=jnp.int32), weights)
+    (carries, state), ys = lax.scan(_recomputed(step, op, env), init, xs)
+    env.state.update(zip(keys, state, strict=True))
+    return (*carries, *(y[i] for y in ys for i in range(op.count)))
+
+
+def _row(leaf: AnyArray, number: AnyArray) -> AnyArray:
+    return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+
+
+def _recomputed(step: Callable[..., Any], op: Repeat, env: Env) -> Callable[..., Any]:
+    """One iteration, under `jax.checkpoint` if the plan says so. A body that writes state is never differentiated."""
+    if env.remat == "none" or op.body.writes:
+        return step
+    # A scan's body is compiled once, so that nothing in it can be merged with what it recomputes.
+    return jax.checkpoint(step, policy=REMAT[env.remat], prevent_cse=not env.scan)

@@ -1,0 +1,83 @@
+"""The plan: how a MIR program runs on one target. Together they are the LIR.
+
+Nothing at run time depends on offsets: XLA allocates. `buffers.py` computes liveness for reports and proofs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlx_jax.ir.graph import Graph, StateRead
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.lir.attention import attentions
+from rlx_jax.lowering.lir.choices import XLA, Call, Choice
+from rlx_jax.lowering.lir.products import products
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
+    recomputes of each layer (`remat`: none, layer or dots), the `implementation` of attention that was asked for, how
+    attentions and products run (`choices`), what was asked of products, options for XLA. `unread` are keys of weights
+    of the program that was planned for which the plan has no use."""
+
+    target: str
+    scan: bool
+    donate_state: bool
+    donate_inputs: tuple[str, ...] = ()
+    remat: str = "none"
+    implementation: str = "auto"
+    choices: Mapping[Call, Choice] = field(default_factory=dict)
+    compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    products: str = "auto"
+
+    def text(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
+        return (
+            f"plan: target={self.target}, layers={'scan' if self.scan else 'unroll'}, remat={self.remat}, "
+            f"donate_state={str(self.donate_state).lower()}, donate_inputs=[{', '.join(self.donate_inputs)}], "
+            f"compiler_options={options}"
+        )
+
+
+@dataclass(frozen=True)
+class Lir:
+    """A specialised MIR program with its plan."""
+
+    graph: Graph
+    plan: Plan
+
+    def attention(self) -> tuple[str, ...]:
+        """One line for each attention: its block path, the implementation and the reason."""
+        choices = self.plan.choices
+        return tuple(f"{path}: {choices[call]}" for path, call in attentions(self.graph).items() if call in choices)
+
+    def products(self) -> tuple[str, ...]:
+        """How products with weights run: how many, by what and why. A layer that repeats counts once."""
+        found = Counter(str(self.plan.choices.get(call, XLA)) for call in products(self.graph))
+        return tuple(f"{count} by {choice}" for choice, count in found.items())
+
+
+def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
+    """The arrays of the state: one for each layer, or one for all layers of a scanned region."""
+    found: dict[str, TensorType] = {}
+
+    def visit(graph: Graph, iterations: int) -> None:
+        for node in graph.nodes:
+            for region in node.op.regions():
+                visit(region, node.op.iterations())
+            if not isinstance(node.op, StateRead):
+                continue
+            leaf, t = node.op.leaf, node.op.type
+            if leaf.key(0) == leaf.key(1):
+                found[leaf.key(None)] = t
+            elif stacked:
+                found[leaf.key(None)] = TensorType((iterations, *t.shape), t.dtype)
+            else:
+                found.update({leaf.key(i): t for i in range(iterations)})
+
+    visit(graph, 1)
+    return found

@@ -1,0 +1,47 @@
+"""Dead code elimination."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rlx_jax.ir.graph import Builder, Graph, Node, StateRead, TypeCache, Value
+from rlx_jax.ir.rewrite import Rewrite, rewrite
+
+
+def dce(graph: Graph, types: TypeCache) -> Graph:
+    """Drop the nodes that no output, state write or region needs. Declared inputs stay in the signature."""
+
+    def enter(graph: Graph) -> Rewrite:
+        needed = live(graph)
+
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            return None if number in needed else ()
+
+        return fn
+
+    return rewrite(graph, enter, types, "dce")
+
+
+def live(graph: Graph) -> set[int]:
+    """Numbers of the nodes that an output, a state write or a region with writes needs."""
+    needed = {v.node for v in graph.roots()}
+    # A state leaf that is written is also read, though nothing needs what it held: its type says what is kept.
+    written = {leaf for leaf, _ in graph.writes}
+    needed |= {i for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead) and n.op.leaf in written}
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[number]
+        if number in needed or any(region.writes for region in node.op.regions()):
+            needed.add(number)
+            needed.update(v.node for v in node.inputs)
+    return needed
+
+
+def read_once(graph: Graph) -> set[Value]:
+    """Values that one operand of one live node reads, and nothing else: a pass may take in what makes them.
+
+    Outputs and state writes count as readers.
+    """
+    readers = Counter(graph.roots())
+    for number in live(graph):
+        readers.update(graph.nodes[number].inputs)
+    return {value for value, times in readers.items() if times == 1}

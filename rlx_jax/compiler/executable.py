@@ -1,0 +1,144 @@
+"""LIR → executable: `jax.jit` with what the plan donates, and the proof that it was."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, ProfileError, RlxWarning
+from rlx_jax.ir.graph import first_line
+from rlx_jax.lowering.lir.donation import DonationProof, examine
+from rlx_jax.lowering.lir.plan import Lir
+
+HOST = (np.ndarray, np.generic)
+Arrays = Mapping[str, Any]
+StateArrays = dict[str, Any]
+Results = tuple[tuple[Any, ...], StateArrays]
+Function = Callable[[Arrays, StateArrays, Arrays], Results]
+Progress = Callable[[str, int, int], None]
+"""Told what is done and how far it is: ("load", bytes of weights read, bytes in all) after each weight, and ("compile
+prefill of batch 1, seq 16", 0, 1) before and (…, 1, 1) after a compile. Called in the thread that does it; what it
+raises ends the work."""
+Around = Callable[[Function], Function]
+"""What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value."""
+
+
+@dataclass
+class Executable:
+    """A compiled program. The state and the inputs named in `consumed` are gone after a run."""
+
+    lir: Lir
+    call: jax.stages.Compiled
+    lowered: jax.stages.Lowered
+    seconds: Mapping[str, float]
+    peak_bytes: int
+    donation: DonationProof | None = None
+    consumed: tuple[str, ...] = ()
+    placement: tuple[Any, ...] = ()
+
+    def fits(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
+        """Whether the arguments stand where they stood when it was compiled, or are free to be moved there. Asked of a
+        call that failed: it looks at every argument, which takes longer than a call.
+
+        `placement` has the sharding of each argument, in order; None for one that the program does not read.
+        """
+        arguments = jax.tree.leaves((params, state, *parted(inputs, self.consumed)))
+        return all(map(stands, arguments, self.placement))
+
+    def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+        """Run it. The arguments are those of the pure function; those on the host go to the device."""
+        results: Results = self.call(params, on_device(state), *parted(on_device(inputs), self.consumed))
+        return results
+
+
+T = TypeVar("T")
+
+
+def on_device(arrays: T) -> T:
+    """The same tree with arrays of the host on the device: explicitly, as `jax.transfer_guard` wants it."""
+    leaves, tree = jax.tree.flatten(arrays)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HOST)]
+    if not at:
+        return arrays
+    for i, moved in zip(at, jax.device_put([leaves[i] for i in at]), strict=True):
+        leaves[i] = moved
+    return jax.tree.unflatten(tree, leaves)  # type: ignore[no-any-return]
+
+
+def stands(argument: Any, sharding: Any) -> bool:
+    """Whether an argument may be given to a program that was compiled for this sharding."""
+    if sharding is None or not isinstance(argument, jax.Array):  # what comes from the host goes where it is wanted
+        return True
+    here = argument.sharding
+    return here is sharding or not argument.committed or here.is_equivalent_to(sharding, argument.ndim)
+
+
+def parted(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
+    """The inputs as arguments: all of them, or those to keep and those to consume."""
+    if not consumed:
+        return (inputs,)
+    return {n: a for n, a in inputs.items() if n not in consumed}, {n: inputs[n] for n in consumed}
+
+
+def compile_program(lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+    """Trace and compile with XLA; the state is donated, and that is proved.
+
+    Raises:
+        ProfileError: XLA does not take one of the profile's compiler options.
+    """
+
+    def consuming(params: Arrays, state: StateArrays, kept: Arrays, consumed: Arrays) -> Results:
+        return function(params, state, {**kept, **consumed})
+
+    # With debug_nans jax keeps every argument alive, so there is nothing to donate and nothing to prove.
+    may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
+    donates_state = may_donate and lir.plan.donate_state and bool(state)
+    consumed = lir.plan.donate_inputs if may_donate else ()
+    donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
+    options = dict(lir.plan.compiler_options) or None
+    jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options)
+    start = time.perf_counter()
+    lowered = jitted.lower(params, state, *parted(inputs, consumed))
+    traced = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not any(f"{wrong} option" in str(error) for wrong in ("compile", "setting")):
+            raise
+        raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
+    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    proof = prove_donation(lir, compiled, lowered.out_info[1]) if donates_state else None
+    placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
+    memory: Any = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement)
+
+
+def prove_donation(lir: Lir, compiled: jax.stages.Compiled, after: StateArrays) -> DonationProof:
+    """The state is consumed in place, or this is an error. `after`: the types of the state that is returned.
+
+    Raises:
+        GraphError: bytes that are not aliased, or a cache that is copied. More temporaries than the plan expects are a
+            warning, as that is an estimate.
+    """
+    donation, name = examine(lir, compiled, after), lir.graph.name
+    if broken := donation.broken():
+        raise GraphError(
+            f"{name}: the state is not updated in place: {broken}; nothing may read the old state once the new one is "
+            f"written, nor change its dtype; donation.state = false in the profile runs it with "
+            f"{donation.state_bytes} bytes more"
+        )
+    if surplus := donation.surplus():
+        warnings.warn(
+            f"{name}: {surplus}; if memory is short, ask for fewer rows or shorter chunks, or compile with "
+            "layers.roll = 'unroll'; donation.state = false in the profile leaves this unchecked",
+            RlxWarning,
+            stacklevel=2,
+        )
+    return donation

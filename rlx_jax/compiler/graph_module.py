@@ -1,0 +1,476 @@
+"""`GraphModule`: a program at one level (HIR, MIR or LIR) that is built by hand, printed, lowered and compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.passes import Job, run_passes
+from rlx_jax.compiler.pipeline import lir_of
+from rlx_jax.compiler.settings import plain
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    DanglingRefError,
+    GraphError,
+    LevelError,
+    NameCollisionError,
+    VersionMismatchError,
+    did_you_mean,
+    quote,
+    shown,
+)
+from rlx_jax.io.strict_json import parse_object
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, Param, TypeCache, Value
+from rlx_jax.ir.param import Key, WeightSource, cast, keys_of, read_from, stored_keys
+from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
+from rlx_jax.ir.text import dump
+from rlx_jax.ir.types import as_dim, as_name, as_names, device_dtype, path_text, tensor_type
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.inspect.text import dump_lir
+from rlx_jax.lowering.lir.plan import Lir, Plan
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Built, InputDecl, Weights
+from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.emit import input_type
+from rlx_jax.weights.source import open_weights
+
+POLICIES = ("direct", "fusable")
+FORMAT, VERSION = "rlx_jax.graph", 1
+
+
+@dataclass(eq=False)
+class GraphModule(Builders[Value]):
+    """A graph that is being built. `len(module)` is its number of nodes. `rlx_jax.compile` takes it like a flow.
+
+    >>> m = GraphModule.define("m", lambda m: m.linear(m.input("x", (2, 8)), m.param("w", (8, 8))))
+    >>> str(m.stage), len(m), str(m.lower().stage)
+    ('hir', 3, 'mir')
+    """
+
+    name: str
+    stage: GraphStage
+    builder: Builder = field(repr=False)
+    outputs: list[Value] = field(default_factory=list, repr=False)
+    output_names: tuple[str, ...] = ()
+    policy: str = "direct"
+    plan: Plan | None = None
+    captured: Captured = field(default_factory=Captured, repr=False)
+
+    def __post_init__(self) -> None:
+        as_name(self.name, "a module")
+
+    # -- opening -----------------------------------------------------------------------------
+
+    @staticmethod
+    def hir(name: str) -> GraphModule:
+        """An empty HIR module."""
+        return GraphModule(name, GraphStage.HIR, Builder(name, TypeCache()))
+
+    @staticmethod
+    def mir(name: str) -> GraphModule:
+        """An empty MIR module."""
+        return GraphModule(name, GraphStage.MIR, Builder(name, TypeCache()))
+
+    @staticmethod
+    def define(name: str, build: Callable[[GraphModule], Value]) -> GraphModule:
+        """A HIR module whose only output is what `build` returns."""
+        module = GraphModule.hir(name)
+        return module.finish_hir(build(module))
+
+    @staticmethod
+    def from_hir(graph: Graph, policy: str = "direct") -> GraphModule:
+        """A module that goes on from a HIR graph."""
+        return GraphModule.of(graph, GraphStage.HIR, policy=policy)
+
+    @staticmethod
+    def from_graph(graph: Graph) -> GraphModule:
+        """A module that goes on from a MIR graph."""
+        return GraphModule.of(graph, GraphStage.MIR)
+
+    from_mir = from_graph
+
+    @staticmethod
+    def from_lir(lir: Lir) -> GraphModule:
+        """A module around a planned program."""
+        if not isinstance(lir, Lir):
+            raise GraphError(f"expected a planned program, as into_lir gives it; got {type(lir).__name__}")
+        return GraphModule.of(lir.graph, GraphStage.LIR, plan=lir.plan)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        stage: GraphStage,
+        types: TypeCache | None = None,
+        policy: str = "direct",
+        plan: Plan | None = None,
+    ) -> GraphModule:
+        """A module around a finished graph.
+
+        Raises:
+            GraphError: the graph is not a valid one of that level; all problems are listed.
+        """
+        if not isinstance(graph, Graph):
+            raise GraphError(f"expected a graph, as into_hir and into_graph give it; got {type(graph).__name__}")
+        builder = Builder.resume(graph, types or TypeCache())
+        verify(graph, stage, "opening", builder.types)
+        return GraphModule(graph.name, stage, builder, list(graph.outputs), graph.output_names, policy, plan)
+
+    # -- building ----------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
+        """Declare an input; strings in the shape are symbolic sizes."""
+        if any(i.input == name for i in self.builder.inputs):
+            raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
+        return self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
+
+    def input_batch_seq(
+        self, name: str, hidden: int, dtype: Any = "f32", batch: int | str = "batch", seq: int | str = "seq"
+    ) -> Value:
+        """Declare an input `[batch, seq, hidden]`."""
+        return self.input(name, (batch, seq, hidden), dtype)
+
+    def param(self, name: str, shape: Sequence[int], dtype: Any = "f32") -> Value:
+        """Declare a parameter; `name` is its weight key. One of 64 bits enters the program in 32."""
+        stored = Key(name, tensor_type(tuple(shape), dtype, f"param {name}"))
+        for node in self.builder.nodes:
+            for known in stored_keys(node.op.programs[0]) if isinstance(node.op, Param) else ():
+                if known.key == name and known.type != stored.type:
+                    raise NameCollisionError(f"{self.name}: parameter {quote(name)} is {known.type} and {stored.type}")
+        program = cast(stored, device_dtype(stored.type.dtype))
+        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def named(self, name: str, build: Callable[[GraphModule], Value]) -> Value:
+        """Run `build` inside a block path segment `name`."""
+        with self.builder.at(Origin((*self.builder.origin.path, name))):
+            return build(self)
+
+    @staticmethod
+    def block(module: GraphModule, name: str, build: Callable[[GraphModule], Value]) -> Value:
+        """`module.named(name, build)`."""
+        return module.named(name, build)
+
+    # -- what the builders need --------------------------------------------------------------
+
+    def wrap(self, value: Value) -> Value:
+        """A value of the builder as users get it: it knows its module, so that no other one takes it."""
+        return replace(value, owner=self.builder)
+
+    @property
+    def level(self) -> GraphStage:
+        """`stage`, as the builders ask for it."""
+        return self.stage
+
+    def own(self, value: Value) -> Value:
+        """The graph value behind one of this module."""
+        if not isinstance(value, Value):
+            raise GraphError(
+                f"{self.name}: expected a value of this module, got {type(value).__name__}; m.constant(array) makes one"
+            )
+        if value.owner not in (None, self.builder):
+            raise GraphError(
+                f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
+                "use the values that this one returned, after lowering those in its `outputs`"
+            )
+        if not (0 <= value.node < len(self.builder.nodes)) or value.index >= len(self.builder.nodes[value.node].types):
+            raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
+        return Value(value.node, value.index)
+
+    def weight(self, weight: Value | str) -> Value:
+        """A weight operand; a module declares what it reads, so a key alone is none."""
+        if isinstance(weight, str):
+            raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({weight!r}, shape) declares the weight")
+        return weight
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
+        """Set the outputs, and their names: without, `output`, or `output0`, `output1` …"""
+        if not isinstance(values, Iterable):
+            raise GraphError(f"{self.name}: set_outputs takes a list of values, got {type(values).__name__}: [value]")
+        outputs = [self.own(v) for v in values]
+        default = ("output",) if len(outputs) == 1 else tuple(f"output{i}" for i in range(len(outputs)))
+        chosen = as_names(names, f"{self.name}: set_outputs") or default
+        if len(chosen) != len(outputs):
+            raise GraphError(f"{self.name}: set_outputs: {len(outputs)} values and {len(chosen)} names")
+        self.outputs, self.output_names = outputs, chosen
+
+    set_hir_outputs = set_outputs
+
+    def finish_hir(self, value: Value) -> GraphModule:
+        """Set the only output; the module."""
+        self.set_outputs([value])
+        return self
+
+    def finish(self) -> Graph:
+        """The finished, verified graph.
+
+        Raises:
+            GraphError: there are no outputs, or the graph is wrong; all problems are listed.
+        """
+        if not self.outputs:
+            raise GraphError(f"module {self.name!r} has no outputs: set_outputs([...])")
+        return verify(self._snapshot(), self.stage, "building", self.builder.types)
+
+    def _snapshot(self) -> Graph:
+        return self.builder.finish(self.outputs, self.output_names)
+
+    # -- levels ------------------------------------------------------------------------------
+
+    @property
+    def fusion_policy(self) -> str | None:
+        """How blocks will become tensor ops: `direct` or `fusable`. None below HIR."""
+        return self.policy if self.stage == GraphStage.HIR else None
+
+    def with_fusion_policy(self, policy: str) -> GraphModule:
+        """Set the policy; the module.
+
+        Raises:
+            LevelError: the module is below HIR.
+        """
+        if self.stage != GraphStage.HIR:
+            raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
+        if policy not in POLICIES:
+            raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(POLICIES)}")
+        self.policy = policy
+        return self
+
+    def lower(self) -> GraphModule:
+        """HIR → MIR; MIR and LIR as they are."""
+        if self.stage != GraphStage.HIR:
+            return self
+        types = self.builder.types
+        ran = run_passes(self.finish(), Job(plain(self.policy), types), stop="lower")
+        return GraphModule.of(ran.graph, GraphStage.MIR, types)
+
+    def into_hir(self) -> Graph:
+        """The HIR graph.
+
+        Raises:
+            LevelError: the module is below HIR; there is no way back up.
+        """
+        if self.stage != GraphStage.HIR:
+            raise LevelError(f"module {self.name!r} is at {self.stage}; there is no way back to HIR")
+        return self.finish()
+
+    def into_graph(self) -> Graph:
+        """The MIR graph: HIR is lowered, the plan of LIR is dropped."""
+        return self.lower().finish()
+
+    into_mir = into_graph
+
+    def into_lir(self, profile: CompileProfile | None = None, **sizes: int) -> Lir:
+        """The planned program: lowered, optimised and specialised as `rlx_jax.compile` does it.
+
+        `sizes` are those of the symbolic dimensions.
+
+        Raises:
+            GraphError: a symbolic dimension has no size. LevelError: LIR already, and given a profile or sizes.
+        """
+        if self.plan is not None:
+            if profile is not None or sizes:
+                raise LevelError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
+            return Lir(self.finish(), self.plan)
+        known = {s for i in self.builder.inputs for s in i.type.symbols}
+        for name, size in sizes.items():
+            if name not in known:
+                raise GraphError(f"{self.name}: no input has a dimension {quote(name)}{did_you_mean(name, known)}")
+            as_dim(size, f"{self.name}: {name}")
+        return lir_of(self.build(), profile, sizes)
+
+    def as_hir(self) -> Graph | None:
+        """The graph as it is, at HIR; else None."""
+        return self._snapshot() if self.stage == GraphStage.HIR else None
+
+    def as_graph(self) -> Graph | None:
+        """The graph as it is, at MIR and LIR; else None."""
+        return self._snapshot() if self.stage != GraphStage.HIR else None
+
+    as_mir = as_graph
+
+    def as_lir(self) -> Lir | None:
+        """The graph as it is and its plan, at LIR; else None."""
+        return Lir(self._snapshot(), self.plan) if self.plan is not None else None
+
+    @property
+    def graph(self) -> Graph:
+        """The MIR graph as it is.
+
+        Raises:
+            LevelError: the module is at HIR.
+        """
+        found = self.as_graph()
+        if found is None:
+            raise LevelError(f"module {self.name!r} is at hir, so it has no MIR graph yet: lower() it, or use as_hir()")
+        return found
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.builder.nodes)
+
+    def node_label(self, value: Value) -> str:
+        """What a value is called: the label of the block it comes from, else its block path, else its id."""
+        origin = self.builder.nodes[self.own(value).node].origin
+        return origin.label or path_text(origin.path) or f"%{value.node}"
+
+    def inspect(self) -> str:
+        """The dump of the graph as it is; at LIR with plan, buffers and fingerprint."""
+        lir = self.as_lir()
+        if lir is not None:
+            return dump_lir(lir)
+        return dump(self._snapshot(), self.stage, f", fusion={self.policy}" if self.stage == GraphStage.HIR else "")
+
+    def __str__(self) -> str:
+        return f"lir @{self.name}" if self.stage == GraphStage.LIR else self.inspect()
+
+    def to_json(self) -> str:
+        """The module as JSON, whole: graph, level, policy and plan. The same module gives the same text.
+
+        Raises:
+            UnsupportedError: it calls a Python function of the user (`emit.jax`); the message names the block.
+        """
+        plan = None if self.plan is None else encode(self.plan)
+        head = {"format": FORMAT, "version": VERSION, "level": str(self.stage), "policy": self.policy, "plan": plan}
+        return json.dumps(head | {"graph": encode_graph(self.finish())}, ensure_ascii=False, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> GraphModule:
+        """A module from `to_json`'s text. Nothing in it is trusted and nothing is imported.
+
+        Raises:
+            ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
+            VersionMismatchError: written by another version of the format.
+        """
+        if not isinstance(text, str | bytes):
+            raise ArtifactFormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        data = parse_object(raw, "graph JSON", ArtifactFormatError)
+        one_of("graph JSON: format", data.get("format"), (FORMAT,))
+        if data.get("version") != VERSION or isinstance(data["version"], bool):
+            found = shown(data.get("version"))
+            raise VersionMismatchError(
+                f"graph JSON: version is {found}; this release reads version {VERSION}, a number"
+            )
+        head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
+        stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
+        policy = one_of("graph JSON: policy", head["policy"], POLICIES)
+        plan = decode(Plan if stage == GraphStage.LIR else NoneType, head["plan"], "plan")
+        types = TypeCache()
+        return GraphModule.of(decode_graph(head["graph"], types), stage, types, policy, plan)
+
+    # -- as a flow ---------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]:
+        """The declared inputs."""
+        return tuple(InputDecl(i.input, i.type) for i in self.builder.inputs)
+
+    @property
+    def binding(self) -> Mapping[str, int]:
+        """No sizes are chosen ahead."""
+        return {}
+
+    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
+        """The graph bound to weights, as `ModelFlow.build` gives it. Shapes are read, data is not.
+
+        Raises:
+            MissingWeightError, WeightShapeError: a parameter is not in the source, or has another shape there.
+        """
+        source = None if weights is None else open_weights(weights)
+        graph = self.finish()
+        if source is not None:
+            graph = _bind(graph, source, self.builder.types)
+        keys = dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
+        profile = CompileProfile().replace(fusion={"policy": self.policy})
+        types, stage = self.builder.types, self.stage
+        left = self.plan.unread if self.plan else ()
+        return BuiltModel(
+            self.name, graph, source, profile, types, self, tuple(keys), left, stage=stage, plan=self.plan,
+            captured=captured or Captured(),
+        )  # fmt: skip
+
+
+def _bind(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
+    """Point parameters at what the source stores, cast to the declared dtype."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(node.op, Param):
+            return None
+        return (b.leaf(Param(tuple(read_from(p, source) for p in node.op.programs), type=node.op.type)),)
+
+    return rewrite(graph, everywhere(fn), types)
+
+
+@dataclass(frozen=True)
+class BuiltModel(Built):
+    """What `build` returns: the record that the compiler reads, and its graph as a module to edit."""
+
+    @staticmethod
+    def from_hir(hir: Graph, weights: Weights = None) -> BuiltModel:
+        """A HIR graph made by hand (`GraphModule.into_hir`), bound to weights."""
+        return GraphModule.from_hir(hir).build(weights)
+
+    @staticmethod
+    def from_graph(graph: Graph, weights: Weights = None) -> BuiltModel:
+        """A MIR graph made by hand (`GraphModule.into_graph`), bound to weights."""
+        return GraphModule.from_graph(graph).build(weights)
+
+    def into_graph_module(self) -> GraphModule:
+        """The graph as a module, to edit, print, lower or save: that of the program that the flow asks for.
+
+        Raises:
+            DeriveError: it asks to be `explicit` and cannot.
+        """
+        policy, graph = self.profile.fusion.policy if self.profile else "direct", self.hir
+        if self.program != "forward":
+            graph = run_passes(graph, Job(plain(policy), self.types, self.program), stop="derive").graph
+        return GraphModule.of(graph, self.stage, self.types, policy=policy, plan=self.plan)
+
+    def lower(self) -> GraphModule:
+        """The module at MIR."""
+        return self.into_graph_module().lower()
+
+    def into_hir(self) -> Graph:
+        """The HIR graph.
+
+        Raises:
+            LevelError: a module at MIR or LIR was built.
+        """
+        return self.into_graph_module().into_hir()
+
+    def into_graph(self) -> Graph:
+        """The MIR graph, lowered by the profile's policy."""
+        return self.into_graph_module().into_graph()
+
+    def into_parts(self) -> tuple[Graph, dict[str, jax.ShapeDtypeStruct]]:
+        """The HIR graph and `params`.
+
+        Raises:
+            LevelError: a module at MIR or LIR was built.
+        """
+        return self.into_hir(), self.params
+
+    def into_graph_parts(self) -> tuple[Graph, dict[str, jax.ShapeDtypeStruct]]:
+        """The MIR graph and `params`."""
+        return self.into_graph(), self.params
+
+    def with_extra_hir_outputs(self, values: Sequence[Value]) -> BuiltModel:
+        """The first output and `values` of the HIR graph, named `extra0`, `extra1` …; earlier extras are dropped.
+
+        Raises:
+            LevelError: a module at MIR or LIR was built.
+        """
+        if self.program != "forward":
+            raise GraphError(f"{self.name}: {self.program} has a graph of its own: into_graph_module().set_outputs(…)")
+        hir = self.into_hir()
+        module = self.into_graph_module()
+        module.set_outputs([hir.outputs[0], *values], [hir.output_names[0], *(f"extra{i}" for i in range(len(values)))])
+        made = module.build(self.source)
+        return replace(made, profile=self.profile, left_keys=self.left_keys, binding=self.binding)

@@ -1,0 +1,275 @@
+"""The table of passes: every rewrite of a program from HIR to MIR, in the order that they run.
+
+A row says what a pass is called, at which level its program is, what it does, and when. A new pass is a file in
+`lowering/hir/` or `lowering/mir/` and a row here. `run_passes` is the only loop: it verifies, times and counts after
+each pass, and stops after any.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rlx_jax.compiler.settings import Settings
+from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
+from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
+from rlx_jax.ir.region import peel_last
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.hir.derive import derive
+from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
+from rlx_jax.lowering.hir.orient import orient
+from rlx_jax.lowering.hir.outputs import with_outputs
+from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
+from rlx_jax.lowering.lower import expand_composites, lower
+from rlx_jax.lowering.mir.cse import cse
+from rlx_jax.lowering.mir.dce import dce
+from rlx_jax.lowering.mir.fold import constant_folding
+from rlx_jax.lowering.mir.fuse_matmul import fuse_matmul_bias_act
+from rlx_jax.lowering.mir.fuse_residual import fuse_residual_layer_norm, fuse_residual_rms_norm
+from rlx_jax.lowering.mir.fuse_swiglu import fuse_swiglu
+from rlx_jax.lowering.mir.mixed import mixed
+from rlx_jax.lowering.mir.regions import mark_elementwise_regions, unfuse_elementwise_regions
+from rlx_jax.lowering.mir.specialise import specialise
+from rlx_jax.lowering.places import Fused, Place
+
+HIR, MIR = GraphStage.HIR, GraphStage.MIR
+Kind = Literal["program", "layout", "fusion", "cleaning"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a pass may know: the resolved settings, the program that is wanted, the optional inputs that calls will
+    supply, and for the last pass its sizes."""
+
+    settings: Settings
+    types: TypeCache = field(repr=False)
+    program: str = "forward"
+    last_only: bool = False
+    given: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] | None = None
+    sizes: Mapping[str, int] | None = None
+
+
+def always(job: Job) -> bool:
+    """For every program."""
+    return True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite, valid in, valid out. `level` is that of the graph it returns.
+
+    kind: `program` passes make the program what it was asked to be. All others change no number and can be switched
+    off by name (`fusion.disable`): those of `layout` choose how weights are stored and layers laid out, those of
+    `fusion` write several ops as one (`fusion.skip` leaves them all out), those of `cleaning` remove
+    (`passes.<name> = false`).
+    """
+
+    name: str
+    level: GraphStage
+    run: Callable[[Graph, Job], Graph | Fused]
+    when: Callable[[Job], bool] = always
+    kind: Kind = "program"
+
+    def runs(self, job: Job) -> bool:
+        """Whether it is part of that job."""
+        off = self.name in job.settings.off or self.kind in job.settings.without
+        return (self.kind == "program" or not off) and self.when(job)
+
+    def __call__(self, graph: Graph, job: Job) -> Fused:
+        """The verified result, and the places that the pass speaks of.
+
+        Raises:
+            GraphError: the pass left a graph that is wrong; all problems are listed.
+        """
+        made = self.run(graph, job)
+        made = made if isinstance(made, Fused) else Fused(made)
+        verify(made.graph, self.level, self.name, job.types)
+        return made
+
+
+def _store(graph: Graph, job: Job) -> Graph:
+    assert job.settings.stored is not None
+    return store_in(graph, job.settings.stored, job.types)
+
+
+def _wanted(graph: Graph, job: Job) -> Graph:
+    assert job.outputs is not None
+    return dce(with_outputs(graph, job.outputs), job.types)
+
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass("outputs", HIR, _wanted, lambda job: job.outputs is not None),
+    Pass("expand", HIR, lambda g, job: expand_composites(g, job.types)),
+    Pass(
+        "precision",
+        HIR,
+        lambda g, job: compute_in(g, job.settings.compute, job.types),
+        lambda job: job.settings.compute != np.float32,
+    ),
+    Pass("merge_linears", HIR, lambda g, job: merge_linears(g, job.types), lambda job: job.settings.merge, "layout"),
+    Pass(  # a token's kernels are as short as their launch; a prompt's are not
+        "merge_ropes",
+        HIR,
+        lambda g, job: merge_ropes(g, job.types),
+        lambda job: job.settings.merge and job.program == "extend",
+        "layout",
+    ),
+    Pass(
+        "orient",
+        HIR,
+        lambda g, job: orient(g, job.settings.weight_layout, job.types),
+        lambda job: job.settings.weight_layout != "auto",
+        "layout",
+    ),
+    Pass("store", HIR, _store, lambda job: job.settings.stored is not None),
+    Pass(  # of the last layer, only the last row goes on
+        "peel_last",
+        HIR,
+        lambda g, job: peel_last(g, job.types),
+        lambda job: job.last_only and not job.settings.scan,
+        "layout",
+    ),
+    Pass(
+        "derive",
+        HIR,
+        lambda g, job: derive(g, job.program, job.types, job.last_only, job.settings.kv, job.given),
+    ),
+    Pass("lower", MIR, lambda g, job: lower(g, job.settings.policy, job.types)),
+    Pass(
+        "pin_matmul",
+        MIR,
+        lambda g, job: pin_matmul(g, job.settings.matmul, job.types),
+        lambda job: job.settings.matmul != "default",
+    ),
+    Pass(
+        "mixed",
+        MIR,
+        lambda g, job: mixed(g, job.settings.mixed, job.types),
+        lambda job: job.settings.mixed != "none",
+    ),
+    Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),
+    Pass("constant_folding", MIR, lambda g, job: constant_folding(g, job.types), kind="cleaning"),
+    Pass("fuse_matmul_bias_act", MIR, lambda g, job: fuse_matmul_bias_act(g, job.types), kind="fusion"),
+    Pass("fuse_residual_layer_norm", MIR, lambda g, job: fuse_residual_layer_norm(g, job.types), kind="fusion"),
+    Pass(
+        "fuse_residual_rms_norm",
+        MIR,
+        lambda g, job: fuse_residual_rms_norm(g, job.types),
+        lambda job: job.settings.target != "tpu",
+        "fusion",
+    ),
+    Pass(
+        "fuse_swiglu",
+        MIR,
+        lambda g, job: fuse_swiglu(g, job.types, job.settings.merge),
+        lambda job: job.settings.target == "cpu",
+        "fusion",
+    ),
+    Pass(
+        "mark_elementwise_regions",
+        MIR,
+        lambda g, job: mark_elementwise_regions(g, job.types),
+        lambda job: not job.settings.unfuse,
+        "fusion",
+    ),
+    Pass(
+        "unfuse_elementwise_regions",
+        MIR,
+        lambda g, job: unfuse_elementwise_regions(g, job.types),
+        lambda job: job.settings.unfuse,
+        "fusion",
+    ),
+    Pass("dce", MIR, lambda g, job: dce(g, job.types), kind="cleaning"),  # it takes away what the others left unread
+    Pass(  # a template keeps its symbols: this one runs for each choice of sizes
+        "specialise",
+        MIR,
+        lambda g, job: specialise(g, job.sizes or {}, job.types),
+        lambda job: job.sizes is not None,
+    ),
+)
+"""All passes, in the order that they run."""
+
+NAMES = tuple(p.name for p in PIPELINE)
+
+
+def pass_named(name: str) -> Pass:
+    """The row of that name.
+
+    Raises:
+        GraphError: there is none; the message suggests one.
+    """
+    for p in PIPELINE:
+        if p.name == name:
+            return p
+    raise GraphError(f"unknown pass {quote(name)}; passes are {', '.join(NAMES)}{did_you_mean(str(name), NAMES)}")
+
+
+def check_switches(settings: Settings) -> None:
+    """What the profile switches off are passes, and such as can be.
+
+    Raises:
+        ProfileError: with a suggestion.
+    """
+    optional = [p.name for p in PIPELINE if p.kind != "program"]
+    for name in sorted(settings.off):
+        if name in NAMES and name not in optional:
+            raise ProfileError(
+                f"fusion.disable: {quote(name)} makes the program what it was asked to be and cannot be switched off; "
+                f"those that can are {', '.join(optional)}"
+            )
+        if name not in NAMES:
+            raise ProfileError(
+                f"fusion.disable: unknown pass {quote(name)}; expected one of {', '.join(optional)}"
+                f"{did_you_mean(name, optional)}"
+            )
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the passes made of a program. `blocks` is what was lowered, `lowered` what the first optional pass at MIR
+    was given, `graph` the result."""
+
+    blocks: Graph
+    lowered: Graph
+    graph: Graph
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+    places: tuple[Place, ...]
+
+
+def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
+    """Run the table on a program, to its end or until after the pass `stop`.
+
+    Raises:
+        GraphError: there is no such pass, or it is not part of this job. Errors of the passes.
+    """
+    rows = [p for p in PIPELINE if p.runs(job)]
+    if stop and not pass_named(stop).runs(job):
+        raise GraphError(
+            f"{graph.name}: pass {quote(stop)} does not run for {job.program} with these settings; "
+            f"those that do are {', '.join(p.name for p in rows)}"
+        )
+    blocks = lowered = graph
+    seconds: dict[str, float] = {}
+    nodes: dict[str, int] = {}
+    places: list[Place] = []
+    for p in rows:
+        start = time.perf_counter()
+        made = p(graph, job)
+        graph = made.graph
+        places += made.places
+        seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
+        blocks = graph if p.level == HIR else blocks
+        lowered = graph if p.kind == "program" else lowered
+        if job.settings.verbose:
+            line = f"{graph.name} {job.program}: {p.name}: {nodes[p.name]} nodes, {seconds[p.name]:.3f} s"
+            print(line, file=sys.stderr)
+        if p.name == stop:
+            break
+    return Ran(blocks, lowered, graph, seconds, nodes, tuple(places))

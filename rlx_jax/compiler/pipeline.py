@@ -1,0 +1,237 @@
+"""The compiler on one page.
+
+    flow ── build ──▶ HIR ── expand, precision, merge, derive ──▶ HIR of one program
+         ── lower ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
+
+Every rewrite, from HIR to MIR with sizes, is a row of `PIPELINE` (`rlx_jax/compiler/passes.py`); the verifier runs
+after each of them. A profile is read in `settings_for` (`rlx_jax/compiler/settings.py`) and nowhere else: passes,
+layout and plan get values.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlx_jax.compiler.effects import Facts, warn_without_effect
+from rlx_jax.compiler.executable import Arrays, Function, StateArrays
+from rlx_jax.compiler.passes import Job, check_switches, pass_named, run_passes
+from rlx_jax.compiler.settings import Settings, choose_profile, choose_settings, plain
+from rlx_jax.device import Device, running_device
+from rlx_jax.errors import (
+    DeriveError,
+    FusionError,
+    GraphError,
+    RlxWarning,
+    UnsupportedError,
+    did_you_mean,
+    listing,
+    quote,
+)
+from rlx_jax.ir.graph import Graph, Input, TypeCache
+from rlx_jax.ir.ops.custom import check_constants
+from rlx_jax.ir.text import dump
+from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS, ring_sizes
+from rlx_jax.lowering.hir.explicit import optional_inputs
+from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of
+from rlx_jax.lowering.inspect.costs import Cost, cost
+from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report
+from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.donation import reusable_inputs
+from rlx_jax.lowering.lir.implementations import choose_all, runnable
+from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.lowering.lir.layout import Layout
+from rlx_jax.lowering.lir.plan import Lir, Plan, state_types
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Built
+
+# -- the pipeline ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Template:
+    """One program with symbolic sizes, at every level."""
+
+    built: Built
+    hir: Graph
+    mir: Graph
+    bounds: Bounds
+    state: Mapping[str, TensorType]
+    rings: Mapping[str, int]
+    optional: tuple[Input, ...]
+    types: TypeCache
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+    fusion: FusionReport
+
+    @functools.cached_property
+    def symbols(self) -> frozenset[str]:
+        """Names of the sizes that its state and inputs have."""
+        types = (*self.state.values(), *(i.type for i in self.mir.inputs))
+        return frozenset().union(*(t.symbols for t in types))
+
+    def cost(self, sizes: Mapping[str, int]) -> Cost:
+        """FLOPs, bytes and scratch memory of the program for one choice of sizes. Nothing is compiled.
+
+        Raises:
+            GraphError: a size is missing, or is none of the program.
+        """
+        for name, size in sizes.items():
+            if name not in self.symbols:
+                raise GraphError(
+                    f"{self.built.name}: the program has no size {quote(name)}; it has {listing(sorted(self.symbols))}"
+                    f"{did_you_mean(name, self.symbols)}"
+                )
+            as_dim(size, f"{self.built.name}: {name}")
+        return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
+
+
+def derived_program(built: Built, program: str) -> str:
+    """What is derived from a flow for `program`: one that asks to be `explicit` is that in `forward` and `train`.
+
+    Raises:
+        DeriveError: such a flow has no other programs.
+    """
+    if built.program == "forward" or program not in ("forward", "train", *CACHED_PROGRAMS):
+        return program
+    if program in CACHED_PROGRAMS:
+        raise DeriveError(
+            f"{built.name} is explicit decode (for_decode, explicit() or BindDecodeInputs): it has no {program}; "
+            "derive that from the flow without"
+        )
+    return built.program
+
+
+def make_template(
+    built: Built,
+    build_s: float,
+    settings: Settings,
+    program: str,
+    last_only: bool = False,
+    given: frozenset[str] = frozenset(),
+    outputs: tuple[str, ...] | None = None,
+) -> Template:
+    """HIR → MIR: the table of passes.
+
+    Args:
+        given: the optional inputs that calls will supply.
+        outputs: those that are wanted, by name; None for all.
+    """
+    check_switches(settings)
+    job = Job(settings, built.types, derived_program(built, program), last_only, given, outputs)
+    ran = run_passes(built.hir, job)
+    check_constants(ran.graph, built.types)
+    fusion = fusion_report(ran.lowered, ran.graph, ran.places, built.types)
+    if settings.assert_clean and not fusion.clean:
+        raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
+    state, rings = state_types(ran.graph, settings.scan), ring_sizes(ran.blocks)
+    seconds = {"build": build_s, **ran.seconds}
+    bounds, explicit = bounds_of(built.hir, settings.max_positions), job.program == "explicit"
+    bounds = behind_cache(bounds, given) if explicit else bounds
+    optional = optional_inputs(built.hir) if explicit else ()
+    return Template(
+        built, ran.blocks, ran.graph, bounds, state, rings, optional, built.types, seconds, ran.nodes, fusion
+    )
+
+
+def text_after(built: Built, settings: Settings, program: str, level: str, after: str) -> str:
+    """The dump of a program as pass `after` leaves it.
+
+    Raises:
+        GraphError: there is no such pass, it does not run for this program, or its program is at another level.
+    """
+    found = pass_named(after)
+    if found.level != level:
+        raise GraphError(f"pass {quote(after)} leaves a program at {found.level}: text({str(found.level)!r}, after=…)")
+    ran = run_passes(built.hir, Job(settings, built.types, derived_program(built, program)), stop=after)
+    return dump(ran.graph, level, f", after={after}")
+
+
+def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
+    """MIR template → MIR with sizes → LIR."""
+    # Types of these sizes: the template's own cache would keep those of every size that was ever asked for.
+    graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
+    plan = replace(
+        make_plan(settings),
+        donate_inputs=reusable_inputs(graph, settings.donate_inputs),
+        choices=choose_all(
+            graph, settings.device, settings.attention, settings.products, differentiable=not template.state
+        ),
+    )
+    return Lir(graph, plan)
+
+
+def facts_of(
+    template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...], serves: bool = False
+) -> Facts:
+    """What the settings of a model can act on, by its first template."""
+    graphs = (template.hir, template.mir)
+    return Facts(profile, settings, template.built, *graphs, bool(template.state), programs, serves)
+
+
+def make_plan(settings: Settings) -> Plan:
+    """What the plan takes from the settings alone."""
+    options = dict(settings.compiler_options)
+    return Plan(
+        settings.target,
+        settings.scan,
+        settings.donate_state,
+        remat=settings.remat,
+        implementation=settings.attention,
+        compiler_options=options,
+        products=settings.products,
+    )
+
+
+def lir_of(built: Built, profile: CompileProfile | None, sizes: Mapping[str, int]) -> Lir:
+    """The forward program of `built` for one choice of sizes."""
+    settings = choose_settings(built, profile, merge=False, program="forward")
+    template = make_template(built, 0.0, settings, "forward")
+    if built.plan is None:
+        warn_without_effect([facts_of(template, choose_profile(built, profile), settings, ("forward",))])
+    lir = make_lir(template, sizes, settings)
+    read = replace(built, hir=lir.graph).params
+    unread = tuple(key for key in built.keys_read if key not in read)
+    return replace(lir, plan=replace(lir.plan, unread=unread))
+
+
+def make_function(lir: Lir, layout: Layout) -> Function:
+    """LIR → a pure JAX function `(params, state, inputs) → (outputs, state)`.
+
+    Raises:
+        UnsupportedError: when it is traced, and the profile asks for what only another device runs.
+    """
+    names = layout.by_program()
+    layout.check(lir.graph, lir.plan.scan)
+
+    def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
+        leaves = {program: params[name] for program, name in names.items()}
+        choices = choices_here(lir, running_device())
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices)
+        outputs = interpret(lir.graph, env)
+        return outputs, env.state
+
+    return function
+
+
+def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
+    """How its ops run on this device, which need not be the one that it was planned for.
+
+    Raises:
+        UnsupportedError: an implementation was asked for by name, and this device has none.
+    """
+    choices = runnable(lir.plan.choices, here.kind)
+    idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
+    if lir.plan.implementation in idle:
+        raise UnsupportedError(
+            f"{lir.graph.name}: attention.implementation = '{lir.plan.implementation}' is planned for "
+            f"{lir.plan.target}, and JAX runs on {here.kind}: only the plan can be looked at here"
+        )
+    if idle:
+        message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {here.kind}"
+        warnings.warn(f"{lir.graph.name}: {message}: XLA takes its place", RlxWarning, stacklevel=2)
+    return choices

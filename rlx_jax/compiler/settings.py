@@ -1,0 +1,251 @@
+"""What a profile means for one model: every `auto` resolved. The only place that reads a `CompileProfile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.device import Device, named_device, running_device
+from rlx_jax.errors import LevelError, ProfileError, UnsupportedError, did_you_mean, listing, quote
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.types import as_dtype, is_float
+from rlx_jax.lowering.lir.plan import Plan
+from rlx_jax.profiles import Backend, Backends, CompileProfile, Precision
+from rlx_jax.profiles.check import field_types
+from rlx_jax.program import Buildable, Built
+
+CLEANING = ("cse", "constant_folding", "dce")
+"""The passes that the profile's table `passes` switches."""
+
+STEPS = {"cpu": 4}
+"""Tokens of a row that a call of the generating loop gives, where it is not 16: what a call costs the host hides behind
+16 steps of an H200, and 32 gained nothing. On a CPU a step is longer than a call, and who waits sees tokens sooner."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How tokens are generated: so many `steps` a call of the loop, which may end before them with its last row."""
+
+    steps: int
+    early: bool
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps a dispatch, {'or until every row has ended' if self.early else 'always'}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
+
+    off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
+    `products` and `loop`: see the profile's `backend` table.
+    """
+
+    device: Device
+    policy: str
+    compute: np.dtype[Any]
+    mixed: str
+    stored: np.dtype[Any] | None
+    matmul: str
+    off: frozenset[str]
+    without: frozenset[str]
+    unfuse: bool
+    verbose: bool
+    assert_clean: bool
+    merge: bool
+    weight_layout: str
+    scan: bool
+    remat: str
+    attention: str
+    kv: np.dtype[Any] | None
+    buckets: Buckets
+    donate_state: bool
+    donate_inputs: tuple[str, ...]
+    products: str
+    loop: Loop
+    compiler_options: tuple[tuple[str, str | bool | int | float], ...]
+    max_positions: int | None = None  # no profile says it: tokens that the model knows, where its tables do not
+
+    @property
+    def target(self) -> str:
+        """The platform that is compiled for."""
+        return self.device.kind
+
+
+def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, program: str) -> Settings:
+    """By the profile that counts; by its plan for a module at LIR.
+
+    Raises:
+        LevelError: a profile for a module at LIR.
+    """
+    if built.plan is None:
+        return settings_for(choose_profile(built, profile), built.source, built.keys_read, merge, program)
+    if profile is not None:
+        raise LevelError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
+    return settings_of(built.plan)
+
+
+def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfile:
+    """The given profile, else the flow's own, else `auto`."""
+    return profile or built.profile or CompileProfile()
+
+
+def settings_for(
+    profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool, program: str = "forward"
+) -> Settings:
+    """Resolve every `auto`.
+
+    Args:
+        merge: what the caller wants where the profile leaves it open.
+        program: the program that the model is opened for. Training scans its layers and may recompute them.
+
+    Raises:
+        ProfileError: settings that contradict each other.
+    """
+    device = running_device() if profile.fusion.target == "auto" else named_device(profile.fusion.target)
+    target = supported(device)
+    backend = getattr(profile.backend, target)
+    precision = profile.precision
+    roll, train = profile.layers.roll, program == "train"
+    return Settings(
+        device=device,
+        policy=profile.fusion.policy,
+        compute=compute_dtype(precision, target, source, keys),
+        mixed=mixed_policy(precision, target),
+        stored=None if precision.weights == "keep" else as_dtype(precision.weights),
+        matmul=precision.matmul,
+        off=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
+        without=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
+        unfuse=target == "cpu" if backend.unfuse_regions == "auto" else bool(backend.unfuse_regions),
+        verbose=profile.passes.verbose,
+        assert_clean=profile.fusion.assert_clean,
+        merge=merge if backend.merge == "auto" else bool(backend.merge),
+        weight_layout=backend.weight_layout,
+        scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
+        remat=profile.layers.remat if train else "none",
+        attention=profile.attention.implementation,
+        kv=None if precision.kv == "auto" else as_dtype(precision.kv),
+        buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(Buckets)}),
+        donate_state=profile.donation.state,
+        donate_inputs=profile.donation.inputs,
+        products=backend.products,
+        loop=choose_loop(backend, target),
+        compiler_options=tuple(sorted(backend.compiler_options.items())),
+    )
+
+
+def choose_loop(backend: Backend, target: str) -> Loop:
+    """As the table of the backend says."""
+    steps = STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch
+    return Loop(steps, target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early))
+
+
+def plain(policy: str = "direct", target: str = "cpu") -> Settings:
+    """Settings that change nothing: no pass runs but those that make a program what it is."""
+    return Settings(
+        device=named_device(target),
+        policy=policy,
+        compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
+        mixed="none",
+        stored=None,
+        matmul="default",
+        off=frozenset(),
+        without=frozenset({"layout", "fusion", "cleaning"}),
+        unfuse=False,
+        verbose=False,
+        assert_clean=False,
+        merge=False,
+        weight_layout="auto",
+        scan=False,
+        remat="none",
+        attention="auto",
+        kv=None,
+        buckets=Buckets(),
+        donate_state=False,
+        donate_inputs=(),
+        products="auto",
+        loop=choose_loop(Backend(), target),
+        compiler_options=(),
+    )
+
+
+def settings_of(plan: Plan) -> Settings:
+    """What is left to choose for a program at LIR: nothing. It runs as its plan says."""
+    return replace(
+        plain(target=plan.target),
+        scan=plan.scan,
+        remat=plan.remat,
+        attention=plan.implementation,
+        donate_state=plan.donate_state,
+        donate_inputs=plan.donate_inputs,
+        products=plan.products,
+        compiler_options=tuple(sorted(plan.compiler_options.items())),
+    )
+
+
+def supported(device: Device) -> str:
+    """The platform of a device, as profiles name it.
+
+    Raises:
+        UnsupportedError: JAX runs on one that profiles have no table for.
+    """
+    known = field_types(Backends)
+    if device.kind not in known:
+        raise UnsupportedError(f"JAX runs on {quote(device.kind)}; programs are compiled for {', '.join(known)}")
+    return device.kind
+
+
+def mixed_policy(precision: Precision, target: str) -> str:
+    """The mixed policy by name, or `none`.
+
+    Raises:
+        ProfileError: a compute dtype other than f32 beside it: one rewrites the whole program, the other parts.
+    """
+    if precision.mixed == "none":
+        return "none"
+    if precision.compute in ("bf16", "f16"):
+        raise ProfileError(
+            f"precision.mixed = '{precision.mixed}' narrows some ops of a program in f32, and precision.compute = "
+            f"'{precision.compute}' all of it; set one of them"
+        )
+    if precision.mixed != "auto":
+        return precision.mixed
+    return "auto_mixed_bf16" if target == "tpu" else "auto_mixed"
+
+
+def compute_dtype(precision: Precision, target: str, source: WeightSource | None, keys: Iterable[str]) -> np.dtype[Any]:
+    """The dtype of activations. `auto`: f32 on the CPU and with a mixed policy; elsewhere the dtype that most of
+    the weights' bytes have."""
+    f32 = np.dtype(np.float32)
+    if precision.compute != "auto":
+        return as_dtype(precision.compute)
+    if target == "cpu" or source is None or precision.mixed != "none":
+        return f32
+    held: dict[np.dtype[Any], int] = {}
+    for spec in (source.spec(key) for key in keys):
+        if is_float(spec.dtype):
+            held[spec.dtype] = held.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
+    most = max(held, key=lambda d: held[d], default=f32)
+    return most if most.itemsize == 2 else f32
+
+
+# -- settings that do not fit the program ------------------------------------------------------
+
+
+def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
+    """Inputs that the profile names are inputs of the flow.
+
+    Raises:
+        ProfileError: with a suggestion.
+    """
+    known = [i.name for i in flow.inputs]
+    for name in names:
+        if name not in known:
+            raise ProfileError(
+                f"donation.inputs: {flow.name} has no input {quote(name)}; it has {listing(known)}"
+                f"{did_you_mean(name, known)}"
+            )

@@ -1,0 +1,181 @@
+"""What a choice may know of a machine.
+
+A `Device` is a value that is passed down: from the running backend, or from a table by name. Nothing else asks JAX
+what is here, so that a flow planned for an H200 on a laptop is the program that an H200 runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, quote
+from rlx_jax.io import limits
+from rlx_jax.io.memory import host_bytes
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """What cuDNN's attention takes: dtypes by their short names, head widths up to `width` that `multiple` divides."""
+
+    dtypes: tuple[str, ...] = ("bf16", "f16")
+    width: int = 128
+    multiple: int = 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the host as one. What is not known is None.
+
+    Attributes:
+        name: of the product, such as `h200`; the kind where the product is not known.
+        kind: the platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        memory: bytes; of a running device those that a program may have.
+        bandwidth: of its memory, bytes a second.
+        flops: of dense products in bf16, a second.
+        capability: CUDA's compute capability.
+        cudnn: what its cuDNN takes, if it has one. jax's CUDA plugin always brings it.
+    """
+
+    name: str
+    kind: str
+    memory: int | None = None
+    bandwidth: float | None = None
+    flops: float | None = None
+    capability: tuple[int, int] | None = None
+    cudnn: Cudnn | None = None
+
+    def __str__(self) -> str:
+        facts = [self.kind] if self.name != self.kind else []
+        facts += [f"{self.memory / 1e9:.0f} GB"] if self.memory else []
+        facts += [f"{self.bandwidth / 1e9:,.0f} GB/s"] if self.bandwidth else []
+        facts += [f"{self.flops / 1e12:,.0f} TFLOP/s"] if self.flops else []
+        return f"{self.name} ({', '.join(facts)})" if facts else self.name
+
+
+FLASH = (8, 0)
+"""The compute capability that cuDNN's flash attention begins with."""
+
+
+def _cuda(name: str, memory: int, bandwidth: float, flops: float, capability: tuple[int, int]) -> Device:
+    return Device(name, "cuda", memory, bandwidth, flops, capability, Cudnn() if capability >= FLASH else None)
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("cpu", "cpu"),
+        Device("cuda", "cuda", cudnn=Cudnn()),  # any that jax still supports and is not too old for it
+        Device("rocm", "rocm"),
+        Device("tpu", "tpu"),
+        _cuda("a100", 80 * 10**9, 2.04e12, 312e12, (8, 0)),
+        _cuda("l4", 24 * 10**9, 0.30e12, 121e12, (8, 9)),
+        _cuda("h100", 80 * 10**9, 3.35e12, 989e12, (9, 0)),
+        _cuda("h200", 141 * 10**9, 4.80e12, 989e12, (9, 0)),
+        _cuda("b200", 180 * 10**9, 8.00e12, 2250e12, (10, 0)),
+        Device("mi300x", "rocm", 192 * 10**9, 5.30e12, 1307e12),
+        Device("tpu_v5e", "tpu", 16 * 10**9, 0.82e12, 197e12),
+        Device("tpu_v5p", "tpu", 95 * 10**9, 2.77e12, 459e12),
+        Device("tpu_v6e", "tpu", 32 * 10**9, 1.64e12, 918e12),
+    )
+}
+"""Kinds, and products as their makers publish them: of a GPU the form with the most memory (SXM, 80 GB of an A100)."""
+
+SEEN = {
+    **{name: (name,) for name in ("l4", "h200", "b200", "mi300x")},
+    "h100": ("h100", "hbm3"),
+    "a100": ("a100", "80gb"),
+    "tpu_v5e": ("tpu", "v5", "lite"),
+    "tpu_v5p": ("tpu", "v5"),
+    "tpu_v6e": ("tpu", "v6", "lite"),
+}
+"""The words that JAX's name of a device has, by product; the first that fits."""
+
+
+def named_device(name: str) -> Device:
+    """A device by its name in `DEVICES`.
+
+    Raises:
+        ProfileError: there is none, with a suggestion.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    raise ProfileError(f"there is no device {quote(name)}; there are {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}")
+
+
+def running_device() -> Device:
+    """The device that JAX computes on: `jax.default_device` where it is set, else the first of the default backend."""
+    return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _running(chosen: Any) -> Device:
+    if isinstance(chosen, str):  # the name of a platform
+        return described(jax.local_devices(backend=chosen)[0])
+    return described(jax.local_devices()[0] if chosen is None else chosen)
+
+
+def described(device: Any) -> Device:
+    """What is known of a `jax.Device`: the facts of its product, and the memory that it says it has."""
+    kind = _kind(device)
+    words = device.device_kind.lower().replace("-", " ").split()
+    product = next((name for name, seen in SEEN.items() if set(seen) <= set(words)), kind)
+    known = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
+    if kind == "cuda" and known.name == kind:
+        capability = _capability(getattr(device, "compute_capability", ""))
+        known = replace(known, capability=capability, cudnn=Cudnn() if capability and capability >= FLASH else None)
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
+    return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else host_bytes())
+
+
+def _kind(device: Any) -> str:
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    """`9.0` as (9, 0); None for anything else."""
+    major, _, minor = str(text).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+# -- what fits ---------------------------------------------------------------------------------
+
+
+def check_fits(nbytes: int, what: str) -> None:
+    """Refuse what cannot fit. XLA:CPU would hand out a broken buffer, and abort the process when it is read.
+
+    Raises:
+        DeviceOutOfMemoryError: names both numbers.
+    """
+    limit = running_device().memory
+    if limit is not None and nbytes > limit:
+        raise DeviceOutOfMemoryError(f"{what} needs {nbytes:,} bytes, the device has {limit:,}; use smaller sizes")
+
+
+def check_space(nbytes: int, what: str, on_host: int = 0) -> None:
+    """Refuse new arrays of `nbytes` that do not fit the device beside what is there; making them takes `on_host` bytes
+    of the host's memory.
+
+    Raises:
+        DeviceOutOfMemoryError: the device is smaller. LimitError: over `limits.MAX_MEMORY_PERCENT` of the host's.
+    """
+    limits.fits_in_memory(nbytes + on_host if running_device().kind == "cpu" else on_host, what)
+    check_fits(nbytes, what)
+
+
+@contextlib.contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """JAX's own error of a full device as a `DeviceOutOfMemoryError` that says what was being done."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DeviceOutOfMemoryError(f"{what}: {str(error).splitlines()[0]}") from error

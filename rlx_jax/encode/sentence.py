@@ -1,0 +1,398 @@
+"""From hidden states to one vector a text, as a sentence-transformers checkpoint says.
+
+Such a checkpoint is a pipeline of modules, listed in `modules.json`: the transformer, a pooling over
+its tokens, and often a division by the length of the vector. The files are read into one
+`SentencePipeline`; `pool` computes what it says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.errors import (
+    ConfigError,
+    MaskShapeError,
+    UnsupportedError,
+    did_you_mean,
+    listing,
+    quote,
+)
+from rlx_jax.io import files, limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.io.strict_json import parse
+from rlx_jax.text.tokenizer import model_max_length
+
+_PACKAGE = "sentence_transformers"
+_MODULE_TYPES = {
+    f"{_PACKAGE}.{path}": kind
+    for kind, home in (
+        ("Transformer", "base.modules"),
+        ("Pooling", "sentence_transformer.modules"),
+        ("Normalize", "base.modules"),
+    )
+    for path in (
+        f"models.{kind}",
+        f"models.{kind}.{kind}",
+        f"sentence_transformer.modules.{kind}",
+        f"{home}.{kind}",
+        f"{home}.{kind.lower()}.{kind}",
+    )
+}
+"""How the releases of sentence-transformers spell the three modules that we know."""
+
+# In the order in which several are concatenated.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_POOLING_NAMES = {name: name for name in _POOLING_FLAGS.values()} | {"mean_sqrt_len_tokens": "mean_sqrt_len"}
+
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# What sentence-transformers writes where nothing is special. Anything else needs code that is not here.
+_TRANSFORMER_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "transformer_task": (None, "feature-extraction"),
+    "module_output_name": (None, "token_embeddings"),
+}
+_TRANSFORMER_EMPTY = (
+    "model_args",
+    "model_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+)
+_TRANSFORMER_IGNORED = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
+_TRANSFORMER_KEYS = {
+    *_TRANSFORMER_DEFAULTS,
+    *_TRANSFORMER_EMPTY,
+    *_TRANSFORMER_IGNORED,
+    "max_seq_length",
+    "do_lower_case",
+    "modality_config",
+    "processing_kwargs",
+}
+_TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+@dataclass(frozen=True)
+class SentencePipeline:
+    """What a checkpoint does with a text before and after its transformer.
+
+    Attributes:
+        pooling: how token vectors become one; several are concatenated in this order. Of `cls`, `max`, `mean`,
+            `mean_sqrt_len` (sum over the root of the count), `weightedmean` (weights 1, 2, 3, …), `lasttoken`.
+        normalize: divide by the Euclidean length.
+        max_seq_length: tokens of a text, special ones included, that the transformer gets to see; None if the
+            checkpoint names no limit. The model's own number of positions may be lower.
+        do_lower_case: lower the text first: `load_tokenizer(..., lowercase=True)`.
+        prompt: text to put in front of each text.
+        width: size of a token vector, if the checkpoint names it.
+        transformer: the transformer's directory, relative to the checkpoint; `""` is the checkpoint itself.
+    """
+
+    pooling: tuple[str, ...] = ("mean",)
+    normalize: bool = False
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    prompt: str = ""
+    width: int | None = None
+    transformer: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = [mode for mode in self.pooling if mode not in _MODES]
+        if unknown or not self.pooling:
+            raise ConfigError(f"pooling: expected some of {listing(_MODES)}, found {listing(unknown) or 'none'}")
+
+
+def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipeline | None:
+    """The pipeline of a sentence-transformers checkpoint, or None if it has no `modules.json`.
+
+    Raises:
+        ConfigError: a file is malformed, contradicts itself or another one.
+        PathEscapeError: a module's path, or a link, leads out of the directory.
+        MissingFileError: the pooling module has no `config.json`.
+        UnsupportedError: a module other than transformer, pooling, normalize in this order, or a setting of
+            theirs that needs more than this; the message names it.
+        LimitError: a file is too large.
+    """
+    folder = Folder.at(directory)
+    modules = _read_modules(folder)
+    if modules is None:
+        return None
+    where = folder.where("modules.json")
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedError(
+            f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then maybe 'Normalize'"
+        )
+    paths = [path for _, path in modules]
+    max_seq_length, do_lower_case = _transformer_settings(folder, paths[0])
+    pooling, width, include_prompt = _pooling_settings(folder, paths[1])
+    if len(paths) == 3:
+        _check_normalize(folder, paths[2])
+    prompt = _default_prompt(folder)
+    if prompt and not include_prompt:
+        raise UnsupportedError(f"{folder.where(paths[1])}: include_prompt is false and there is a default prompt")
+    return SentencePipeline(
+        pooling=pooling,
+        normalize=len(paths) == 3,
+        max_seq_length=max_seq_length,
+        do_lower_case=do_lower_case,
+        prompt=prompt,
+        width=width,
+        transformer=paths[0],
+    )
+
+
+def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.Array:
+    """One vector for each row of token vectors. Pure; to be jitted by the caller.
+
+    A row without any token gives zeros.
+
+    Args:
+        hidden: `[B, S, H]` floats; the arithmetic is float32.
+        keep: `[B, S]` bool, True at real tokens. What stands elsewhere in `hidden`, NaN included, has no influence.
+        pipeline: how.
+
+    Returns:
+        `[B, H · len(pipeline.pooling)]` float32.
+
+    Raises:
+        MaskShapeError: `keep` is not `[B, S]` bool.
+    """
+    if keep.dtype != jnp.bool_ or hidden.ndim != 3 or keep.shape != hidden.shape[:2]:
+        raise MaskShapeError(
+            f"pool: expected hidden [B, S, H] and keep [B, S] bool, found {hidden.dtype}{list(hidden.shape)}"
+            f" and {keep.dtype}{list(keep.shape)}"
+        )
+    tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
+    pooled = jnp.concatenate([_MODES[mode](tokens, keep) for mode in pipeline.pooling], axis=1)
+    if not pipeline.normalize:
+        return pooled
+    # max under the root, not after it: the gradient at a zero vector is then zero and not NaN.
+    return pooled / jnp.sqrt(jnp.maximum(jnp.sum(pooled * pooled, axis=1, keepdims=True), 1e-24))
+
+
+# -- pooling: tokens [B, S, H] float32, zero where keep [B, S] is False, to [B, H] ----------------------
+
+
+def _at(tokens: jax.Array, position: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
+
+
+def _first(keep: jax.Array) -> jax.Array:
+    return jnp.argmax(keep, axis=1)
+
+
+def _count(keep: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
+
+
+def _cls(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    return _at(tokens, _first(keep))
+
+
+def _last(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    return _at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
+
+
+def _max(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
+    return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
+
+
+def _mean(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    return jnp.sum(tokens, axis=1) / _count(keep)
+
+
+def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
+
+
+def _weighted_mean(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+    place = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
+    weights = jnp.where(keep, place + 1, 0).astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
+    return jnp.sum(tokens * weights[:, :, None], axis=1) / total
+
+
+_MODES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "cls": _cls,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
+    "weightedmean": _weighted_mean,
+    "lasttoken": _last,
+}
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
+    """(kind, path) of each module."""
+    where = folder.where("modules.json")
+    raw = folder.read("modules.json", limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
+    if raw is None:
+        return None
+    entries = parse(raw, where, ConfigError, limits.MAX_JSON_VALUES, "limits.MAX_JSON_VALUES")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{where}: expected an array of objects")
+    modules = [_module(entry, i, where) for i, entry in enumerate(entries)]
+    names = [str(entry.get("name", i)) for i, entry in enumerate(entries)]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where}: two modules have one name: {listing(names)}")
+    return modules
+
+
+def _module(entry: Mapping[str, Any], place: int, where: str) -> tuple[str, str]:
+    path, kind = entry.get("path"), entry.get("type")
+    if not isinstance(path, str) or not isinstance(kind, str):
+        raise ConfigError(f"{where}: module {place}: expected 'path' and 'type', both str")
+    if path:
+        files.check_name(path)
+    if entry.get("idx", place) != place:
+        raise ConfigError(f"{where}: module {place} has idx {quote(entry['idx'])}; the modules run in the listed order")
+    if kind not in _MODULE_TYPES:
+        raise UnsupportedError(
+            f"{where}: module {place}: type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
+        )
+    return _MODULE_TYPES[kind], path
+
+
+def _inside(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
+    """`max_seq_length` and `do_lower_case`."""
+    name, settings = "", {}
+    for file in _TRANSFORMER_FILES:
+        name = _inside(path, file)
+        settings = folder.json(name)
+        if settings:
+            break
+    where = folder.where(name)
+    for key, value in settings.items():
+        if key not in _TRANSFORMER_KEYS:
+            raise UnsupportedError(f"{where}: unknown setting {quote(key)}{did_you_mean(key, _TRANSFORMER_KEYS)}")
+        if key in _TRANSFORMER_DEFAULTS and value not in _TRANSFORMER_DEFAULTS[key]:
+            raise UnsupportedError(f"{where}: {key} is {quote(value)}; supported is {_TRANSFORMER_DEFAULTS[key][-1]}")
+        if key in _TRANSFORMER_EMPTY and _without(value, "trust_remote_code", key, where):
+            raise UnsupportedError(f"{where}: {key} is {quote(value)}; supported is an empty one")
+    _check_modalities(settings, where)
+    lower = settings.get("do_lower_case", False)
+    if not isinstance(lower, bool):
+        raise ConfigError(f"{where}: do_lower_case: expected true or false, found {quote(lower)}")
+    length = settings.get("max_seq_length")
+    if length is not None:
+        return _positive(length, "max_seq_length", where), lower
+    # Newer releases leave the length to the tokenizer, and hold it to the positions that the model has.
+    tokenizer = _inside(path, "tokenizer_config.json")
+    length = model_max_length(folder.json(tokenizer), folder.where(tokenizer))
+    config = _inside(path, "config.json")
+    positions = folder.json(config).get("max_position_embeddings")
+    if positions in (None, -1):  # -1 is XLNet's "any"
+        return length, lower
+    positions = _positive(positions, "max_position_embeddings", folder.where(config))
+    return positions if length is None else min(length, positions), lower
+
+
+def _check_modalities(settings: Mapping[str, Any], where: str) -> None:
+    """Text must go through the model's forward, without a chat template and without settings of its own."""
+    modalities = settings.get("modality_config")
+    if modalities is not None and (not isinstance(modalities, dict) or modalities.get("text") != _TEXT_MODALITY):
+        raise UnsupportedError(f"{where}: modality_config: supported is text by {_TEXT_MODALITY}")
+    if modalities and "message" in modalities:
+        raise UnsupportedError(f"{where}: modality_config: 'message', hence a chat template, is not supported")
+    processing = _without(settings.get("processing_kwargs"), "chat_template", "processing_kwargs", where)
+    if any(processing.get(name) for name in ("text", "common")):
+        raise UnsupportedError(f"{where}: processing_kwargs is {quote(processing)}; supported is an empty one")
+
+
+def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
+    """The modes, the size of a token vector, and `include_prompt`."""
+    if not path:
+        raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs a path of its own")
+    name = _inside(path, "config.json")
+    where = folder.where(name)
+    settings = folder.needed(name)  # the mode must be known
+    flags = {key: settings[key] for key in settings if key.startswith("pooling_mode_")}
+    for key, value in flags.items():
+        if key not in _POOLING_FLAGS:
+            raise UnsupportedError(f"{where}: unknown setting {quote(key)}{did_you_mean(key, _POOLING_FLAGS)}")
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key}: expected true or false, found {quote(value)}")
+    modes = settings.get("pooling_mode", [mode for key, mode in _POOLING_FLAGS.items() if flags.get(key)] or None)
+    if modes is None and not flags:
+        modes = "mean"  # sentence-transformers' own default, for a file that says nothing
+    listed = [modes] if isinstance(modes, str) else modes
+    if not isinstance(listed, list) or not listed or not all(isinstance(mode, str) for mode in listed):
+        raise ConfigError(f"{where}: expected a pooling mode, found {quote(modes)}; known: {listing(_POOLING_NAMES)}")
+    for mode in listed:
+        if mode not in _POOLING_NAMES:
+            raise UnsupportedError(f"{where}: pooling mode {quote(mode)}; supported are {listing(_POOLING_NAMES)}")
+    width = settings.get("embedding_dimension", settings.get("word_embedding_dimension"))
+    include_prompt = settings.get("include_prompt", True)
+    if not isinstance(include_prompt, bool):
+        raise ConfigError(f"{where}: include_prompt: expected true or false, found {quote(include_prompt)}")
+    return (
+        tuple(_POOLING_NAMES[mode] for mode in listed),
+        None if width is None else _positive(width, "embedding_dimension", where),
+        include_prompt,
+    )
+
+
+def _check_normalize(folder: Folder, path: str) -> None:
+    if not path:
+        return  # the config.json there would be the transformer's
+    name = _inside(path, "config.json")
+    where, settings = folder.where(name), folder.json(name)
+    for key in ("module_input_name", "module_output_name"):
+        if settings.get(key) not in (None, "sentence_embedding"):
+            raise UnsupportedError(f"{where}: {key} is {quote(settings[key])}; supported is sentence_embedding")
+
+
+def _default_prompt(folder: Folder) -> str:
+    settings = folder.json("config_sentence_transformers.json")
+    where = folder.where("config_sentence_transformers.json")
+    kind = settings.get("model_type", "SentenceTransformer")
+    if kind != "SentenceTransformer":
+        raise UnsupportedError(f"{where}: model_type is {quote(kind)}; supported is SentenceTransformer")
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
+    if name is None:
+        return ""
+    if not isinstance(prompts, dict):
+        raise ConfigError(f"{where}: prompts: expected an object, found {quote(prompts)}")
+    if not isinstance(name, str) or name not in prompts:
+        raise ConfigError(f"{where}: default_prompt_name is {quote(name)}; prompts has {listing(prompts)}")
+    prompt = prompts[name]
+    if prompt is not None and not isinstance(prompt, str):
+        raise ConfigError(f"{where}: prompts[{quote(name)}]: expected a str, found {quote(prompt)}")
+    return prompt or ""
+
+
+def _without(value: Any, name: str, key: str, where: str) -> dict[str, Any]:
+    """The object `value` less one member; None is an empty one."""
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where}: {key}: expected an object, found {quote(value)}")
+    return {k: v for k, v in (value or {}).items() if k != name}
+
+
+def _positive(value: Any, key: str, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ConfigError(f"{where}: {key}: expected a positive int, found {quote(value)}")
+    return value

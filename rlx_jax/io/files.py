@@ -1,0 +1,176 @@
+"""Opening files that someone else may have put there.
+
+A path that the caller names is trusted; a name found in a file or a directory is not, and must stay
+inside the directory it belongs to.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Literal
+
+from rlx_jax.errors import ConfigError, FormatError, MissingFileError, PathEscapeError, StorageError, quote
+from rlx_jax.io import limits
+
+Links = Literal["follow", "refuse"]
+"""What to do with links below a model directory: follow those that stay inside, or refuse all."""
+
+_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10)}
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+def list_directory(directory: str) -> list[str]:
+    """The names in a directory, sorted.
+
+    Raises:
+        MissingFileError, StorageError: it does not exist, or the system refuses.
+    """
+    try:
+        return sorted(os.listdir(directory))
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        raise storage_error(cause, quote(directory)) from cause
+
+
+def open_regular(path: str, where: str, error: type[FormatError]) -> int:
+    """A descriptor of the regular file `path`, for reading. The caller closes it.
+
+    Raises:
+        MissingFileError: no such file.
+        error: a directory, a FIFO, a device.
+        StorageError: the system refuses; the message has its reason.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        raise storage_error(cause, where) from cause
+    refuse_special(status, where, error)  # before opening: opening a device can act on it
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as cause:
+        raise storage_error(cause, where) from cause
+    try:
+        refuse_special(os.fstat(descriptor), where, error)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refuse_special(status: os.stat_result, where: str, error: type[FormatError]) -> None:
+    """Raise `error` unless `status` is that of a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise error(f"{where}: expected a regular file, found {kind}")
+
+
+def storage_error(cause: OSError | ValueError, where: str) -> StorageError:
+    """`cause` as one of our exceptions."""
+    if isinstance(cause, ValueError) or cause.errno in (errno.ENOENT, errno.ENOTDIR):
+        return MissingFileError(f"{where}: no such file")
+    return StorageError(f"{where}: {cause.strerror or type(cause).__name__}")
+
+
+def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
+    """Fill `buffer` with the bytes from `start` on; how many there were before the file ended."""
+    done = 0
+    while done < len(buffer):
+        try:  # one call takes less than 2 GiB
+            count = os.preadv(descriptor, [buffer[done : done + 2**30]], start + done)
+        except OSError as cause:
+            raise storage_error(cause, where) from cause
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_whole(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        LimitError: more than `limit` bytes; `limit_name` is what the message calls the limit.
+        MissingFileError, StorageError, error: as `open_regular`.
+    """
+    descriptor = open_regular(path, where, error)
+    try:
+        size = os.fstat(descriptor).st_size
+        limits.at_most(size, limit, limit_name, f"{where}: the size in bytes")
+        buffer = bytearray(size)
+        return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0, where)])
+    finally:
+        os.close(descriptor)
+
+
+def resolve(directory: str, name: str, links: Links = "follow") -> str:
+    """The real path of the file `name`, which something in `directory` refers to.
+
+    Links that stay inside the directory are followed, and so are those of a Hugging Face cache, where
+    `models--x/snapshots/<revision>/file` points to `models--x/blobs/<hash>`.
+
+    Args:
+        directory: the model directory, itself trusted.
+        name: relative, with `/` between its parts. If it was read from a file, `check_name` comes first.
+        links: `"refuse"` takes no symbolic links and no hard links, for directories that come from an archive.
+
+    Raises:
+        ConfigError: the file is not regular.
+        PathEscapeError: it leads out of the directory, or is a link that is refused.
+        MissingFileError: no such file.
+    """
+    where = quote(name)
+    root = os.path.realpath(directory)
+    path = os.path.join(root, name)
+    if links == "refuse":
+        _refuse_links(root, name)
+    real = os.path.realpath(path)
+    if not any(os.path.commonpath([allowed, real]) == allowed for allowed in _roots(root)):
+        raise PathEscapeError(
+            f"{where} leads to {quote(real)}, outside its directory; put the file itself there, or name it directly"
+        )
+    try:
+        status = os.stat(real)
+    except OSError as cause:
+        raise storage_error(cause, where) from cause
+    refuse_special(status, where, ConfigError)
+    return real
+
+
+def check_name(name: str) -> None:
+    """Raise unless `name` is a plain relative file name on every system we know.
+
+    Raises:
+        PathEscapeError: `..`, an absolute path, a drive, a backslash, a device.
+        ConfigError: empty, a part that is empty or `.` or ends in a dot or space, a control character.
+    """
+    parts = name.split("/")
+    if name.startswith("/") or "\\" in name or ":" in name or ".." in parts:
+        raise PathEscapeError(f"{quote(name)} leads out of the directory; expected the name of a file inside it")
+    if any(part.split(".")[0].strip().casefold() in _DEVICES for part in parts):
+        raise PathEscapeError(f"{quote(name)} is the name of a device on Windows")
+    if any(not part or part != part.rstrip(". ") for part in parts) or not name.isprintable():
+        raise ConfigError(f"{quote(name)} is not a file name")
+
+
+def _roots(root: str) -> list[str]:
+    """Where the files of the model directory `root` (a real path) may lie."""
+    parts = root.split(os.sep)
+    for i in range(1, len(parts) - 1):
+        if parts[i] == "snapshots" and parts[i - 1].startswith("models--"):
+            return [root, os.sep.join([*parts[:i], "blobs"])]
+    return [root]
+
+
+def _refuse_links(root: str, name: str) -> None:
+    path = root
+    for part in name.split("/"):
+        path = os.path.join(path, part)
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return  # missing: the caller says so
+        if stat.S_ISLNK(status.st_mode):
+            raise PathEscapeError(f"{quote(name)} goes through a symbolic link, and links are refused")
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise PathEscapeError(f"{quote(name)} has {status.st_nlink} hard links, and links are refused")

@@ -1,0 +1,73 @@
+"""How big a checkpoint and the files beside it may be.
+
+Each limit stands far above the checkpoints we know and far below what exhausts a machine; an error
+names the limit it met, `limits.MAX_TENSORS` for one. A limit is looked up when it is applied: to raise
+it, set it in this module before opening the file. Rank, dimensions and elements are limited by `rlx_jax.ir.types`.
+"""
+
+from __future__ import annotations
+
+from rlx_jax.errors import LimitError
+
+MAX_HEADER_BYTES = 100_000_000
+"""JSON header of one `.safetensors` file; the reference implementation has the same."""
+MAX_TENSORS = 200_000
+"""Tensors of one checkpoint, all shards together."""
+MAX_NAME_BYTES = 1_024
+"""One tensor name in UTF-8."""
+MAX_ENTRY_CHARS = 4_096
+"""The JSON of one tensor in a header, without its name."""
+MAX_STRING_CHARS = 2**23
+"""One string in a header. Decoding takes up to eight bytes a character."""
+MAX_METADATA_ENTRIES = 65_536
+"""Entries of `__metadata__` in a header."""
+MAX_INDEX_BYTES = 64 * 2**20
+"""`model.safetensors.index.json`."""
+MAX_TREE_BYTES = 64 * 2**20
+"""`_METADATA` of an orbax checkpoint, or `rlx_manifest.json`."""
+MAX_ARRAY_METADATA_BYTES = 64 * 2**10
+"""The zarr metadata of one array of an orbax checkpoint."""
+MAX_CHUNKS = 2**20
+"""Chunks of one array of an orbax checkpoint: at least one for each device that it was saved from."""
+MAX_CONFIG_BYTES = 4 * 2**20
+"""`config.json` and its like."""
+MAX_JSON_VALUES = 2**18
+"""Values in one JSON file; a Python object takes twenty times the bytes of its text."""
+MAX_JSON_DEPTH = 64
+"""Objects and arrays inside each other in one JSON file."""
+MAX_JSON_DIGITS = 100
+"""Digits of a whole number in JSON. (`model_max_length` has 31 in many a tokenizer_config.json.)"""
+
+MAX_MEMORY_PERCENT = 80
+"""Share of the free memory of this machine that reading a tensor, loading a model or holding a request may take."""
+_SMALL = 2**26  # bytes for which the machine is not asked
+
+
+def at_most(value: int, limit: int, name: str, what: str) -> None:
+    """Raise `LimitError` if `value` is over `limit`, which users know as `name`."""
+    if value > limit:
+        raise LimitError(f"{what} is {value}, over the limit {name} = {limit}")
+
+
+def fits_in_memory(nbytes: int, what: str) -> None:
+    """Refuse what takes more than `MAX_MEMORY_PERCENT` of the free memory, before any of it is taken.
+
+    Raises:
+        LimitError: names both numbers.
+    """
+    free = available_bytes() if nbytes > _SMALL else None
+    if free is not None and nbytes > free * MAX_MEMORY_PERCENT // 100:
+        raise LimitError(
+            f"{what} takes {nbytes:,} bytes of memory, and {free:,} are free: over limits.MAX_MEMORY_PERCENT = "
+            f"{MAX_MEMORY_PERCENT}"
+        )
+
+
+def available_bytes() -> int | None:
+    """The memory that this machine can give without swapping, in bytes; None if it is not known."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            (line,) = (line for line in file if line.startswith(b"MemAvailable:"))
+            return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # not Linux
+        return None

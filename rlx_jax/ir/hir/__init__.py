@@ -1,0 +1,36 @@
+"""HIR: the blocks that stages write. `expand` is a block's meaning, its shape rule and its `fusable` lowering.
+
+Whatever depends on the sequence is one of these blocks, so that `derive` has one rule for each.
+"""
+
+from rlx_jax.ir.graph import Hir
+from rlx_jax.ir.hir.cached import CachedAttention as CachedAttention
+from rlx_jax.ir.hir.cached import GrowingAttention as GrowingAttention
+from rlx_jax.ir.hir.cached import cache_slots as cache_slots
+from rlx_jax.ir.hir.composite import DECODER_BIASES as DECODER_BIASES
+from rlx_jax.ir.hir.composite import DECODER_OPERANDS as DECODER_OPERANDS
+from rlx_jax.ir.hir.composite import LlamaDecoderBlock as LlamaDecoderBlock
+from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS
+from rlx_jax.ir.hir.masks import MaskKind as MaskKind
+from rlx_jax.ir.hir.masks import check_arity as check_arity
+from rlx_jax.ir.hir.masks import mask_kind as mask_kind
+from rlx_jax.ir.hir.sequence import Attention as Attention
+from rlx_jax.ir.hir.sequence import FirstToken as FirstToken
+from rlx_jax.ir.hir.sequence import LastToken as LastToken
+from rlx_jax.ir.hir.sequence import Positions as Positions
+from rlx_jax.ir.hir.sequence import Rope as Rope
+from rlx_jax.ir.hir.sequence import RopeAngles as RopeAngles
+from rlx_jax.ir.hir.sequence import RopeRows as RopeRows
+from rlx_jax.ir.hir.sequence import attention as attention
+from rlx_jax.ir.hir.token_wise import Embed as Embed
+from rlx_jax.ir.hir.token_wise import GatedFfn as GatedFfn
+from rlx_jax.ir.hir.token_wise import LayerNorm as LayerNorm
+from rlx_jax.ir.hir.token_wise import Linear as Linear
+from rlx_jax.ir.hir.token_wise import RmsNorm as RmsNorm
+from rlx_jax.ir.hir.token_wise import Split as Split
+
+BLOCKS: tuple[type[Hir], ...] = (
+    Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
+    CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
+)  # fmt: skip
+"""Every block."""

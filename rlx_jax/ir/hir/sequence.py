@@ -1,0 +1,155 @@
+"""Blocks that know the sequence: positions, rotations, attention, the first and the last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx_jax.ir.graph import Builder, Hir, Value, constant
+from rlx_jax.ir.hir.masks import MaskKind, check_arity
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, check_heads, check_scores
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, Slice
+from rlx_jax.ir.traits import BLOCK, TABLES
+from rlx_jax.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class Positions(Hir):
+    """The absolute position of each token of `x` `[B, S, …]`: int32 `[1, S]`, 0 … S−1 in the forward program."""
+
+    traits = TABLES
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("positions", len(operands), 1)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        return b(Reshape((1, -1)), b(Iota(1), *operands))
+
+
+@dataclass(frozen=True)
+class RopeAngles(Hir):
+    """cos and sin for positions `[B|1, S]`: two f32 `[B|1, S, R/2]`. See `RopeTable`."""
+
+    traits = TABLES
+
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        return b.add(RopeTable(self.inv_freq, self.factor), *operands)
+
+    def text(self) -> str:
+        return f"rope_angles(n_rot={2 * len(self.inv_freq)})"
+
+
+@dataclass(frozen=True)
+class RopeRows(Hir):
+    """Rows of given f32 tables `[T, W]` at positions `[B|1, S]`: cos and sin `[B|1, S, W]`."""
+
+    traits = TABLES
+
+    width: int
+    cos: bytes
+    sin: bytes
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        tables = (np.frombuffer(data, np.float32).reshape(-1, self.width) for data in (self.cos, self.sin))
+        cos, sin = (b(Gather(), b.leaf(constant(table, np.float32)), *operands) for table in tables)
+        return cos, sin
+
+    @property
+    def rows(self) -> int:
+        """Positions the tables know."""
+        return len(self.cos) // (4 * self.width)
+
+    def text(self) -> str:
+        return f"rope_rows({self.rows} positions, width={self.width})"
+
+
+@dataclass(frozen=True)
+class Rope(Hir):
+    """Rotary embedding of packed heads. x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]`. See `RopeOp`."""
+
+    traits = TABLES
+
+    head_dim: int
+    n_rot: int
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("rope", len(operands), 3)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        return b(RopeOp(self.head_dim, self.n_rot), *operands)
+
+
+@dataclass(frozen=True)
+class Attention(Hir):
+    """Attention over packed heads: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then `keep` and `bias` as in `extra`.
+
+    `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
+    With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
+    """
+
+    traits = BLOCK
+
+    heads: int
+    kv_heads: int
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    extra: tuple[str, ...] = ()
+    last: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("attention", len(operands), 3 + len(self.extra))
+        check_heads(self.heads, self.kv_heads)
+        check_scores(self.scale, self.softcap)
+
+    def op(self, kv_heads: int, extra: tuple[str, ...] = ()) -> AttentionOp:
+        """The MIR op over `kv_heads` heads."""
+        return AttentionOp(self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        q, k, v, *rest = operands
+        times = self.heads // self.kv_heads
+        if times > 1:
+            k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
+        return b(self.op(self.heads), q, k, v, *rest)
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    mask: MaskKind,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Attention:
+    """`Attention` for a mask kind."""
+    extra = (mask.operand,) if mask.operand else ()
+    return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra)
+
+
+@dataclass(frozen=True)
+class LastToken(Hir):
+    """The last token of each row: x `[B,S,…]` → `[B,1,…]`; with an index operand `[B]`, row `index[b]`."""
+
+    traits = BLOCK
+    ids = (1, 1)
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        if len(operands) == 2:
+            return b(TakeRow(), *operands)
+        return b(Narrow(1, -1, 1), operands[0])
+
+
+@dataclass(frozen=True)
+class FirstToken(Hir):
+    """The first token, position axis dropped: x `[B,S,H]` → `[B,H]`."""
+
+    traits = BLOCK
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        return b(Slice(((None, None, None), 0)), operands[0])

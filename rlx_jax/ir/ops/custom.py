@@ -1,0 +1,153 @@
+"""What users bring into a program: small constants, and any JAX function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import DTypeError, GraphError, shown
+from rlx_jax.ir.captured import MAX_CAPTURED
+from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant, first_line, types_of
+from rlx_jax.ir.traits import Types, product_traits
+from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, path_text, short_name
+
+Array = jax.Array
+
+
+def _limit() -> str:
+    return f"the limit is {MAX_CAPTURED}: name the array as a weight and read it with emit.param(key)"
+
+
+def check_constants(graph: Graph, types: TypeCache) -> None:
+    """The constants of a program and the arrays that its functions captured, each counted once, are small.
+
+    Raises:
+        GraphError: together they are over `MAX_CAPTURED`; the largest are named.
+    """
+    sizes: dict[Any, tuple[int, str]] = {}
+    for _, node in graph.walk():
+        place = f"{path_text(node.origin.path)} {node.op.text()}"
+        if isinstance(node.op, Constant):
+            sizes.setdefault(node.op.data, (len(node.op.data), place))
+        for array in types.captured.get(node.op, ()):
+            traced = isinstance(array, jax.core.Tracer)
+            sizes.setdefault(id(array) if traced else np.asarray(array).tobytes(), (array.nbytes, place))
+    total = sum(size for size, _ in sizes.values())
+    if total > MAX_CAPTURED:
+        largest = sorted(sizes.values(), reverse=True)[:4]
+        told = "; ".join(f"{place}: {size} bytes" for size, place in largest)
+        raise GraphError(f"{graph.name}: {total} bytes of constants in one program, {_limit()}. The largest: {told}")
+
+
+def small_constant(value: Any, dtype: Any = None) -> Constant:
+    """A constant of the program, of at most 1 MiB, in its own dtype or in `dtype`; 64-bit numbers become 32-bit ones.
+
+    Raises:
+        DTypeError: the dtype cannot hold a value. GraphError: no array of numbers, or a larger one: it is a weight.
+    """
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
+    if given.size * given.itemsize > MAX_CAPTURED:
+        raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {_limit()}")
+    whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
+    if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc"):
+        raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
+    wanted = device_dtype(given.dtype if dtype is None and not whole else as_dtype("i32" if dtype is None else dtype))
+    with np.errstate(all="ignore"):
+        misfits = _misfits(given, wanted)
+        if misfits.any():
+            found = given.reshape(-1)[int(np.argmax(misfits.reshape(-1)))]
+            raise DTypeError(f"a constant of {short_name(wanted)} cannot hold {found}; give it a dtype that does")
+        return constant(given, wanted)
+
+
+def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Where `given` has a value that is another one in `dtype`, roundings of floats aside."""
+    if given.dtype.kind == "c":
+        return (given.imag != 0) if dtype.kind != "c" else np.zeros(given.shape, bool)
+    if is_float(dtype) or dtype.kind == "c":
+        wide = given.astype(np.float64)
+        held = wide.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
+        return np.asarray(np.isfinite(wide) & ~np.isfinite(held))
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if given.dtype.kind in "biuO":
+        return np.asarray(~((given >= low) & (given <= high)), bool)
+    wide = given.astype(np.float64)
+    return np.asarray(~((wide >= low) & (wide <= high) & (wide == np.trunc(wide))))
+
+
+def captured_arrays(closed: Any) -> Iterator[Any]:
+    """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
+    yield from (c for c in closed.consts if hasattr(c, "nbytes"))
+    for inner in _inner(closed.jaxpr):
+        yield from captured_arrays(inner)
+
+
+def _inner(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(item, "jaxpr") and hasattr(item, "consts"):
+                    yield item
+                elif hasattr(item, "eqns"):
+                    yield from _inner(item)
+
+
+def _products(op: Any, operands: Types, results: Types) -> int:
+    """Of the matrix products that the function traces to."""
+    return _flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
+
+
+def _flops(jaxpr: Any) -> int:
+    """A loop counts as often as a scan says, once where its condition says; of branches the dearest."""
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        items = (item for v in params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
+        jaxprs = (getattr(item, "jaxpr", item) for item in items)  # closed or open
+        inner = [_flops(j) for j in jaxprs if hasattr(j, "eqns")]
+        total += max(inner, default=0) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
+    return total
+
+
+@dataclass(frozen=True)
+class JaxFn(Mir):
+    """Any JAX function of the operands: `emit.jax(fn, …)`. `fn` returns an array or a tuple of arrays."""
+
+    traits = replace(product_traits(_products), widens=True, stored=False)
+
+    fn: Callable[..., Any]
+    label: str = ""
+    precision: str = "default"
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
+        flat = out if isinstance(out, tuple | list) else (out,)
+        if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
+            raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
+        types.captured[self] = tuple(captured_arrays(closed))
+        captured = sum(c.nbytes for c in types.captured[self])
+        if captured > MAX_CAPTURED:
+            raise GraphError(f"{self.text()} captures {captured} bytes of constants, {_limit()}")
+        return types_of(closed.out_avals)
+
+    def eval(self, *arrays: Array) -> Any:
+        pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
+        with pinned:
+            out = self.fn(*arrays)
+        return tuple(jax.tree.leaves(out)) if isinstance(out, tuple | list) else out
+
+    def text(self) -> str:
+        return f"jax({self.label or getattr(self.fn, '__name__', 'fn')})"

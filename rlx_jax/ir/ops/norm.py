@@ -1,0 +1,81 @@
+"""Norms over the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.pointwise import same_rank
+from rlx_jax.ir.traits import NORM
+from rlx_jax.ir.types import TensorType, is_float
+
+Array = jax.Array
+
+
+def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int = 1) -> None:
+    """The checks of a norm of `x` over its last axis with weights `scales`, the operands from `first` on."""
+    if not is_float(x.dtype) or any(scale.dtype != x.dtype for scale in scales):
+        raise DTypeError(f"{op}: x and its weights have one floating dtype; got {x} and {', '.join(map(str, scales))}")
+    for place, scale in enumerate(scales, first):
+        if not 0 < scale.rank <= x.rank or scale.shape != x.shape[-scale.rank :]:
+            raise ShapeError(f"{op}: x is {x}, so weights are [{x.shape[-1]}], or its last axes; got {scale}").of(place)
+
+
+@dataclass(frozen=True)
+class RmsNormOp(Mir):
+    """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]` over the last axis; the statistic is taken in f32.
+
+    γ and β are `[H]`, or as long as the last axes of x (`[N, H]`: weights for each head).
+
+    Rounding, visible in bf16 only, is that of Hugging Face's models. Without an offset (Llama) the normalised value is
+    rounded to x's dtype before γ is applied; with one (Gemma: 1) all is in f32, offset + γ too, and rounded once.
+    """
+
+    traits = NORM
+
+    eps: float
+    offset: float = 0.0
+
+    def check(self, *operands: TensorType) -> None:
+        check_norm("rms_norm", operands[0], operands[1:])
+
+    def eval(self, x: Array, gamma: Array, beta: Array | None = None) -> Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            gamma = gamma.astype(jnp.float32) + self.offset
+        y = jnp.multiply(*same_rank(normed.astype(gamma.dtype), gamma)).astype(x.dtype)
+        return y if beta is None else jnp.add(*same_rank(y, beta))
+
+    @classmethod
+    def name(cls) -> str:
+        return "rms_norm"
+
+
+@dataclass(frozen=True)
+class LayerNormOp(Mir):
+    """`(x − mean x) · (var x + ε)^(−1/2) ⊙ γ + β` over the last axis, biased two-pass variance, in f32."""
+
+    traits = NORM
+
+    eps: float
+
+    def check(self, *operands: TensorType) -> None:
+        check_norm("layer_norm", operands[0], operands[1:])
+
+    def eval(self, x: Array, gamma: Array, beta: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        gamma, beta = (a.astype(jnp.float32) for a in (gamma, beta))
+        return jnp.add(*same_rank(jnp.multiply(*same_rank(normed, gamma)), beta)).astype(x.dtype)
+
+    @classmethod
+    def name(cls) -> str:
+        return "layer_norm"

@@ -1,0 +1,293 @@
+"""Ops that move elements: axes, slices, concatenation, repetition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.traits import MOVEMENT, Types, nothing, results_moved
+from rlx_jax.ir.types import DimLike, TensorType, is_static
+
+Array = jax.Array
+
+
+def check_axis(op: str, axis: int, x: TensorType) -> None:
+    """The operand has that axis."""
+    if not -x.rank <= axis < x.rank:
+        raise ShapeError(f"{op}: {x} has no axis {axis}")
+
+
+@dataclass(frozen=True)
+class AxisOf:
+    """In a `Reshape` target: as long as axis `axis` of the operand."""
+
+    axis: int
+
+    def __str__(self) -> str:
+        return f"@{self.axis}"
+
+
+def _whole(op: Any, operands: Types, results: Types) -> int | None:
+    """The same elements in the same order."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Reshape(Mir):
+    """Reshape to `target`, whose entries are ints, axes of the operand (`AxisOf`), or one -1.
+
+    A target never names a symbol, so that binding symbols needs no substitution.
+    """
+
+    traits = replace(MOVEMENT, bytes=nothing, view=_whole)
+
+    target: tuple[int | AxisOf, ...]
+
+    def _dims(self, shape: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
+        dims = [shape[t.axis] if isinstance(t, AxisOf) else t for t in self.target]
+        if any(is_static(d) and d < 0 for d in dims):
+            hole = next(i for i, d in enumerate(dims) if is_static(d) and d < 0)
+            rest = math.prod(d for i, d in enumerate(dims) if i != hole)
+            dims[hole] = math.prod(shape) // rest
+        return tuple(dims)
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        (x,) = operands
+        if sum(1 for t in self.target if t == -1) > 1:
+            raise ShapeError(f"reshape: more than one -1 in {self.target}")
+        dims = self._dims(x.shape)
+        # jax accepts a symbolic target without comparing element counts.
+        if math.prod(dims) != math.prod(x.shape):
+            raise ShapeError(f"reshape: {x} has {math.prod(x.shape)} elements, the target {dims} {math.prod(dims)}")
+        return (TensorType(dims, x.dtype),)
+
+    def eval(self, x: Array) -> Array:
+        return x.reshape(self._dims(x.shape))
+
+    def text(self) -> str:
+        return f"reshape([{', '.join(map(str, self.target))}])"
+
+
+@dataclass(frozen=True)
+class SizeOf:
+    """In an `Expand` target: as long as axis `axis` of operand number `operand`."""
+
+    operand: int
+    axis: int
+
+    def __str__(self) -> str:
+        return f"@{self.operand}.{self.axis}"
+
+
+def _first_moved(op: Any, operands: Types, results: Types) -> int:
+    """The first operand is read; the others lend their sizes alone."""
+    return operands[0].nbytes + results[0].nbytes
+
+
+@dataclass(frozen=True)
+class Expand(Mir):
+    """`x` broadcast to `target` as NumPy does it. Operands: x, then values that only lend the sizes of their axes.
+
+    A target never names a symbol, so that binding symbols needs no substitution.
+    """
+
+    traits = replace(MOVEMENT, narrows=1, bytes=_first_moved)
+
+    target: tuple[int | SizeOf, ...]
+
+    def _dims(self, shapes: Sequence[tuple[DimLike, ...]]) -> tuple[DimLike, ...]:
+        return tuple(shapes[t.operand][t.axis] if isinstance(t, SizeOf) else t for t in self.target)
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        x = operands[0]
+        for size in self.target:
+            if isinstance(size, SizeOf):
+                if not 0 <= size.operand < len(operands):
+                    raise ShapeError(f"expand: there is no operand {size.operand} of {len(operands)}")
+                check_axis("expand", size.axis, operands[size.operand])
+        dims = self._dims([t.shape for t in operands])
+        fits = zip(reversed(x.shape), reversed(dims), strict=False)
+        if x.rank > len(dims) or any(not (is_static(have) and have == 1) and have != want for have, want in fits):
+            raise ShapeError(f"{x} cannot be broadcast to [{', '.join(map(str, dims))}]")
+        return (TensorType(dims, x.dtype),)
+
+    def eval(self, x: Array, *lenders: Array) -> Array:
+        return jnp.broadcast_to(x, self._dims([a.shape for a in (x, *lenders)]))
+
+    def text(self) -> str:
+        return f"expand([{', '.join(map(str, self.target))}])"
+
+
+def reshape_to(x: TensorType, dims: Sequence[DimLike]) -> Reshape:
+    """The reshape of `x` to sizes: ints, one -1, dimensions of `x`, or a product of them (`batch·seq`).
+
+    Raises:
+        ShapeError: a size that cannot be expressed, or another number of elements.
+    """
+    target: list[int | AxisOf] = []
+    holes = sum(is_static(d) and d == -1 for d in dims)
+    for dim in dims:
+        if is_static(dim):
+            target.append(int(dim))
+        elif dim in x.shape:
+            target.append(AxisOf(x.shape.index(dim)))
+        elif not holes:
+            holes = 1
+            target.append(-1)  # a product such as batch·seq: what is left over
+        else:
+            raise ShapeError(f"reshape of {x} cannot express dimension {dim}")
+    op = Reshape(tuple(target))
+    (out,) = op.infer(TypeCache(), x)
+    if any(w != got for w, got in zip(dims, out.shape, strict=True) if not (is_static(w) and w == -1)):
+        raise ShapeError(f"{x} cannot be reshaped to {tuple(dims)}")
+    return op
+
+
+def split_axis(rank: int, axis: int, sizes: tuple[int, ...]) -> Reshape:
+    """Reshape one axis of a rank-`rank` operand into several; one size may be -1."""
+    axis %= rank
+    return Reshape((*(AxisOf(i) for i in range(axis)), *sizes, *(AxisOf(i) for i in range(axis + 1, rank))))
+
+
+def merge_axes(rank: int, axis: int) -> Reshape:
+    """Merge axes `axis` and `axis + 1` of a rank-`rank` operand."""
+    axis %= rank
+    return Reshape((*(AxisOf(i) for i in range(axis)), -1, *(AxisOf(i) for i in range(axis + 2, rank))))
+
+
+@dataclass(frozen=True)
+class Transpose(Mir):
+    """Permute the axes."""
+
+    traits = MOVEMENT
+
+    perm: tuple[int, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if sorted(self.perm) != list(range(x.rank)):
+            raise ShapeError(f"transpose: {self.perm} is not a permutation of the axes of {x}")
+
+    def eval(self, x: Array) -> Array:
+        return jnp.transpose(x, self.perm)
+
+    def text(self) -> str:
+        return f"transpose({list(self.perm)})"
+
+
+def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
+    """Rows of the first axis lie side by side."""
+    (x,) = operands
+    if op.axis % x.rank or not x.is_static:
+        return None
+    size = int(x.shape[0])
+    start = op.start % size if op.start < 0 else op.start
+    return int(start * x.nbytes // size)
+
+
+@dataclass(frozen=True)
+class Narrow(Mir):
+    """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
+
+    traits = replace(MOVEMENT, bytes=results_moved, view=_leading_rows)
+
+    axis: int
+    start: int
+    length: int
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        check_axis("narrow", self.axis, x)
+        size = x.shape[self.axis]
+        if is_static(size):
+            start = self.start if self.start >= 0 else size + self.start
+            if start < 0 or self.length < 0 or start + self.length > size:
+                raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
+
+    def eval(self, x: Array) -> Array:
+        size = x.shape[self.axis]
+        start = self.start if self.start >= 0 else size + self.start
+        return jax.lax.slice_in_dim(x, start, start + self.length, axis=self.axis)
+
+    def text(self) -> str:
+        return f"narrow({self.axis}, {self.start}, {self.length})"
+
+
+SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
+"""One place of a key: (start, stop, step) stands for a slice, which could not be hashed."""
+
+
+@dataclass(frozen=True)
+class Slice(Mir):
+    """`x[key]` for a key of ints, slices of ints, `None` and `...`."""
+
+    traits = replace(MOVEMENT, bytes=results_moved)
+
+    key: tuple[SliceKey, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        taken = [k for k in self.key if k is not None and k is not Ellipsis]
+        if len(taken) > x.rank:
+            raise ShapeError(f"slice: {len(taken)} indices for {x}")
+        gap = next((i for i, k in enumerate(self.key) if k is Ellipsis), len(self.key))
+        before = sum(k is not None for k in self.key[:gap])
+        axes = [*range(before), *range(x.rank - (len(taken) - before), x.rank)]
+        for k, axis in zip(taken, axes, strict=True):
+            size = x.shape[axis]
+            if isinstance(k, int) and is_static(size) and not -size <= k < size:  # jax would clamp it
+                raise ShapeError(f"slice: index {k} is outside axis {axis} of {x}")
+
+    def eval(self, x: Array) -> Array:
+        return x[tuple(slice(*k) if isinstance(k, tuple) else k for k in self.key)]
+
+    def text(self) -> str:
+        def one(k: Any) -> str:
+            if isinstance(k, tuple):
+                return ":".join("" if v is None else str(v) for v in k).removesuffix(":")
+            return "..." if k is Ellipsis else str(k)
+
+        return f"slice[{', '.join(one(k) for k in self.key)}]"
+
+
+@dataclass(frozen=True)
+class Concat(Mir):
+    """Join operands along `axis`."""
+
+    traits = MOVEMENT
+
+    axis: int
+
+    def check(self, *operands: TensorType) -> None:
+        if len({t.dtype for t in operands}) > 1:
+            raise DTypeError(f"concat: operands have dtypes {', '.join(map(str, operands))}")
+
+    def eval(self, *arrays: Array) -> Array:
+        return jnp.concatenate(arrays, axis=self.axis)
+
+
+@dataclass(frozen=True)
+class RepeatHeads(Mir):
+    """Repeat each of `heads` heads of width `head_dim` consecutively `times` times: `[…, K·D]` → `[…, K·times·D]`."""
+
+    traits = replace(MOVEMENT, widens=False)
+
+    heads: int
+    times: int
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if not x.rank or not is_static(x.shape[-1]) or x.shape[-1] % self.heads:
+            raise ShapeError(f"repeat_heads: the last axis of {x} is not a multiple of {self.heads} heads")
+
+    def eval(self, x: Array) -> Array:
+        split = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        return jnp.repeat(split, self.times, axis=-2).reshape(*x.shape[:-1], x.shape[-1] * self.times)

@@ -1,0 +1,264 @@
+"""The config of a decoder-only model: the fields that all have, and what several families read in the same way.
+
+A family's own file adds its fields to `DecoderConfig`, reads them, and says how its layers differ from Llama's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypedDict
+
+import numpy as np
+
+from rlx_jax.blocks import BlockStage, DecoderLayerSpec, MaskKind
+from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+
+Windows = tuple[int | None, ...]
+"""How many keys layer i reads, None for all; empty for all in every layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What a decoder has beside its layers; Llama has none of it.
+
+    Args:
+        rope: rope tables beside those of `inv_freq`, which layers ask for by name (`DecoderLayerSpec.rope`).
+        embedded: stages behind the embedding, such as a scale; `inputs_embeds` do not pass them.
+        logits: stages behind the head, such as a softcap.
+    """
+
+    rope: tuple[BlockStage, ...] = ()
+    embedded: tuple[BlockStage, ...] = ()
+    logits: tuple[BlockStage, ...] = ()
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope.
+
+    A family's config is such a class with the fields that it has besides. It overrides `read`, and `layer_spec` and
+    `ends` where it is not Llama.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    inv_freq: Frequencies
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`, in the spelling of transformers 4 or 5.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        result = cls.read(c)
+        c.finish()
+        return result
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        """The family's fields. What nobody reads is refused afterwards, unless it is known to be inert."""
+        return cls(**plain_fields(c, max_positions=cls.max_position_embeddings))
+
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        """What layer `index` is: `layer_of(self, …)` with the differences from Llama."""
+        return layer_of(self)
+
+    def ends(self) -> Ends:
+        """What there is beside the layers."""
+        return Ends()
+
+
+def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> DecoderLayerSpec:
+    """The layer of a config: `window` is how many keys it reads, None for all; the rest are the record's fields."""
+    c = config
+    return DecoderLayerSpec(
+        num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
+        mask=mask_of(window), **differences,
+    )  # fmt: skip
+
+
+# -- fields ------------------------------------------------------------------------------------
+
+
+class CommonFields(TypedDict):
+    """The fields of `DecoderConfig` but for the rope."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
+class PlainFields(CommonFields):
+    """All of them, of a decoder with SwiGLU whose layers share one rope."""
+
+    inv_freq: Frequencies
+
+
+def common_fields(
+    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
+) -> CommonFields:
+    """The common fields. The keywords are the family's defaults for what a config leaves out.
+
+    Without them there are as many key/value heads as heads, and `head_dim` is hidden / heads.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd.
+    """
+    hidden = c.whole("hidden_size")
+    heads = c.whole("num_attention_heads", high=2**16)
+    if head_dim is None and "head_dim" not in c.values and hidden % heads:
+        raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if head_dim is not None and c.values.get("head_dim", head_dim) is None:
+        raise ConfigError(f"{c.where}: field 'head_dim' is null; expected an integer")
+    width = c.whole("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
+    if width % 2:
+        raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
+    given = "num_key_value_heads" in c.values  # null counts: there are as many as heads
+    groups = c.whole("num_key_value_heads", heads if given or kv_heads is None else kv_heads, high=2**16)
+    if heads % groups:
+        raise ConfigError(f"{c.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    return CommonFields(
+        vocab_size=c.whole("vocab_size", high=MAX_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=c.whole("intermediate_size"),
+        num_hidden_layers=c.whole("num_hidden_layers", high=MAX_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+        rms_norm_eps=c.real("rms_norm_eps", 1e-6),
+        max_position_embeddings=c.whole("max_position_embeddings", max_positions, high=2**31 - 1),
+        tie_word_embeddings=c.flag("tie_word_embeddings", tied),
+    )
+
+
+def plain_fields(
+    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None
+) -> PlainFields:
+    """The common fields and the frequencies. Another activation than SwiGLU's is refused.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd. UnsupportedError: names the field.
+    """
+    common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
+    c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+    return PlainFields(**common, inv_freq=rope_frequencies(c, common["head_dim"]))
+
+
+def qwen_windows(c: Fields, layers: int) -> Windows:
+    """The windows of Qwen 2 and 3: `sliding_window` keys if `use_sliding_window`, from layer `max_window_layers` on."""
+    used, width = c.flag("use_sliding_window", False), c.whole_or_null("sliding_window", 4096)
+    first = c.whole("max_window_layers", 28, low=0)
+    window = width if used else None
+    return layer_windows(c, layers, window, lambda i: window is not None and i >= first)
+
+
+def layer_windows(c: Fields, layers: int, window: int | None, sliding: Callable[[int], bool]) -> Windows:
+    """`window` for the layers that slide and None for the others: by `layer_types`, or without it by `sliding(i)`.
+
+    A window of w keeps w keys, the query's own included.
+
+    Raises:
+        ConfigError: another number of layers, or layers that slide without a window. UnsupportedError: another type.
+    """
+    kinds = c.raw("layer_types", ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"{c.where}: field 'layer_types' is {quote(kinds)}; expected a list of {layers}, one a layer")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedError(
+                f"{c.where}: field 'layer_types' has {quote(kind)}; supported are full_attention, sliding_attention"
+            )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError(f"{c.where}: field 'layer_types' has sliding_attention, and there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def window_at(windows: Windows, index: int) -> int | None:
+    """How many keys layer `index` reads, None for all."""
+    return windows[index] if windows else None
+
+
+def mask_of(window: int | None) -> MaskKind:
+    """Causal, within `window` keys if there is one."""
+    return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
+
+
+def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
+    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim)
+
+
+def frequencies_of(
+    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4
+) -> Frequencies:
+    """Those of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
+
+    Raises:
+        ConfigError: both are given and differ.
+    """
+    theta = c.real(base, default)
+    if group is not None:
+        if "rope_theta" in group.values:
+            inner = group.real("rope_theta")
+            if base in c.values and theta != inner:
+                raise ConfigError(f"{c.where}: {base} is {theta}, and {inner} in rope_parameters")
+            theta = inner
+        if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
+            raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
+    return scaled_frequencies(c, group or old, theta, head_dim)
+
+
+def scaled_frequencies(c: Fields, group: Fields | None, theta: float, head_dim: int) -> Frequencies:
+    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear or llama3.
+
+    Raises:
+        UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies.
+    """
+    with np.errstate(over="ignore"):  # refused in the next line
+        plain = frequencies(head_dim, theta)
+    if not all(0 < f < math.inf for f in plain):
+        where = c.where if group is None else f"{c.where}: rope_parameters"
+        raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
+    if group is None:
+        return plain
+    kind = group.text("rope_type", group.text("type", "default"))
+    group.seen.add("type")
+    if kind == "default":
+        out = plain
+    elif kind == "linear":
+        out = linear_scaling(plain, group.real("factor"))
+    elif kind == "llama3":
+        out = llama3_scaling(
+            plain,
+            group.real("factor"),
+            group.real("low_freq_factor"),
+            group.real("high_freq_factor"),
+            group.whole("original_max_position_embeddings", high=2**31 - 1),
+        )
+    else:
+        raise UnsupportedError(
+            f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are default, linear, llama3"
+        )
+    group.finish()
+    return out

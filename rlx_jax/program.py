@@ -1,0 +1,113 @@
+"""What a flow becomes when it is built: plain records, which the compiler reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
+from rlx_jax.ir.param import WeightSource, keys_of, stored_keys
+from rlx_jax.ir.types import TensorType, bind_path, path_text
+from rlx_jax.lowering.lir.plan import Plan
+from rlx_jax.profiles import CompileProfile
+
+Weights = Any
+"""A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path."""
+
+REQUIRED = "required"
+POSITIONS = "positions"
+
+
+@dataclass(frozen=True)
+class InputDecl:
+    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without)."""
+
+    name: str
+    type: TensorType
+    default: float | str | None = REQUIRED
+
+    @property
+    def optional(self) -> bool:
+        return self.default != REQUIRED
+
+
+@runtime_checkable
+class Buildable(Protocol):
+    """What can be compiled: a ModelFlow, a GraphModule or what one of them was built into."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]: ...
+
+    @property
+    def binding(self) -> Mapping[str, int]: ...
+
+    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
+
+
+@dataclass(frozen=True)
+class Built:
+    """A flow or a module after `build`: its graph and what building it learned. No weight data was read.
+
+    `hir` is a MIR graph where a module at that level was built; `plan` is that of a module at LIR. `program` is the one
+    that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values.
+    """
+
+    name: str
+    hir: Graph
+    source: WeightSource | None
+    profile: CompileProfile | None
+    types: TypeCache = field(repr=False)
+    flow: Buildable = field(repr=False)
+    keys_read: tuple[str, ...] = ()
+    left_keys: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    binding: Mapping[str, int] = field(default_factory=dict)
+    stage: GraphStage = GraphStage.HIR
+    plan: Plan | None = None
+    program: str = "forward"
+    captured: Captured = field(default_factory=Captured, repr=False, compare=False)
+
+    # -- as a flow ---------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]:
+        """The declared inputs."""
+        return self.flow.inputs
+
+    def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
+        """Built again: with other weights, or with other optional inputs given; over the arrays that it captured."""
+        return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)
+
+    # -- looking -----------------------------------------------------------------------------
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.hir.output_names
+
+    @property
+    def primary_shape(self) -> tuple[Any, ...]:
+        """Shape of the first output."""
+        return self.hir.type(self.hir.outputs[0]).shape
+
+    def readers(self) -> dict[str, str]:
+        """Checkpoint key → path of the first block that reads it."""
+        found: dict[str, str] = {}
+        for inner, node in self.hir.walk():
+            ops = (inner.nodes[value.node].op for value in node.inputs)
+            for i, program in ((i, p) for op in ops if isinstance(op, Param) for i, p in enumerate(op.programs)):
+                for key in keys_of(program):
+                    found.setdefault(key, path_text(bind_path(node.origin.path, i)))
+        return found
+
+    @property
+    def params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every weight that is read, by checkpoint key."""
+        programs = (p for leaf in self.hir.params() for p in leaf.programs)
+        return {k.key: k.type.spec for program in programs for k in stored_keys(program)}

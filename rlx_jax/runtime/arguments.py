@@ -1,0 +1,89 @@
+"""The arrays that a call is made with: parameters by leaf, and what to say of one that JAX refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.executable import Arrays
+from rlx_jax.errors import (
+    RequestError,
+    RlxError,
+    SessionStateError,
+    WeightError,
+    WeightShapeError,
+    did_you_mean,
+    listing,
+    quote,
+)
+
+
+def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception) -> None:
+    """Say which argument of a failed call has no values any more.
+
+    Raises:
+        WeightError, SessionStateError: a parameter or an input was donated to an earlier call.
+    """
+    kinds: tuple[tuple[str, Arrays, type[RlxError]], ...]
+    kinds = (("params: leaf", params, WeightError), ("input", inputs, SessionStateError))
+    for what, arrays, kind in kinds:
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array) and array.is_deleted():
+                raise kind(
+                    f"{what} {quote(name)} has no values any more: an earlier call that donates it consumed it; "
+                    "pass an array that is still there"
+                ) from cause
+
+
+def refuse_shared(donated: Arrays, params: Arrays, inputs: Arrays, cause: Exception) -> None:
+    """Say which array a failed call was to consume and to read.
+
+    Raises:
+        RequestError: names both of its places.
+    """
+    places = {f"params: leaf {quote(n)}": a for n, a in params.items()}
+    places |= {f"input {quote(n)}": a for n, a in inputs.items()} | dict(donated)
+    for what, array in donated.items():
+        for other, value in places.items():
+            if other != what and _address(value) == _address(array):
+                raise RequestError(
+                    f"{what} is donated to the call, and {other} is the same array: pass a copy, jax.numpy.copy(array)"
+                ) from cause
+
+
+def _address(array: Any) -> int:
+    """Where an array lies; two objects of JAX may be one array."""
+    alone = isinstance(array, jax.Array) and len(array.devices()) == 1
+    return int(array.unsafe_buffer_pointer()) if alone else -id(array)
+
+
+def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
+    """Parameters are the Layout's leaves by name.
+
+    Raises:
+        WeightShapeError: names those that are missing or unknown.
+    """
+    if not isinstance(params, Mapping):
+        raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
+    missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
+    if missing or extra:
+        parts = {"missing": missing, "unknown": extra}.items()
+        close = did_you_mean(str(extra[0]), missing) if extra else ""
+        found = "; ".join(f"{what} leaves {listing(n, 8)}" for what, n in parts if n)
+        raise WeightShapeError(f"params: {found}{close}")
+
+
+def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Parameters are the Layout's leaves: every name, with its shape and dtype.
+
+    Raises:
+        WeightShapeError: names what differs.
+    """
+    check_leaves(params, specs)
+    for name, spec in specs.items():
+        got = params[name]
+        shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)
+        if shape != spec.shape or dtype != spec.dtype:
+            raise WeightShapeError(f"params: leaf {name!r} is {spec.dtype}{list(spec.shape)}, got {dtype} {shape}")

@@ -1,0 +1,114 @@
+"""`rlx_jax.compile`: what is opened, compiled ahead, and given its parameters."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from rlx_jax.device import running_device
+from rlx_jax.errors import (
+    RlxWarning,
+    UnsupportedError,
+)
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Weights
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import Programs, open_programs
+from rlx_jax.weights.execute import load_leaves
+from rlx_jax.weights.mapping import MappingSource
+
+
+def compile(
+    flow: Any,
+    weights: Weights = None,
+    *,
+    profile: CompileProfile | None = None,
+    mesh: Any = None,
+    program: str = "forward",
+    strict: bool = True,
+) -> CompiledModel:
+    """Compile a flow: build, lower and plan it now, and each size when it is first called.
+
+    Args:
+        flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
+        weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
+        profile: else the flow's own, else `auto`.
+        program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
+            profile's `layers.remat` says), `prefill`, `extend`, or `explicit` (cached keys and values come in as
+            `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …).
+        strict: weights that nothing reads are an error.
+
+    Raises:
+        GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
+    """
+    if mesh is not None:
+        raise UnsupportedError("compile(mesh=…) is not built yet; leave it out to run on one device")
+    programs = open_programs([flow], weights, profile, strict, merge=False, program=program)
+    (model,) = finish_models(programs, program).values()
+    return model
+
+
+def compile_together(
+    flows: Sequence[Any],
+    weights: Weights = None,
+    *,
+    profile: CompileProfile | None = None,
+    program: str = "forward",
+    strict: bool = True,
+) -> dict[str, CompiledModel]:
+    """Compile several flows over one set of parameters: the models by flow name, all with the same `programs`.
+
+    What two flows read is stored once; keys that none of them reads are an error where `strict`. Arguments as those of
+    `compile`.
+
+    Raises:
+        GraphError: two flows of one name, or weights from different places. ProfileError: profiles that differ.
+    """
+    return finish_models(open_programs(flows, weights, profile, strict, merge=False, program=program), program)
+
+
+def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:
+    """A model for each flow, their parameters streamed in while XLA compiles what is known already."""
+    models = {name: CompiledModel(programs, name, program) for name in programs.flows}
+    if not programs.layout.leaves:
+        return {name: model.replace(params={}) for name, model in models.items()}
+    if not has_data(programs):
+        return models
+    chosen, here = programs.settings.device.name, running_device()
+    if chosen not in (here.name, here.kind):
+        message = f"fusion.target is {chosen!r}, and JAX runs on {here.name!r}: chosen for the one, run on the other"
+        warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
+    # A context of the caller's thread, which the loader does not see.
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    given_up = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_params, programs, device, given_up)
+        try:
+            for model in models.values():
+                model.warm()
+            params, seconds = loading.result()
+        except BaseException:  # Ctrl-C, too: whoever it reaches should not wait for the rest of the weights
+            given_up.set()
+            raise
+    return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
+
+
+def has_data(programs: Programs) -> bool:
+    """Whether the source holds numbers, not only shapes."""
+    source = programs.source
+    return source is not None and not (isinstance(source, MappingSource) and source.shapes_only)
+
+
+def load_params(programs: Programs, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
+    """The arrays of the layout's leaves on `device`, and the seconds it took to read them."""
+    assert programs.source is not None
+    start = time.perf_counter()
+    params = load_leaves(programs.layout.leaves, programs.source, device, programs.tell, given_up)
+    return params, time.perf_counter() - start

@@ -1,0 +1,278 @@
+"""Check and normalise the inputs of a call on the host, before any `jnp` call.
+
+JAX clamps ids out of range in silence and narrows int64 without a word, so nothing reaches it unchecked.
+jax.Arrays and tracers are taken as they are (checking them would wait for the device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import (
+    DTypeError,
+    RequestError,
+    SequenceLengthError,
+    ShapeError,
+    TokenIdError,
+    UnboundInputError,
+    did_you_mean,
+    listing,
+    number,
+    quote,
+    shown,
+)
+from rlx_jax.io import limits
+from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_float, is_static, short_name
+from rlx_jax.lowering.inspect.bounds import Bounds
+from rlx_jax.program import InputDecl
+
+KEYS = "threefry2x32"
+"""The kind of every random key."""
+
+
+def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str) -> dict[str, Any]:
+    """Inputs by name from a call's positional and named arguments; None for an optional input means absent."""
+    names = [d.name for d in decls]
+    if len(args) > len(names):
+        raise UnboundInputError(f"{flow}: takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, value in named.items():
+        if name not in names:
+            raise UnboundInputError(
+                f"{flow}: has no input {quote(name)}; its inputs are {listing(names)}{did_you_mean(name, names)}"
+            )
+        if name in given:
+            raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
+        given[name] = value
+    given = {n: v for n, v in given.items() if v is not None}
+    missing = [d.name for d in decls if not d.optional and d.name not in given]
+    if missing:
+        raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
+    return given
+
+
+def host_value(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
+    """One input as an array of its declared dtype. `rows`: the table that integer ids index.
+
+    Raises:
+        TokenIdError: an id is not an integer in `[0, rows)`.
+        DTypeError: a dtype change other than between integers, from bool to integers, and float64 → float32;
+            or values that do not fit.
+    """
+    if isinstance(value, jax.Array):
+        if value.dtype == declared.dtype:
+            return value
+        if value.dtype.kind in "biu" and np.can_cast(value.dtype, declared.dtype) and not is_float(declared.dtype):
+            return value.astype(declared.dtype)
+        raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got a jax array of {value.dtype}")
+    if rows is not None:
+        return token_ids(name, value, rows).astype(declared.dtype)
+    array = as_host_array(name, value)
+    limits.fits_in_memory(array.size * declared.dtype.itemsize, f"input {name}")
+    if array.dtype == declared.dtype:
+        return array
+    if is_float(declared.dtype):
+        if array.dtype == np.float64:
+            return _narrowed(name, array, declared.dtype)
+    elif array.dtype.kind == "b" and declared.dtype.kind in "iu":
+        return array.astype(declared.dtype)  # a mask
+    elif array.dtype.kind in "iu" and declared.dtype.kind in "iu":
+        info = np.iinfo(declared.dtype)
+        if array.size and (array.min() < info.min or array.max() > info.max):
+            raise DTypeError(
+                f"input {name}: values {array.min()} … {array.max()} do not fit {short_name(declared.dtype)}"
+            )
+        return array.astype(declared.dtype)
+    raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got {array.dtype}; convert it first")
+
+
+def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array in native byte order; ragged or non-numeric input is an error."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
+    try:
+        array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ShapeError(f"input {name}: not an array: {str(error).splitlines()[0]}") from error
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
+        raise DTypeError(f"input {name}: expected numbers, got {array.dtype}")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError as error:
+        most = np.max(np.abs(array), where=np.isfinite(array), initial=0)
+        raise DTypeError(f"input {name}: values up to {most:g} do not fit {short_name(dtype)}") from error
+
+
+def token_ids(what: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
+    """Ids in `[0, rows)` of any shape, as an integer array; checked before any cast.
+
+    Raises:
+        TokenIdError: ragged, not integers, or out of range; names the position and the value.
+    """
+    return ids_in(what, id_array(what, value, rows), rows)
+
+
+def id_array(
+    what: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
+) -> np.ndarray[Any, Any]:
+    """The first half of `token_ids`: an array of integers. `padding` is what goes with rows that are padded.
+
+    Raises:
+        TokenIdError: ragged, or not integers. RequestError: traced.
+    """
+    try:
+        array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise RequestError(
+            f"{what}: traced by jax.jit or the like, and these ids are checked on the host: make this call outside, or "
+            "trace the compiled program, lm.model.apply(params, ids)"
+        ) from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TokenIdError(
+            f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}"
+        ) from error
+    if array.size == 0:
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise _no_ids(what, value, array, rows)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TokenIdError(f"{what}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
+    check_elements(array.shape, what)  # before all of them are looked at
+    limits.fits_in_memory(array.size * 4, what)
+    return array
+
+
+def ids_in(what: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+    """The second half: ids in `[0, rows)`, or a TokenIdError."""
+    if array.size == 0:
+        return array
+    low, high = array.min(), array.max()
+    if low < 0 or high >= rows:
+        at = np.argwhere((array < 0) | (array >= rows))[0]
+        raise TokenIdError(f"{what}: id {array[tuple(at)]} at {tuple(int(i) for i in at)} is not in [0, {rows})")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> TokenIdError:
+    """Names the first item of a list that is no id; an array has one dtype for all."""
+    if isinstance(value, list | tuple):
+        for at, item in np.ndenumerate(np.asarray(value, object)):
+            if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
+                return TokenIdError(f"{what}: a token id is an integer, got {shown(item)} at {at}")
+            if not 0 <= item < rows:
+                return TokenIdError(f"{what}: id {number(int(item))} at {at} is not in [0, {rows})")
+    got = array.dtype if array.dtype != object else type(value).__name__
+    return TokenIdError(f"{what}: ids are integers in [0, {rows}), got {got}")
+
+
+def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str) -> dict[str, int]:
+    """The size of every symbolic dimension, from the shapes of the inputs.
+
+    Raises:
+        ShapeError: a rank or a static size differs, or two inputs disagree; the message names both.
+    """
+    sizes: dict[str, int] = {}
+    seen: dict[str, str] = {}
+    sums: list[tuple[str, int, Any, int]] = []
+    for name, value in values.items():
+        want, shape = declared[name], tuple(value.shape)
+        if len(shape) != want.rank:
+            raise ShapeError(f"{flow}: input {name} is {want}, got shape {list(shape)}: rank {len(shape)}")
+        for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
+            if is_static(dim):
+                if size != dim:
+                    raise ShapeError(
+                        f"{flow}: input {name} is {want}, got {list(shape)}: axis {axis} is {size}, not {dim}"
+                    )
+                continue
+            symbol = str(dim)
+            if not is_static(size):
+                raise ShapeError(f"{flow}: input {name} has the symbolic size {size}; call with numbers")
+            if not 1 <= size <= MAX_DIM:
+                raise ShapeError(f"{flow}: input {name}: dimension {symbol} is {size}; sizes are 1 to {MAX_DIM}")
+            if not symbol.isidentifier():
+                sums.append((name, axis, dim, size))
+                continue
+            if sizes.setdefault(symbol, int(size)) != size:
+                raise ShapeError(
+                    f"{flow}: dimension {symbol} is {sizes[symbol]} in {seen[symbol]} and {size} in {name}"
+                )
+            seen.setdefault(symbol, name)
+        check_elements(shape, f"{flow}: input {name}")
+    for name, axis, dim, size in sums:
+        want = bound(dim, sizes)
+        if size != want:
+            raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {want}")
+    return sizes
+
+
+def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> None:
+    """Each row has between `low` and `seq` new tokens, and no more than the state's slots; on the host only."""
+    if not isinstance(lengths, np.ndarray) or not lengths.size:
+        return
+    if lengths.min() < low or lengths.max() > seq:
+        raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {lengths.tolist()[:8]}")
+    if slots is not None and lengths.max() > slots:
+        raise SequenceLengthError(
+            f"lengths: {lengths.max()} new tokens do not fit a state of {slots} slots; init_state(batch, context) "
+            "makes a larger one"
+        )
+
+
+def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int]) -> None:
+    """Host ids that number entries of an axis whose size the call decides.
+
+    Raises:
+        TokenIdError: names the input, the id, its place and the range.
+    """
+    for name, rows in bounds.rows.items():
+        if isinstance(values.get(name), np.ndarray):
+            ids_in(f"input {name}", values[name], min(bound(dim, sizes) for dim in rows))
+
+
+def check_length(seq: int, bounds: Bounds, flow: str) -> None:
+    """A sequence fits the positions that the model knows."""
+    if bounds.positions is not None and seq > bounds.positions:
+        raise SequenceLengthError(f"{flow}: {seq} tokens, and the model knows {bounds.positions} positions")
+
+
+def random_key(what: str, seed: Any) -> jax.Array:
+    """A Threefry key, of a seed, all 64 bits of which count, or of a key of `jax.random`.
+
+    A Threefry key stays as it is. The words of one of another kind are folded in, so that every seed has one type, and
+    its draws do not depend on `jax_default_prng_impl`.
+
+    Raises:
+        RequestError: neither one key nor an integer in `[0, 2**64)`.
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**64:
+        low, high = int(seed) % 2**32, int(seed) // 2**32
+        # As jax.random.key makes it, which drops the upper half and takes the lower one to the device unasked.
+        key: jax.Array = jax.random.wrap_key_data(jax.device_put(np.array([0, low], np.uint32)), impl=KEYS)
+        if high:
+            key = jax.random.fold_in(key, jax.device_put(np.uint32(high)))
+        return key
+    if isinstance(seed, jax.Array):
+        typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEYS:
+            return seed
+        words = jax.random.key_data(seed) if typed else seed
+        if words.dtype == np.uint32 and words.shape in ((2,), (4,)):
+            key = jax.random.wrap_key_data(words[:2], impl=KEYS)
+            for word in words[2:]:
+                key = jax.random.fold_in(key, word)
+            return key
+    got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
+    raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")

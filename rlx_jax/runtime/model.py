@@ -1,0 +1,461 @@
+"""`rlx_jax.compile` and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
+from rlx_jax.compiler.pipeline import Template, make_function, make_plan, text_after
+from rlx_jax.compiler.settings import Settings
+from rlx_jax.device import check_fits, check_space, out_of_memory
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    MissingWeightError,
+    RlxError,
+    did_you_mean,
+    quote,
+)
+from rlx_jax.ir.text import dump
+from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.inspect.bounds import Bounds
+from rlx_jax.lowering.inspect.buffers import activation_bytes
+from rlx_jax.lowering.inspect.costs import cost
+from rlx_jax.lowering.inspect.text import dump_lir
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.program import Buildable, InputDecl
+from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
+from rlx_jax.runtime.inputs import (
+    bind_names,
+    bind_sizes,
+    check_length,
+    check_new_tokens,
+    check_rows,
+    host_value,
+    random_key,
+)
+from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.state import (
+    EmptyState,
+    FromEmpty,
+    State,
+    as_state,
+    check_empty,
+    check_room,
+    check_state,
+    empty_state,
+)
+from rlx_jax.weights.execute import by_key
+from rlx_jax.weights.initial import initial_params
+
+LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
+
+
+@dataclass(eq=False)
+class CompiledModel:
+    """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
+
+    `params` maps leaf names to arrays (None without weights: use `init`, `.apply`, `.lower`).
+    """
+
+    programs: Programs = field(repr=False)
+    name: str
+    program: str = "forward"
+    params: dict[str, Any] | None = field(default=None, repr=False)
+    load_seconds: float = 0.0
+    last: ProgramKey | None = field(default=None, repr=False)
+
+    # -- calling -----------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, state: State | None = None, **named: Any) -> Any:
+        """Run the program. One output is returned as an array, several as a dict by name.
+
+        Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
+        for the device. A program with state takes `state=` (donated: not to be used again) and returns
+        `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens that do not fit its slots; under
+        `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are dropped.
+        """
+        params = self.require_params("calling the model")
+        values, key, arrays = self._bind(inputs, named, state)
+        if state is not None and self.program == "extend":
+            check_room(state.length, values["lengths"], dict(key.binding).get("context"))
+        return self._result(self.execute(key, params, arrays, values), key)
+
+    def bound(
+        self,
+        sizes: Mapping[str, int],
+        around: Around | None = None,
+        last_only: bool = True,
+        outputs: tuple[str, ...] | None = None,
+    ) -> BoundProgram:
+        """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
+        `outputs`: those that are wanted, by name; None for all.
+
+        Raises:
+            RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
+        """
+        if outputs == self.output_names:
+            outputs = None
+        key = ProgramKey(self.name, self.program, outputs=outputs, last_only=last_only)
+        template = self.programs.template(key)
+        slots = {name: self.settings.buckets.ring(window, sizes["context"]) for name, window in template.rings.items()}
+        # Where every layer has a window, no array has `context` slots, and the program is the same for all.
+        binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
+        key = replace(key, binding=binding, around=around)
+        self.programs.check_compiled(key)
+        return BoundProgram(self, key)
+
+    def reader(
+        self, sizes: Mapping[str, int], last_only: bool = True, outputs: tuple[str, ...] | None = None
+    ) -> BoundProgram:
+        """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
+        return self.bound(sizes, FromEmpty(self._empty_state(sizes["batch"], sizes["context"])), last_only, outputs)
+
+    def execute(
+        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
+    ) -> tuple[tuple[Any, ...], StateArrays]:
+        """Call the executable of `key`, made if this is its first call."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self.programs.function(key).run(params, state, inputs)
+        leaves = jax.tree.leaves((state, inputs))
+        if any(isinstance(v, jax.core.Tracer) for v in leaves):
+            return self.programs.function(key).jitted(params, state, inputs)
+        return self.launch(key, params, state, inputs)
+
+    def launch(
+        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
+    ) -> tuple[tuple[Any, ...], StateArrays]:
+        """`execute` where no argument is traced, which to look for takes longer than all the rest."""
+        executable = self._executable(key, params, state, inputs)
+        what = f"{self.name}: {self.program} of {dict(key.binding)}"
+        check_fits(executable.peak_bytes, what)
+        try:
+            with out_of_memory(what):
+                try:
+                    return executable.run(params, state, inputs)
+                except ValueError:
+                    if executable.fits(params, state, inputs):
+                        raise
+                # On other devices than those of the first call: jax.jit compiles again, for each placement.
+                return self.programs.function(key).jitted(params, state, inputs)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            consumed = {f"state {quote(name)}": a for name, a in state.items()}
+            consumed |= {f"input {quote(name)}": inputs[name] for name in executable.consumed}
+            self._explain(error, params, inputs, consumed)
+            raise
+
+    def apply(self, params: Arrays, *inputs: Any, state: State | None = None, **named: Any) -> Any:
+        """The same as a pure function of `params`: `jax.jit`, `grad`, `vmap` and `checkpoint` go through.
+
+        Traced inputs cannot be checked: an id out of range reads the nearest row.
+        """
+        check_params(params, self.param_specs())
+        values, key, arrays = self._bind(inputs, named, state)
+        self.last = key
+        try:
+            return self._result(self.programs.function(key).jitted(dict(params), arrays, values), key)
+        except (RuntimeError, ValueError) as error:
+            self._explain(error, params, values)
+            raise
+
+    def _explain(self, error: Exception, params: Arrays, inputs: Arrays, donated: Arrays | None = None) -> None:
+        """Say which argument of a failed call it was. Before a call nobody looks: it takes longer than a small model.
+
+        Raises:
+            WeightShapeError: `params` was edited. Others as `refuse_consumed` and `refuse_shared`.
+        """
+        if not isinstance(error, RlxError):
+            check_params(params, self.param_specs())
+            refuse_consumed(params, inputs, error)
+            refuse_shared(donated or {}, params, inputs, error)
+
+    def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
+        """Lower `apply(params, *inputs)` like `jax.jit(f).lower`. Inputs may be `ShapeDtypeStruct`."""
+        values, key, arrays = self._bind(inputs, named, state)
+        return self._executable(key, self.param_specs(), arrays, values).lowered
+
+    def _key(self, *inputs: Any, state: State | None = None, **named: Any) -> ProgramKey:
+        return self._bind(inputs, named, state)[1]
+
+    def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+        self.last = key
+        if key not in self.programs.executables:
+            check_params(params, self.param_specs())
+        return self.programs.executable(key, params, state, inputs)
+
+    def _result(self, results: tuple[tuple[Any, ...], StateArrays], key: ProgramKey) -> Any:
+        outputs, state = results
+        names = self._template(key.given).mir.output_names
+        result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
+        return (result, as_state(state)) if state else result
+
+    def _bind(
+        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
+    ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
+        """Normalise the inputs and find the program they ask for."""
+        flow, known = self.flow, self.inputs
+        given = bind_names(known, args, named, flow.name)
+        optional = frozenset(d.name for d in known if d.optional and d.name in given)
+        template = self._template(optional)
+        declared = {i.input: i.type for i in template.mir.inputs}
+        bounds = template.bounds
+        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
+        sizes = bind_sizes(declared, values, flow.name)
+        check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
+        check_rows(values, bounds, sizes)
+        arrays = self._state_arrays(template.state, state, sizes)
+        if self.program in CACHED_PROGRAMS:
+            low = 1 if self.program == "prefill" else 0
+            check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
+        key = ProgramKey(self.name, self.program, optional, binding=tuple(sorted(sizes.items())))
+        return values, key, arrays
+
+    @property
+    def inputs(self) -> tuple[InputDecl, ...]:
+        """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`, a cache)."""
+        known, template = self.flow.inputs, self._template()
+        names = {d.name for d in known}
+        added = (i for i in template.mir.inputs if i.input not in names)
+        optional = (InputDecl(i.input, i.type, None) for i in template.optional)
+        return (*known, *(InputDecl(i.input, i.type) for i in added), *optional)
+
+    def _state_arrays(self, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]) -> StateArrays:
+        """The state's arrays, checked against the program; their sizes are added to the binding."""
+        if bool(types) != (state is not None):
+            raise GraphError(f"program {self.program} {'needs' if types else 'takes no'} state=; see init_state")
+        if state is None:
+            return {}
+        if not isinstance(state, State):
+            raise GraphError(f"state= is what init_state or an earlier call returned, got {type(state).__name__}")
+        state.check_alive()
+        arrays = state.arrays()
+        check_state(arrays, types, sizes)
+        if self.program == "prefill":
+            check_empty(state.length)
+        return arrays
+
+    @property
+    def flow(self) -> Buildable:
+        """What was compiled."""
+        return self.programs.flows[self.name]
+
+    @property
+    def settings(self) -> Settings:
+        """The profile as it was resolved for this model."""
+        return self.programs.settings
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the outputs, the primary one first."""
+        names: tuple[str, ...] = self._template().mir.output_names
+        return names
+
+    def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
+        """A program with symbolic sizes, by default this one."""
+        return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
+
+    def _template(self, given: frozenset[str] = frozenset()) -> Template:
+        return self.programs.template(ProgramKey(self.name, self.program, given))
+
+    def warm(self) -> None:
+        """Compile now if every size is known: a static flow, or one with a binding."""
+        flow = self.flow
+        template = self._template()
+        declared = {i.input: i.type.bind(flow.binding) for i in template.mir.inputs}
+        if self.program in ("forward", "explicit") and all(t.is_static for t in declared.values()):
+            specs: dict[str, Any] = {name: t.spec for name, t in declared.items()}
+            self.lower(**specs)
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def require_params(self, doing: str) -> dict[str, Any]:
+        """`params`, or an error that says how to get them.
+
+        Raises:
+            MissingWeightError: there are none; `doing` needs them.
+        """
+        if self.params is None:
+            raise MissingWeightError(
+                f"{self.name}: {doing} needs parameters; pass weights= to compile, "
+                "or use model.replace(params=model.init(key))"
+            )
+        return self.params
+
+    def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every leaf."""
+        return {name: t.spec for name, t in self.programs.layout.types().items()}
+
+    def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
+        """Parameters by checkpoint key, in the checkpoint's shapes and dtypes."""
+        arrays = self.require_params("weights()") if params is None else params
+        if params is None:
+            check_params(arrays, self.param_specs())
+        check_leaves(arrays, self.programs.layout.leaves)
+        return by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
+
+    def replace(self, params: Arrays) -> CompiledModel:
+        """The same executables with other numbers.
+
+        Raises:
+            WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
+        """
+        check_params(params, self.param_specs())
+        return replace(self, params=dict(params))
+
+    def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
+        """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed below 2**64.
+
+        Raises:
+            LimitError, DeviceOutOfMemoryError: there is no room for them.
+        """
+        key, what = random_key("init", key), f"{self.name}: init"
+        built, sizes = self._template().built, [t.nbytes for t in self.programs.layout.types().values()]
+        if not isinstance(key, jax.core.Tracer):
+            check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
+        with out_of_memory(what):
+            return initial_params(expand_composites(built.hir, built.types), self.programs.layout.leaves, key)
+
+    def init_state(self, batch: int, context: int | None = None) -> State:
+        """An empty state for `batch` rows and `context` cached tokens.
+
+        A layer that attends in a window of w keys holds min(context, w) of them.
+        """
+        batch = as_dim(batch, "init_state: batch")
+        context = None if context is None else as_dim(context, "init_state: context")
+        empty = self._empty_state(batch, context)
+        with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
+            return as_state(self.programs.call(empty))
+
+    def _empty_state(self, batch: DimLike, context: DimLike | None) -> EmptyState:
+        """What makes it; one for each choice of sizes."""
+        key = (self.name, self.program, batch, context)
+        return self.programs.empty(key, lambda: self._make_empty(batch, context))
+
+    def _make_empty(self, batch: DimLike, context: DimLike | None) -> EmptyState:
+        template, name = self.programs.any_template(self.name, self.program), self.name
+        if not template.state:
+            raise GraphError(f"program {self.program} of {name} has no state")
+        binding: dict[str, Any] = {**self.flow.binding, "batch": batch}
+        binding |= {} if context is None else {"context": context}
+        check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
+        binding |= {dim: self.settings.buckets.ring(window, context) for dim, window in template.rings.items()}
+        what = f"{name}: init_state(batch={batch}, context={context})"
+        return empty_state(template.state, binding, what)
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def text(self, level: str, *inputs: Any, after: str = "", **named: Any) -> str:
+        """The program at a level: "hir", "mir", "jaxpr" (symbolic), "lir", "stablehlo", "hlo" (for sizes).
+
+        Sizes are those of the given inputs, else of the last call. With `after`, a HIR or MIR program is shown as the
+        pass of that name leaves it.
+
+        Raises:
+            GraphError: an unknown level or pass, a pass that is not part of this program, or a level without sizes.
+        """
+        if level not in LEVELS:
+            raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}{did_you_mean(str(level), LEVELS)}")
+        template = self._template()
+        if after:
+            return text_after(template.built, self.settings, self.program, level, after)
+        if level == "hir":
+            return dump(template.built.hir, "hir", f", fusion={self.settings.policy}")
+        if level == "mir":
+            return dump(template.mir, "mir")
+        if level == "lir" and (inputs or named):  # a plan can be looked at where it cannot run
+            self.last = self._key(*inputs, **named)
+        elif inputs or named:
+            self.lower(*inputs, **named)
+        if level == "jaxpr":
+            return str(self._jaxpr())
+        if self.last is None:
+            raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
+        lir = self.programs.function(self.last).lir
+        if level == "lir":
+            return dump_lir(lir)
+        executable = self.programs.executables.get(self.last)
+        if executable is None:
+            raise GraphError(
+                f"text({level!r}): this size was only traced through apply, or its program is not kept any more; give "
+                f"inputs: text({level!r}, x)"
+            )
+        return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
+
+    def _jaxpr(self) -> Any:
+        mir = self._template().mir
+        lir = Lir(mir, make_plan(self.settings))
+        state = {k: t.spec for k, t in self._template().state.items()}
+        inputs = {i.input: i.type.spec for i in mir.inputs}
+        return jax.make_jaxpr(make_function(lir, self.programs.layout))(self.param_specs(), state, inputs)
+
+    def report(self, **sizes: int) -> Report:
+        """What compiling cost, and what the program of the last call needs.
+
+        With `sizes` (`batch=1, seq=128`) nothing is compiled: FLOPs, bytes and scratch memory of the program of those.
+
+        Raises:
+            GraphError: a size of the program is missing, or is none of it.
+        """
+        template, settings = self._template(), self.settings
+        seconds = {**template.seconds, "load": self.load_seconds}
+        executable = self.programs.executables.get(self.last) if self.last and not sizes else None
+        common: dict[str, Any] = {
+            "nodes": template.nodes,
+            "parameter_bytes": sum(t.nbytes for t in self.programs.layout.types().values()),
+            "compiles": self.programs.executables.made,
+            "evicted": self.programs.executables.evicted,
+            "recompiles": self.programs.recompiles,
+            "refusals": template.built.refusals,
+            "fusion": template.fusion,
+            "device": settings.device,
+            "loop": settings.loop if any(key.program == "extend" for key in self.programs.templates) else None,
+        }
+        if sizes:
+            return Report(seconds, **common, **asdict(template.cost(sizes)))
+        if executable is None:
+            return Report(seconds, **common)
+        memory: Any = executable.call.memory_analysis()
+        graph, plan = executable.lir.graph, executable.lir.plan
+        return Report(
+            {**seconds, **executable.seconds},
+            **common,
+            attention=executable.lir.attention(),
+            products=executable.lir.products(),
+            **asdict(cost(graph)),
+            donated_bytes=memory.alias_size_in_bytes,
+            peak_bytes=executable.peak_bytes,
+            estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A program for one choice of sizes. Whoever calls it has checked the arguments; the state is consumed."""
+
+    model: CompiledModel
+    key: ProgramKey
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a call runs at once."""
+        return self.key in self.model.programs.executables
+
+    def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
+        run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
+        return run(self.key, self.model.require_params("generation"), state, inputs)
+
+
+def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
+    """A host value checked; tracers and shapes as they are."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        if value.dtype != declared.dtype:
+            raise DTypeError(f"input {name}: expected {declared}, got {value.dtype}")
+        return value
+    return host_value(name, value, declared, bounds.ids.get(name))

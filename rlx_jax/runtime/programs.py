@@ -1,0 +1,388 @@
+"""All programs of one model: what is compiled for it, once for each choice of sizes. The only place that compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.effects import warn_without_effect
+from rlx_jax.compiler.executable import (
+    Around,
+    Arrays,
+    Executable,
+    Function,
+    Progress,
+    StateArrays,
+    compile_program,
+    on_device,
+)
+from rlx_jax.compiler.pipeline import Template, facts_of, make_function, make_lir, make_template
+from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings
+from rlx_jax.errors import (
+    GraphError,
+    ProfileError,
+    RecompileError,
+    RequestError,
+    RlxWarning,
+    UnexpectedWeightError,
+    UnsupportedError,
+    listing,
+    quote,
+    shown,
+)
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.lowering.lir.layout import Layout, layout_of
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Buildable, Built, Weights
+from rlx_jax.runtime.lru import Lru
+from rlx_jax.runtime.state import EmptyState
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """What an executable is for: a flow of the model, by name, one of its programs, and sizes.
+
+    The profile and the layout are those of all flows. Without `binding` it is the key of the template, whose sizes are
+    symbols.
+
+    Attributes:
+        given: the optional inputs that there are.
+        outputs: the outputs that are wanted, by name; None for all of them.
+        last_only: outputs are those of each row's last token.
+    """
+
+    flow: str
+    program: str
+    given: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] | None = None
+    last_only: bool = False
+    binding: tuple[tuple[str, int], ...] = ()
+    around: Around | None = None
+
+    @property
+    def symbolic(self) -> ProgramKey:
+        """The key of its template."""
+        return replace(self, binding=(), around=None)
+
+
+@dataclass(frozen=True)
+class Specialised:
+    """A program for one choice of sizes, as a pure function and as the same under `jax.jit`."""
+
+    lir: Lir
+    run: Function
+    jitted: Function
+
+
+TEMPLATES = 32
+"""Symbolic programs that are kept: a flow has few, by program and by which optional inputs are given."""
+
+
+class Programs:
+    """All programs of a model: of its flows, over one Layout. The only place that compiles.
+
+    Of compiled programs, of the small functions beside them and of what they are made of, `settings.buckets.programs`
+    each are kept; the least recently used goes first, and is compiled again when it is asked for.
+    """
+
+    def __init__(
+        self,
+        flows: Mapping[str, Buildable],
+        source: WeightSource | None,
+        settings: Settings,
+        layout: Layout,
+        captured: Mapping[str, Captured],
+        progress: Progress | None = None,
+    ) -> None:
+        self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
+        self.captured = captured
+        making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
+        self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
+        self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, making)
+        self.functions: Lru[ProgramKey, Specialised] = Lru(limit, making)
+        self.executables: Lru[ProgramKey, Executable] = Lru(limit, making)
+        self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
+        self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, making)
+        self.warm = False  # warm-up is over
+        self.warming: set[ProgramKey] | None = None  # what it has run so far
+        self.recompiles = 0  # programs compiled since
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Whatever holds this, a model or a state, is not pickled or copied in depth."""
+        raise UnsupportedError(
+            f"{', '.join(self.flows)}: compiled programs cannot be pickled or deep-copied; write the parameters with "
+            "rlx_jax.save(model, directory), and make the model again with weights=directory, or by rlx_jax.load"
+        )
+
+    def template(self, key: ProgramKey) -> Template:
+        """The symbolic program; made once."""
+
+        def make() -> Template:
+            own = key.given & {i.name for i in self.flows[key.flow].inputs}  # the others are the program's
+            return make_template(
+                *self.build(key.flow, own), self.settings, key.program, key.last_only, key.given, key.outputs
+            )
+
+        return self.templates(key, make)
+
+    def build(self, flow: str, given: frozenset[str]) -> tuple[Built, float]:
+        """A flow with these optional inputs, and the seconds that it took; built once. All programs are made of the
+        same ops, closures of the user among them, so that what is proved for one of them holds for the others."""
+
+        def make() -> tuple[Built, float]:
+            start = time.perf_counter()
+            return self.flows[flow].build(self.source, given, self.captured[flow]), time.perf_counter() - start
+
+        return self.builds((flow, given), make)
+
+    def any_template(self, flow: str, program: str) -> Template:
+        """A template of the program, one that is made already if there is: they differ in what they return."""
+        made = (key for key in self.templates if (key.flow, key.program, key.given) == (flow, program, frozenset()))
+        return self.template(next(made, None) or ProgramKey(flow, program))
+
+    def function(self, key: ProgramKey) -> Specialised:
+        """The pure function for one choice of sizes; made once."""
+
+        def make() -> Specialised:
+            lir = make_lir(self.template(key.symbolic), dict(key.binding), self.settings)
+            run = make_function(lir, self.layout)
+            if key.around is not None:  # it has inputs of its own
+                lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
+            return Specialised(lir, run, jax.jit(run))
+
+        return self.functions(key, make)
+
+    def executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+        """The compiled program for one choice of sizes; made once. Arguments may be `ShapeDtypeStruct`."""
+
+        def make() -> Executable:
+            self.admit(key)
+            what = f"compile {key.program} of {', '.join(f'{name} {size}' for name, size in key.binding)}"
+            self.tell(what, 0, 1)
+            program = self.function(key)
+            made = compile_program(program.lir, program.run, params, state, inputs)
+            self.tell(what, 1, 1)
+            return made
+
+        if self.warming is not None:
+            self.warming.add(key)
+        return self.executables(key, make)
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Tell whoever asked for progress."""
+        if self.progress is not None:
+            self.progress(what, done, total)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A small function beside the programs, such as one that makes an empty state. It is compared by value, and
+        compiled once for each choice of types of its arguments, which are arrays."""
+
+        def make() -> Callable[..., Any]:
+            self.recompiles += self.warm
+            return jax.jit(lambda *arrays: function(*arrays))  # one of its own, that goes with its one program
+
+        types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
+        return self.small((function, types), make)(*on_device(arguments))
+
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Inside, everything is run that requests will need; from then on, what compiles is a surprise.
+
+        Raises:
+            RequestError: that is more than are kept.
+        """
+        self.warm, self.warming = False, set()
+        try:
+            yield
+            if self.warming - set(self.executables):
+                raise RequestError(
+                    f"warmup: the profile's buckets need {len(self.warming)} programs, and buckets.programs = "
+                    f"{self.executables.limit} are kept; raise it, at some megabytes each, or use fewer buckets"
+                )
+            self.warm = True
+        finally:
+            self.warming = None
+
+    def refusal(self, key: ProgramKey) -> str:
+        """Why this program should not be compiled now; empty if it may be."""
+        buckets, binding = self.settings.buckets, dict(key.binding)
+        if key in self.executables or not (self.warm or buckets.foreign(binding)):
+            return ""
+        sizes = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
+        told = ", ".join(text.format(binding[dim]) for dim, text in sizes.items() if dim in binding)
+        if not key.last_only and replace(key, last_only=True) in self.executables:
+            return f'{key.flow}: {told}: warm-up was for logits="last", not for those of every position'
+        first = self.flows[key.flow].inputs[0].name
+        return (
+            f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
+            f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
+        )
+
+    def check_compiled(self, key: ProgramKey) -> None:
+        """Refuse a program that the profile does not want compiled now, before anything runs.
+
+        Raises:
+            RecompileError: `buckets.on_recompile` is `error`.
+        """
+        if self.settings.buckets.on_recompile == "error" and (refusal := self.refusal(key)):
+            raise RecompileError(f"{refusal}; ask for sizes that fit, or change the profile's buckets")
+
+    def admit(self, key: ProgramKey) -> None:
+        """As `check_compiled`, and count or warn of what is compiled all the same."""
+        self.check_compiled(key)
+        if self.settings.buckets.on_recompile == "warn" and (refusal := self.refusal(key)):
+            warnings.warn(f"{refusal}; compiling it", RlxWarning, stacklevel=2)
+        self.recompiles += self.warm
+
+
+def open_programs(
+    flows: Sequence[Any],
+    weights: Weights,
+    profile: CompileProfile | None,
+    strict: bool,
+    merge: bool,
+    program: str = "forward",
+    progress: Progress | None = None,
+    max_positions: int | None = None,
+    serves: tuple[str, ...] = (),
+) -> Programs:
+    """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
+
+    `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
+    `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
+    `program` alone.
+
+    Raises:
+        GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
+        ProfileError: the flows' own profiles say different things.
+    """
+    if profile is not None and not isinstance(profile, CompileProfile):
+        raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
+    if not isinstance(strict, bool):
+        raise RequestError(f"strict is {shown(strict)}; expected True or False")
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
+    named = by_name([as_flow(flow) for flow in flows])
+    builds: dict[str, tuple[Built, float]] = {}
+    for name, flow in named.items():
+        start = time.perf_counter()
+        with paused_gc():
+            built = flow.build(weights)
+        builds[name] = built, time.perf_counter() - start
+        weights = built.source if weights is not None else None  # opened once
+    source = check_sources([built for built, _ in builds.values()], strict)
+    settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
+    settings = replace(settings, max_positions=max_positions)
+    first = program if program in ("train", "explicit") else "forward"
+    templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
+    layout = layout_of([t.hir for t in templates.values()], settings.scan)
+    if len(named) > 1 and settings.merge and layout.repeated():
+        # Merged in one flow and not in another, a weight would be stored twice.
+        settings = replace(settings, merge=False)
+        templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
+        layout = layout_of([t.hir for t in templates.values()], settings.scan)
+    captured = {name: built.captured for name, (built, _) in builds.items()}
+    programs = Programs(named, source, settings, layout, captured, progress)
+    warn_without_effect(
+        [
+            facts_of(t, choose_profile(t.built, profile), settings, serves or (program,), bool(serves))
+            for t in templates.values()
+            if t.built.plan is None
+        ]
+    )
+    for name, flow in named.items():
+        check_inputs(settings.donate_inputs, flow)
+        programs.builds.put((name, frozenset()), builds[name])
+        programs.templates.put(ProgramKey(name, first), templates[name])
+    return programs
+
+
+def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:
+    """Flows by name.
+
+    Raises:
+        GraphError: none, or two of one name.
+    """
+    named = {flow.name: flow for flow in flows}
+    if not named or len(named) < len(flows):
+        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flows])}")
+    return named
+
+
+def one_settings(found: Mapping[str, Settings]) -> Settings:
+    """The settings of all flows.
+
+    Raises:
+        ProfileError: they differ; the fields are named.
+    """
+    (name, first), *others = found.items()
+    for other, settings in others:
+        differ = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(first, f.name)]
+        if differ:
+            raise ProfileError(
+                f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
+                "profile="
+            )
+    return first
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """No garbage collection inside: a build allocates thousands of small objects that all live on, and looking
+    at them again and again takes a third of the time of a deep model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def as_flow(flow: Any) -> Buildable:
+    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built."""
+    if isinstance(flow, Buildable):
+        return flow
+    if isinstance(getattr(flow, "programs", None), Programs):
+        raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
+    if callable(getattr(flow, "assemble", None)):
+        return as_flow(flow.assemble())
+    if callable(flow):
+        return as_flow(flow())
+    raise GraphError(f"compile takes a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}")
+
+
+def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
+    """Where all flows read their weights. Every key of it is read by one of them, or left on purpose.
+
+    Raises:
+        GraphError: more than one place.
+        UnexpectedWeightError: lists keys that nothing reads; a warning if not `strict`.
+    """
+    name, source = ", ".join(b.name for b in builts), builts[0].source
+    if any(b.source is not source for b in builts):
+        raise GraphError(f"{name}: flows of one model read the same weights; pass weights=")
+    if source is None:
+        return None
+    read = {key for b in builts for key in b.keys_read}
+    left = [key for b in builts for key in b.left_keys]
+    unread = [
+        key for key in source.keys()
+        if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
+    ]  # fmt: skip
+    if unread:
+        message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
+        if strict:
+            raise UnexpectedWeightError(f"{message}; check the flow, or pass strict=False")
+        warnings.warn(message, RlxWarning, stacklevel=2)
+    return source

@@ -1,0 +1,55 @@
+"""What `model.report()` tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx_jax.compiler.settings import Loop
+from rlx_jax.device import Device
+from rlx_jax.lowering.inspect.fusion_report import FusionReport
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
+
+    `compiles` counts compiled programs, `evicted` those of them that are not kept any more (`buckets.programs`),
+    `recompiles` those made after warm-up, small functions beside them included.
+    """
+
+    seconds: Mapping[str, float]
+    nodes: Mapping[str, int]
+    parameter_bytes: int
+    compiles: int
+    evicted: int
+    recompiles: int
+    refusals: tuple[str, ...]
+    fusion: FusionReport
+    device: Device
+    loop: Loop | None = None
+    attention: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    flops: int | None = None
+    bytes: int | None = None
+    workspace: int | None = None
+    donated_bytes: int | None = None
+    peak_bytes: int | None = None
+    estimated_activation_bytes: int | None = None
+
+    def __str__(self) -> str:
+        rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
+        rows += [f"{'parameters':<18} {self.parameter_bytes:,} bytes", f"{'compiles':<18} {self.compiles}"]
+        rows += [f"{'evicted':<18} {self.evicted}"] if self.evicted else []
+        rows += [f"{'recompiles':<18} {self.recompiles}"] if self.recompiles else []
+        for name in ("flops", "bytes", "workspace", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
+            if (value := getattr(self, name)) is not None:
+                rows.append(f"{name:<18} {value:,}")
+        rows += [f"{'nodes':<18} {', '.join(f'{name} {count}' for name, count in self.nodes.items())}"]
+        rows += [f"{'fusion':<18} {self.fusion.summary}", *(f"not fused: {m}" for m in self.fusion.missed)]
+        rows += [f"{'planned for':<18} {self.device}"]
+        rows += [f"{'attention':<18} {a}" for a in self.attention]
+        rows += [f"{'products':<18} {p}" for p in self.products]
+        rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
+        rows += [f"not rolled: {r}" for r in self.refusals]
+        return "\n".join(rows)

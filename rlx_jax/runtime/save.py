@@ -1,0 +1,244 @@
+"""`rlx_jax.save`: a model's parameters as a checkpoint, under the keys and in the shapes of the one it came from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import (
+    DTypeError,
+    FormatError,
+    GraphError,
+    RlxNumericsWarning,
+    StorageError,
+    WeightDTypeError,
+    WeightError,
+    listing,
+    quote,
+)
+from rlx_jax.ir.param import Key, Program, WeightSource, narrows
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
+from rlx_jax.runtime.arguments import check_params
+from rlx_jax.runtime.compiling import has_data
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.weights.execute import Piece, fill, pieces, whole
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.save import write_checkpoint
+
+
+class Holder(Protocol):
+    """What has a compiled model in it: a `CausalLM`, an `Encoder`."""
+
+    @property
+    def model(self) -> CompiledModel: ...
+
+
+def save(
+    model: CompiledModel | Holder,
+    path: str | os.PathLike[str],
+    format: str = "orbax",
+    *,
+    overwrite: bool = False,
+    dtype: str | None = None,
+) -> None:
+    """Write a model's parameters to the directory `path`; `weights=path` loads them.
+
+    Keys and shapes are the checkpoint's, whatever the profile merged, stacked or transposed. The directory is
+    written beside `path`, read back, and renamed: `path` is what it was or what it is to be, also after a crash.
+    On the host there is room for all weights at once, as orbax takes them together.
+
+    Args:
+        model: with `params`; after training, `model.replace(params=params)`.
+        path: a new directory; its parent exists.
+        format: "orbax", which plain orbax restores too, or "safetensors".
+        overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
+        dtype: of all floating weights: "f32", "bf16", "f16". Without it each has the dtype of its checkpoint, and
+            values that this dtype does not hold are an error.
+
+    Raises:
+        WeightDTypeError: values would be rounded, and `dtype` does not ask for it.
+        TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
+        NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
+        WeightError: the model has no parameters, or holds one key twice with different values.
+        UnsupportedError: another format, or a dtype or shape that the format cannot store.
+    """
+    compiled = getattr(model, "model", model)
+    if not isinstance(compiled, CompiledModel):
+        hint = "; pass its to_model()" if hasattr(model, "to_model") else ""
+        raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}{hint}")
+    programs = compiled.programs
+    params = compiled.require_params("save")
+    check_params(params, compiled.param_specs())
+    source = programs.source if has_data(programs) else None
+    wanted = None if dtype is None else _floating(dtype)
+    found = list(_weights(programs.layout.leaves, params, source))
+    found = _joined(found)
+    _refuse_rounding([w for w in found if wanted is None and not w.survives()])
+    weights = _once(found)
+    _warn_of_nan(weights)
+    write_checkpoint(path, [w.entry(wanted) for w in weights], format, overwrite)
+
+
+def _floating(name: str) -> np.dtype[Any]:
+    dtype = as_dtype(name)
+    if not is_float(dtype):
+        raise DTypeError(f"dtype={quote(name)}: expected a floating one, such as 'f32' or 'bf16'")
+    return dtype
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What the parameters hold of one checkpoint key.
+
+    `values` have the stored shape in the leaf's dtype. `original` is the source they still equal, although the
+    leaf's program lost bits; `lost` says that it lost bits and they equal no source.
+    """
+
+    piece: Piece
+    values: Any
+    original: WeightSource | None = None
+    lost: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.piece.key.key
+
+    @property
+    def type(self) -> TensorType:
+        return self.piece.key.type
+
+    def survives(self) -> bool:
+        """Whether the values can be stored in the checkpoint's dtype without rounding."""
+        if self.values.dtype == self.type.dtype or self.original is not None:
+            return True
+        if self.lost:
+            return False
+        values = np.asarray(self.values)
+        back = _cast(values, self.type.dtype).astype(values.dtype)
+        return bool(((back == values) | (values != values)).all())
+
+    def entry(self, wanted: np.dtype[Any] | None) -> Entry:
+        """The weight as it is to be written."""
+        dtype = wanted if wanted is not None and is_float(self.type.dtype) else self.type.dtype
+        return Entry(self.key, self.type.with_dtype(dtype), lambda: self._stored(dtype))
+
+    def _stored(self, dtype: np.dtype[Any]) -> Any:
+        values = self.values if self.original is None else self.original.read(self.key)
+        if values.dtype == dtype:
+            return values
+        values = np.asarray(values)
+        cast = _cast(values, dtype)
+        over = int(np.isinf(cast).sum() - np.isinf(values).sum())
+        if over:
+            message = f"weight {quote(self.key)}: {over} values are too large for {short_name(dtype)}: now infinite"
+            warnings.warn(message, RlxNumericsWarning, stacklevel=2)
+        return cast
+
+
+def _weights(
+    leaves: Mapping[str, Program], params: Mapping[str, Any], source: WeightSource | None
+) -> Iterator[_Weight]:
+    """Every piece of every leaf."""
+    for name, program in leaves.items():
+        leaf = params[name]
+        if isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+            raise WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
+        lossy = narrows(program)
+        fresh = _loaded_again(program, source) if lossy else None
+        held = list(pieces(program, leaf if isinstance(program, Key) else np.asarray(leaf)))
+        again = [None] * len(held) if fresh is None else [piece.values for piece in pieces(program, fresh)]
+        for piece, loaded in zip(held, again, strict=True):
+            same = loaded is not None and np.array_equal(_bits(piece.values), _bits(loaded))
+            yield _Weight(piece, piece.values, source if same else None, lossy and not same)
+
+
+def _loaded_again(program: Program, source: WeightSource | None) -> np.ndarray[Any, Any] | None:
+    """The leaf as the source gives it now; None without a source, or one that has changed."""
+    if source is None:
+        return None
+    out = np.empty(program.type.shape, program.type.dtype)
+    try:
+        fill(out, program, source)
+    except (FormatError, StorageError, WeightError):
+        return None
+    return out
+
+
+def _joined(weights: list[_Weight]) -> list[_Weight]:
+    """Of a key that leaves hold in parts, one weight instead.
+
+    Raises:
+        WeightError: the parts are not all of it, or two leaves hold different values of one part.
+    """
+    cut = {weight.key for weight in weights if weight.piece.sliced is not None}
+    joined = []
+    for key in dict.fromkeys(weight.key for weight in weights if weight.key in cut):
+        held = [weight for weight in weights if weight.key == key]
+        values = whole([weight.piece for weight in held])
+        for weight in held:
+            part = values if weight.piece.sliced is None else values[weight.piece.sliced.index]
+            if not np.array_equal(_bits(part), _bits(weight.values)):
+                raise WeightError(f"weight {quote(key)} is in two leaves of the model, and their values differ")
+        same = all(weight.original is not None for weight in held)
+        rounded = any(weight.lost or weight.original is not None for weight in held) and not same
+        joined.append(_Weight(Piece(held[0].piece.key, values), values, held[0].original if same else None, rounded))
+    return [*(weight for weight in weights if weight.key not in cut), *joined]
+
+
+def _once(weights: list[_Weight]) -> list[_Weight]:
+    """One weight for each key: a tied one may be in two leaves, and then the one with more bits counts.
+
+    Raises:
+        WeightError: two leaves hold different values of one key.
+    """
+    found: dict[str, _Weight] = {}
+    for weight in weights:
+        other = found.setdefault(weight.key, weight)
+        if other is weight:
+            continue
+        narrow, wide = sorted((other, weight), key=lambda w: w.values.dtype.itemsize)
+        if not np.array_equal(_bits(narrow.values), _bits(_cast(np.asarray(wide.values), narrow.values.dtype))):
+            raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
+        found[weight.key] = wide
+    return list(found.values())
+
+
+def _refuse_rounding(weights: list[_Weight]) -> None:
+    if not weights:
+        return
+    held, stored = weights[0].values.dtype, weights[0].type.dtype
+    narrow, wide = sorted((held, stored), key=lambda dtype: dtype.itemsize)
+    raise WeightDTypeError(
+        f"{len(weights)} weights are {short_name(held)} in the model and {short_name(stored)} in the checkpoint, and "
+        f"would not come back as they are: {listing([w.key for w in weights], 8)}; "
+        f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"
+    )
+
+
+def _warn_of_nan(weights: list[_Weight]) -> None:
+    damaged = [w.key for w in weights if is_float(w.values.dtype) and bool(_is_nan(w.values).any())]
+    if damaged:
+        message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
+        warnings.warn(message, RlxNumericsWarning, stacklevel=3)
+
+
+def _is_nan(values: Any) -> Any:
+    return jnp.isnan(values) if isinstance(values, jax.Array) else np.isnan(values)
+
+
+def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype)
+
+
+def _bits(values: Any) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,0 +1,154 @@
+"""What a sequence leaves behind between two calls of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.device import check_fits
+from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
+from rlx_jax.ir.types import TensorType, check_elements, is_static
+
+LENGTH = "length"
+"""The name of the tokens that each row holds."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What a sequence has left behind: `length` `[B]` int32, and the other arrays by name, block path and slot
+    (`layers.3.self_attn.k`). A pytree. A program that counts no tokens has no length: None.
+    """
+
+    length: Any
+    leaves: Mapping[str, Any]
+
+    def arrays(self) -> StateArrays:
+        """All arrays, the length among them, as programs take them."""
+        return dict(self.leaves) if self.length is None else {LENGTH: self.length, **self.leaves}
+
+    def copy(self) -> State:
+        """The same in arrays of its own: a call that consumes one leaves the other.
+
+        Raises:
+            SessionStateError: an earlier call consumed this state.
+        """
+        self.check_alive()
+        leaves = {name: jnp.copy(array) for name, array in self.leaves.items()}
+        return State(None if self.length is None else jnp.copy(self.length), leaves)
+
+    def check_alive(self) -> None:
+        """A traced state cannot be looked at.
+
+        Raises:
+            SessionStateError: an earlier call consumed this state.
+        """
+        for a in self.arrays().values():
+            if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted():
+                raise SessionStateError(
+                    "this state was consumed by an earlier call; go on with the state that it returned"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class EmptyState:
+    """Makes the arrays of a state that holds nothing, all of them in one dispatch."""
+
+    types: tuple[tuple[str, TensorType], ...]
+
+    def __call__(self) -> StateArrays:
+        return {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
+
+
+@dataclass(frozen=True)
+class FromEmpty:
+    """Around `prefill`: it makes the empty state itself. One dispatch, and nothing is written that is written over."""
+
+    empty: EmptyState
+
+    def __call__(self, prefill: Function) -> Function:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            return prefill(params, self.empty(), inputs)
+
+        return function
+
+
+def empty_state(types: Mapping[str, TensorType], binding: Mapping[str, int], what: str) -> EmptyState:
+    """An empty state of these sizes.
+
+    Raises:
+        GraphError: a size is not given. ShapeError, DeviceOutOfMemoryError: too large.
+    """
+    bound = {k: t.bind(binding) for k, t in types.items()}
+    open_sizes = sorted({s for t in bound.values() for s in t.symbols})
+    if open_sizes:
+        raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
+    for name, t in bound.items():
+        check_elements(t.shape, f"init_state: {name} {t}")
+    check_fits(sum(t.nbytes for t in bound.values()), what)
+    return EmptyState(tuple(bound.items()))
+
+
+def as_state(arrays: StateArrays) -> State:
+    """The inverse of `State.arrays`."""
+    return State(arrays.get(LENGTH), {k: v for k, v in arrays.items() if k != LENGTH})
+
+
+def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dict[str, int]) -> None:
+    """A state has the leaves of its program; their sizes are added to `sizes`.
+
+    Raises:
+        SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
+        BatchMismatchError: another number of rows than the inputs.
+    """
+    if set(arrays) != set(types):
+        raise SessionStateError(
+            f"this state belongs to another model: it has leaves {listing(sorted(arrays), 4)}, the program "
+            f"{listing(sorted(types), 4)}"
+        )
+    for key, t in types.items():
+        shape, dtype = tuple(arrays[key].shape), arrays[key].dtype
+        if len(shape) != t.rank or dtype != t.dtype:
+            raise SessionStateError(f"state {key}: expected {t}, got {dtype} {list(shape)}")
+        for dim, size in zip(t.shape, shape, strict=True):
+            known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
+            if known != size and str(dim) == "batch":
+                raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
+            if known != size:
+                raise SessionStateError(f"state {key}: {dim} is {known} elsewhere, got {list(shape)}")
+
+
+def check_empty(length: Any) -> None:
+    """The state that prefill fills holds nothing yet; a traced one cannot be looked at.
+
+    Raises:
+        SessionStateError: it holds tokens, which prefill would not attend to.
+    """
+    if not isinstance(length, jax.core.Tracer) and (held := jax.device_get(length)).any():
+        raise SessionStateError(
+            f"prefill starts from an empty state, see init_state; this one holds {held.tolist()[:8]} "
+            "tokens in its rows: go on with extend"
+        )
+
+
+def check_room(length: Any, new: Any, slots: int | None) -> None:
+    """What the rows hold and the tokens to come fit the slots; traced ones cannot be looked at.
+
+    Raises:
+        SequenceLengthError: a row would go past the last slot.
+    """
+    if slots is None or isinstance(length, jax.core.Tracer) or isinstance(new, jax.core.Tracer):
+        return
+    held, more = (np.asarray(jax.device_get(counts), np.int64) for counts in (length, new))
+    row = int(np.argmax(held + more))
+    if held[row] + more[row] > slots:
+        raise SequenceLengthError(
+            f"extend: row {row} holds {held[row]} tokens and would get {more[row]} more, the state has {slots} slots; "
+            "init_state(batch, context) makes a larger one"
+        )

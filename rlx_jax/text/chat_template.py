@@ -1,0 +1,236 @@
+"""A checkpoint's chat templates: where they stand, which one counts, and text from messages.
+
+A template is hostile until shown otherwise, and so it is rendered by `template_worker.py` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlx_jax.errors import (
+    ConfigError,
+    LimitError,
+    RequestError,
+    ResourceError,
+    TokenizerError,
+    did_you_mean,
+    listing,
+    one_line,
+    quote,
+)
+from rlx_jax.io import files, limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.io.strict_json import is_text
+
+MAX_TEMPLATE_BYTES = 256 * 2**10
+"""One chat template in UTF-8."""
+MAX_TEMPLATES = 64
+"""Chat templates of one checkpoint."""
+MAX_RENDERED_CHARS = 2**20
+"""The rendered text, beyond what the messages hold themselves."""
+RENDER_SECONDS = 2.0
+"""CPU time of rendering once; a conversation and its twin have twice that."""
+RENDER_MEMORY = 256 * 2**20
+"""Bytes that rendering may take, beyond 32 for each byte of the messages. Linux only."""
+RENDER_WAIT = 30.0
+"""Seconds until the process that renders is given up, however little CPU time it got."""
+
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+DEFAULT, TOOL_USE = "default", "tool_use"
+NO_TEMPLATE = (
+    "the checkpoint has no chat template, as base models have none: pass chat_template=…, in Jinja as transformers "
+    "writes it, or call generate with a prompt"
+)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The chat templates of a model directory by name; empty if there is none. They are not looked at yet.
+
+    `chat_template.jinja` and `additional_chat_templates/*.jinja`, else `chat_template` of `tokenizer_config.json`
+    (`settings`; `where` names it): one template, or a list of named ones.
+
+    Raises:
+        ConfigError: another kind of value. TokenizerError: a file is not UTF-8.
+        LimitError: a file of more than `MAX_TEMPLATE_BYTES`, or more than `MAX_TEMPLATES`.
+        PathEscapeError: a file is a link that leads out.
+    """
+    extra = folder.path / TEMPLATE_FOLDER
+    names = files.list_directory(os.fspath(extra)) if extra.is_dir() else []
+    paths = {DEFAULT: TEMPLATE_FILE}
+    paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
+    limits.at_most(len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{quote(extra)}: the number of chat templates")
+    found = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
+    if found:
+        return found
+    stored = settings.get("chat_template")
+    if stored is None:
+        return {}
+    if isinstance(stored, str):
+        return {DEFAULT: stored}
+    pairs = [(t.get("name"), t.get("template")) if isinstance(t, dict) else (None, t) for t in _items(stored)]
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if not pairs or len(named) < len(pairs):
+        raise ConfigError(
+            f"{where}: chat_template: expected a template, or a list of objects with a 'name' each and a 'template', "
+            f"found {quote(stored)}"
+        )
+    return named
+
+
+def _items(stored: Any) -> list[Any]:
+    """A list as it is; an object of templates by name as such a list."""
+    if isinstance(stored, dict):
+        return [{"name": name, "template": text} for name, text in stored.items()]
+    return stored if isinstance(stored, list) else [stored]
+
+
+def _read(folder: Folder, name: str) -> str | None:
+    raw = folder.read(name, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", TokenizerError)
+    try:
+        return None if raw is None else raw.decode()
+    except UnicodeDecodeError as cause:
+        raise TokenizerError(f"{folder.where(name)}: not UTF-8 at byte {cause.start}") from cause
+
+
+def choose_template(templates: Mapping[str, str], asked: str | None, tools: bool) -> str:
+    """The template to use: `asked`, a name or a template itself; else the one for `tools`; else the default.
+
+    Raises:
+        RequestError: there is none, or only others, or `asked` is neither. LimitError: more than `MAX_TEMPLATE_BYTES`.
+    """
+    if asked is not None and not isinstance(asked, str):
+        raise RequestError(f"chat_template: expected a name or a template, got {type(asked).__name__}")
+    if asked is not None:
+        template = templates.get(asked, asked)
+    elif tools and TOOL_USE in templates:
+        template = templates[TOOL_USE]
+    elif DEFAULT in templates:
+        template = templates[DEFAULT]
+    elif templates:
+        raise RequestError(
+            f"the checkpoint names no default template; pass chat_template=, one of {listing(templates)}"
+        )
+    else:
+        raise RequestError(NO_TEMPLATE)
+    size = len(template.encode(errors="surrogatepass"))
+    limits.at_most(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
+    if asked is not None and asked not in templates and not any(mark in asked for mark in ("{{", "{%", "{#")):
+        raise RequestError(
+            f"chat_template: {quote(asked)} is no template, as it has no '{{{{' and no '{{%', and no name of one: "
+            f"{listing(templates) or 'the checkpoint has none'}{did_you_mean(asked, templates)}"
+        )
+    return template
+
+
+# -- rendering ---------------------------------------------------------------------------------
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """The text that `template` makes of `variables`, which are plain JSON values.
+
+    Raises:
+        RequestError: the template refuses the messages, in its own words.
+        TokenizerError: the template is wrong, or reaches for what the sandbox forbids; with the line where it does.
+        LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
+        ResourceError: no process could be started.
+    """
+    return _text(render_each(template, [variables])[0])
+
+
+def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
+    """`render` of `variables`, and of `twin` in the same process; None where the template does not take that.
+
+    Raises:
+        RequestError, TokenizerError, LimitError, ResourceError: as `render`.
+    """
+    first, second = render_each(template, [variables, twin])
+    return _text(first), second.get("text")
+
+
+def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The worker's answers for each of `variables`.
+
+    Raises:
+        TokenizerError: the template ended the process. LimitError, ResourceError: as `render`.
+    """
+    inputs = json.dumps(variables)
+    request = {
+        "template": template,
+        "variables": variables,
+        "seconds": RENDER_SECONDS * len(variables),
+        "memory_bytes": RENDER_MEMORY + 32 * len(inputs),
+        "output_chars": MAX_RENDERED_CHARS + len(inputs),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-X", "utf8", *_worker()],
+            input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=RENDER_WAIT,
+            start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends that one
+        )
+    except subprocess.TimeoutExpired as cause:
+        raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
+    except OSError as cause:
+        raise ResourceError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
+    return _answers(done)
+
+
+def _answers(done: subprocess.CompletedProcess[bytes]) -> list[dict[str, str]]:
+    """What a worker wrote."""
+    if sys.platform != "win32" and done.returncode == -signal.SIGPROF:
+        raise LimitError(f"the chat template: rendering takes more than RENDER_SECONDS = {RENDER_SECONDS:g} s")
+    try:
+        answers: list[dict[str, str]] = json.loads(done.stdout)
+    except ValueError:
+        raise TokenizerError(f"the chat template ended the process that renders it: {_status(done)}") from None
+    return answers
+
+
+def _text(answer: Mapping[str, str]) -> str:
+    """The text of an answer. What a template says goes into errors in one line."""
+    if "text" in answer:
+        if not is_text(answer["text"]):
+            raise TokenizerError("the chat template writes half of a surrogate pair; it is no Unicode text")
+        return answer["text"]
+    message = one_line(answer["message"])
+    match answer["error"]:
+        case "refused":
+            raise RequestError(f"the chat template refuses these messages: {message}")
+        case "output":
+            raise LimitError(
+                f"the chat template: more than MAX_RENDERED_CHARS = {MAX_RENDERED_CHARS} characters beyond the messages"
+            )
+        case "memory":
+            raise LimitError(f"the chat template: rendering takes more than RENDER_MEMORY = {RENDER_MEMORY} bytes")
+        case _:
+            raise TokenizerError(f"the chat template: {message}")
+
+
+def _status(done: subprocess.CompletedProcess[bytes]) -> str:
+    return f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+
+
+@functools.cache
+def _worker() -> tuple[str, ...]:
+    """The worker's file, and where jinja2 and what it needs are."""
+    found = []
+    for name in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ResourceError(f"chat templates need the package {name}: pip install jinja2")
+        found.append(os.fspath(Path(spec.origin).parent.parent))
+    return (os.fspath(Path(__file__).with_name("template_worker.py")), *dict.fromkeys(found))

@@ -1,0 +1,117 @@
+"""What `CausalLM` and `Encoder` share: a compiled flow whose first input holds token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.executable import Progress
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    RequestError,
+    SequenceLengthError,
+    ShapeError,
+    UnsupportedError,
+    listing,
+    number,
+    shown,
+)
+from rlx_jax.ir.types import is_float
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Weights
+from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import open_programs
+from rlx_jax.text.requests import whole_number
+from rlx_jax.text.tokenizer import Tokenizer
+
+
+def open_token_model(
+    flow: Any,
+    weights: Weights,
+    profile: CompileProfile | None,
+    mesh: Any,
+    strict: bool,
+    progress: Progress | None,
+    max_positions: int | None,
+    programs: tuple[str, ...],
+) -> tuple[CompiledModel, int]:
+    """Compile a flow with merged projections; the model, which takes `max_positions` tokens, and its vocabulary size.
+    Requests run `programs`.
+
+    Raises:
+        GraphError: the flow's first input does not index an embedding, it has other required inputs, or its output
+            is not one row for each token.
+    """
+    if mesh is not None:
+        raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
+    if max_positions is not None:
+        max_positions = whole_number("max_positions", max_positions, 1)
+    opened = open_programs(
+        [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions, serves=programs
+    )
+    (model,) = finish_models(opened).values()
+    ids = model.flow.inputs[0].name
+    rows = model.template().bounds.ids.get(ids)
+    if rows is None:
+        raise GraphError(f"{model.name}: the first input, {ids!r}, does not index an embedding")
+    required = [i.name for i in model.inputs if not i.optional and i.name != ids]
+    if required:
+        raise GraphError(
+            f"{model.name}: token ids are all that requests bring, and the flow also requires "
+            f"{listing(required)}; give them a default, or call rlx_jax.compile(flow)"
+        )
+    shape = model.template().built.primary_shape
+    if len(shape) != 3:
+        raise GraphError(f"{model.name}: expected an output [batch, seq, width], got {list(shape)}")
+    return model, rows
+
+
+def check_logits(model: CompiledModel, vocab_size: int) -> None:
+    """The output of a causal flow is logits: floating, and as wide as the embedding is high, which reads chosen ids.
+
+    Raises:
+        ShapeError: of another width. DTypeError: not floating.
+    """
+    flow, built = model.flow, model.template().built
+    if (width := built.primary_shape[-1]) != vocab_size:
+        raise ShapeError(
+            f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], as many as the embedding "
+            f"has rows; got width {width}"
+        )
+    dtype = built.hir.type(built.hir.outputs[0]).dtype
+    if not is_float(dtype):
+        raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {dtype}")
+
+
+def check_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """The tokenizer, if it is one."""
+    if isinstance(tokenizer, Tokenizer | None):
+        return tokenizer
+    raise RequestError(
+        f"tokenizer is {shown(tokenizer)}; expected what rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
+    )
+
+
+def known_positions(model: CompiledModel) -> int | None:
+    """The longest sequence that the model and its position tables know; None without a limit."""
+    positions: int | None = model.template("forward").bounds.positions
+    return positions
+
+
+def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
+    """A sequence fits the model.
+
+    Raises:
+        SequenceLengthError: names both numbers.
+    """
+    if max_positions is not None and tokens > max_positions:
+        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}")
+
+
+def primary(outputs: Any) -> jax.Array:
+    """The first output: side outputs of a flow come after it by name."""
+    first: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    return first

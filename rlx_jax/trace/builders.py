@@ -1,0 +1,263 @@
+"""What programs are written with: blocks, at HIR, and the tensor ops of `rlx_jax.trace.ops`, at every level.
+
+`Emit` and `GraphModule` are the two writers. Axis letters: B batch, S tokens, T keys, N query heads, K key heads,
+D head width, H hidden, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rlx_jax.errors import GraphError, LevelError, ShapeError
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import GraphStage, Mir
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
+from rlx_jax.ir.ops.linalg import product
+from rlx_jax.ir.ops.norm import LayerNormOp
+from rlx_jax.ir.types import is_static
+from rlx_jax.trace.ops import Ops, Shape, V, is_number
+
+
+class Builders(Ops[V]):
+    """Blocks, products and norms over the values `V` of whoever writes, and all of `Ops`."""
+
+    @contextmanager
+    def _block(self, label: str) -> Iterator[None]:
+        """Several nodes that are one block: HIR only, and all of them carry its label."""
+        if self.level != GraphStage.HIR:
+            raise LevelError(f"{label} is a HIR block; module {self.builder.name!r} is at {self.level}")
+        with self.builder.at(replace(self.builder.origin, label=label)):
+            yield
+
+    def _weights(self, *weights: V | str | None) -> list[V]:
+        """The weights that are there, as values."""
+        for weight in weights:
+            if is_number(weight):
+                raise GraphError(
+                    f"{self.path}: {weight!r} stands where a weight is expected; a number has a name: eps="
+                )
+        return [self.weight(w) for w in weights if w is not None]
+
+    # -- products ----------------------------------------------------------------------------
+
+    def mm(self, a: V, b: V, *, out_shape: Shape | None = None) -> V:
+        """`a @ b`: `[…, M, K] × […, K, N]`."""
+        return self.add_node(product(self.type_of(a), self.type_of(b)), a, b, out_shape=out_shape)
+
+    def linear(
+        self,
+        x: V,
+        w: V | str,
+        bias: V | str | None = None,
+        *,
+        activation: str = "",
+        transpose: bool | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`act(x · w [+ bias])`: x `[…, in]`, bias `[out]`; a value w is `[in, out]`, with `transpose` `[out, in]`.
+
+        A weight by key is `[out, in]`, as checkpoints store it; with `transpose=False` it is `[in, out]`.
+        """
+        op = hir.Linear(self._contract(w, transpose), bias=bias is not None, activation=activation)
+        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+
+    def _contract(self, w: V | str, transpose: bool | None) -> int:
+        """The axis of w that is summed over."""
+        return int(isinstance(w, str) if transpose is None else transpose)
+
+    def linear_fused(
+        self,
+        x: V,
+        w: V | str,
+        bias: V | str,
+        *,
+        activation: str = "",
+        transpose: bool | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`act(x · w + bias)`: `linear` with a bias."""
+        return self.linear(x, w, bias, activation=activation, transpose=transpose, out_shape=out_shape)
+
+    def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
+        """`x · w₁` and `x · w₂`, each of its own width."""
+        with self._block("shared_linear_pair[0]"):
+            first = self.linear(x, w1, transpose=transpose)
+        with self._block("shared_linear_pair[1]"):
+            return first, self.linear(x, w2, transpose=transpose)
+
+    def fused_matmul_bias_act(
+        self, x: V, w: V | str, bias: V | str, *, activation: str = "", transpose: bool | None = None
+    ) -> V:
+        """`act(x · w + bias)` as one tensor op."""
+        op = FusedMatMulBiasAct(self._contract(w, transpose), activation)
+        return self.add_node(op, x, *self._weights(w, bias))
+
+    # -- norms: over the last axis -----------------------------------------------------------
+
+    def rms_norm(
+        self,
+        x: V,
+        gamma: V | str,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+        *,
+        offset: float = 0.0,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
+        op = hir.RmsNorm(eps, offset)
+        return self.add_node(op, x, *self._weights(gamma, beta), out_shape=out_shape)
+
+    def layer_norm(self, x: V, gamma: V | str, beta: V | str, eps: float = 1e-5) -> V:
+        """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`: γ and β `[H]`."""
+        op = hir.LayerNorm(eps) if self.level == GraphStage.HIR else LayerNormOp(eps)
+        return self.add_node(op, x, *self._weights(gamma, beta))
+
+    ln = layer_norm
+
+    def residual_rms_norm(self, x: V, residual: V, gamma: V | str, beta: V | str | None = None, eps: float = 1e-5) -> V:
+        """`rms_norm(x + residual)`."""
+        with self._block("residual_rms_norm"):
+            return self.rms_norm(self.add(x, residual), gamma, beta, eps)
+
+    def fused_residual_rms_norm(
+        self,
+        x: V,
+        residual: V,
+        gamma: V | str,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+        *,
+        bias: V | str | None = None,
+        offset: float = 0.0,
+    ) -> V:
+        """`rms_norm(x [+ bias] + residual)` as one tensor op."""
+        op = FusedResidualRmsNorm(eps, bias is not None, offset)
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
+
+    def fused_residual_ln(
+        self, x: V, residual: V, gamma: V | str, beta: V | str, eps: float = 1e-5, *, bias: V | str | None = None
+    ) -> V:
+        """`layer_norm(x [+ bias] + residual)` as one tensor op."""
+        op = FusedResidualLayerNorm(eps, bias is not None)
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
+
+    # -- feed-forward ------------------------------------------------------------------------
+
+    def gated_ffn(self, *, gate: V, up: V, activation: str = "silu") -> V:
+        """`act(gate) ⊙ up`: both `[…, F]`. The middle of SwiGLU (silu) and GeGLU (gelu_tanh)."""
+        return self.add_node(hir.GatedFfn(activation), gate, up)
+
+    def swiglu_ffn(
+        self,
+        x: V,
+        *,
+        up: V | str,
+        gate: V | str,
+        down: V | str,
+        transpose: bool | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`(silu(x · gate) ⊙ (x · up)) · down`: gate and up `[H, F]`, down `[F, H]`, or turned; see `linear`."""
+        with self._block("swiglu_ffn"):
+            gated, wide = self.linear(x, gate, transpose=transpose), self.linear(x, up, transpose=transpose)
+            inner = self.gated_ffn(gate=gated, up=wide)
+            return self.linear(inner, down, transpose=transpose, out_shape=out_shape)
+
+    def fused_swiglu(self, x: V, *, gate_first: bool = True, activation: str = "silu") -> V:
+        """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
+        return self.add_node(FusedSwiGLU(gate_first, activation), x)
+
+    # -- attention and positions -------------------------------------------------------------
+
+    def attention(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        *,
+        heads: int,
+        head_dim: int,
+        mask: hir.MaskKind | str = "causal",
+        mask_value: V | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """Attention over packed heads: q `[B, S, N·D]`, k and v `[B, T, K·D]`; K follows from the width of k.
+
+        `mask` is a kind, and `mask_value` what some kinds read: "custom" a keep mask `[B, T]` beside causality,
+        "keep" a keep mask alone (1 keeps a key, less than ½ drops it), "bias" a floating `[B, N, S, T]` added to the
+        scores. See `MaskKind`.
+        """
+        kind = hir.mask_kind(mask)
+        found = self.type_of(k)
+        width = found.shape[-1:]
+        if head_dim < 1 or not width or not is_static(width[0]) or width[0] % head_dim:
+            raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
+        op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
+        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
+
+    attention_kind = attention_kind_opts = attention
+
+    def attention_(self, q: V, k: V, v: V, *, heads: int, head_dim: int, mask_value: V) -> V:
+        """`attention` with a keep mask `[B, T]` alone: it is not causal."""
+        return self.attention(q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value)
+
+    def rope(self, x: V, cos: V, sin: V, *, head_dim: int, out_shape: Shape | None = None) -> V:
+        """Rotary embedding of whole heads: x `[B, S, N·D]`, cos and sin `[B|1, S, D/2]`."""
+        return self.rope_n(x, cos, sin, head_dim=head_dim, n_rot=head_dim, out_shape=out_shape)
+
+    def rope_n(self, x: V, cos: V, sin: V, *, head_dim: int, n_rot: int, out_shape: Shape | None = None) -> V:
+        """`rope` of the first `n_rot` columns of each head: cos and sin `[B|1, S, n_rot/2]`."""
+        return self.add_node(hir.Rope(head_dim, n_rot), x, cos, sin, out_shape=out_shape)
+
+    def positions(self, x: V) -> V:
+        """The position of each token of x `[B, S, …]`: i32 `[1, S]`."""
+        return self.add_node(hir.Positions(), x)
+
+    def rope_angles(self, positions: V, inv_freq: Sequence[float], *, factor: float = 1.0) -> tuple[V, V]:
+        """cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 inverse frequencies."""
+        cos, sin = self.add_all(hir.RopeAngles(tuple(inv_freq), factor), positions)
+        return cos, sin
+
+    # -- tokens ------------------------------------------------------------------------------
+
+    def embed(self, table: V | str, ids: V) -> V:
+        """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
+        return self.add_node(hir.Embed(), self.weight(table), ids)
+
+    def last_token(self, x: V, index: V | None = None) -> V:
+        """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
+        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]))
+
+    def first_token(self, x: V) -> V:
+        """The first token of each row: x `[B, S, H]` → `[B, H]`."""
+        return self.add_node(hir.FirstToken(), x)
+
+    def split(self, x: V, sizes: Sequence[int]) -> tuple[V, ...]:
+        """Cut the last axis into consecutive `sizes`."""
+        return self.add_all(hir.Split(tuple(sizes)), x)
+
+    # -- whole layers, and tensor ops as blocks ----------------------------------------------
+
+    def llama_decoder_block(
+        self,
+        *operands: V,
+        heads: int,
+        head_dim: int,
+        kv_heads: int,
+        eps: float = 1e-5,
+        mask: hir.MaskKind | str = "causal",
+    ) -> V:
+        """One Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then the mask's own."""
+        return self.add_node(hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask)), *operands)
+
+    transformer_block = llama_decoder_block
+
+    def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
+        """A tensor op in a HIR module, labelled as one."""
+        with self._block(f"mir({op.text()})"):
+            return self.add_node(op, *inputs, out_shape=shape)

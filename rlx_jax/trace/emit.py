@@ -1,0 +1,326 @@
+"""How a stage writes HIR: `Emit`, the builder and the registers that stages share. Values are `FlowValue`s.
+
+A stage gets the `Emit` and the active `FlowValue` and returns the next active value. Custom stages use
+operators on values, the methods of `Emit`, or `emit.jax` for any JAX function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import (
+    GraphError,
+    MissingWeightError,
+    NameCollisionError,
+    RlxError,
+    ShapeError,
+    UnboundInputError,
+    UnboundStreamError,
+    WeightDTypeError,
+    WeightShapeError,
+    did_you_mean,
+    listing,
+    quote,
+    shown,
+)
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
+from rlx_jax.ir.param import Key, Program, WeightSource, cast, stored_keys
+from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
+from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.flow_value import FlowValue as FlowValue
+
+F32 = np.dtype(np.float32)
+
+
+def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> TensorType:
+    """The type of an input that is declared; 64-bit ones are narrowed."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise GraphError(f"an input's name is an identifier, got {quote(name)}")
+    if name in ("state", "params"):
+        raise NameCollisionError(f"an input cannot be called {quote(name)}: calls use that name")
+    return tensor_type(shape, device_dtype(as_dtype(dtype)), f"input {name}")
+
+
+@dataclass
+class FlowState:
+    """Registers that one stage writes and a later one reads; `program` is what the flow is compiled to by itself."""
+
+    program: str = "forward"
+
+    rope_cos: FlowValue | None = None
+    rope_sin: FlowValue | None = None
+    zero_beta: FlowValue | None = None
+    embed_weight: FlowValue | None = None
+    residual: FlowValue | None = None
+    inputs: dict[str, FlowValue | None] = field(default_factory=dict)
+    named: dict[str, FlowValue] = field(default_factory=dict)
+    streams: dict[str, FlowValue] = field(default_factory=dict)
+    outputs: dict[str, FlowValue] = field(default_factory=dict)
+    repeats: list[list[int]] = field(default_factory=list)
+    left_none: str = ""
+
+
+class Emit(Builders[FlowValue]):
+    """Writes the HIR of one flow: the ops of `Builders`, weights by key, and the registers.
+
+    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to.
+    """
+
+    level = GraphStage.HIR
+
+    def __init__(
+        self,
+        builder: Builder,
+        source: WeightSource | None,
+        captured: Captured | None = None,
+        binding: Mapping[str, int] | None = None,
+    ) -> None:
+        self.builder = builder
+        self.captured = Captured() if captured is None else captured
+        self.source = source
+        self.binding = dict(binding or {})
+        self.state = FlowState()
+        self.keys_read: dict[str, None] = {}
+        self.repeating = False
+        self.flat = False  # composites are written as the blocks that they stand for
+        self._stage = object()
+        self._owners: dict[Path, object] = {}  # block path -> the stage that has it
+        self._last: dict[Path, Path] = {}  # block path as it was asked for -> as it was last given
+        self._declared: dict[str, TensorType] = {}
+        self._types: dict[tuple[tuple[int, ...], np.dtype[Any]], TensorType] = {}
+
+    # -- where we are ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self, *segments: str | int, again: bool = False) -> Iterator[None]:
+        """Add segments to the block path of everything emitted inside.
+
+        A stage may come back to a path of its own. Where an earlier stage has it, the last name gets a number, `mlp_2`;
+        with `again` this is the path of that stage, the last of them.
+        """
+        origin = self.builder.origin
+        path = (*origin.path, *segments)
+        own = self._last.get(path, path) if again else self._own_path(origin.path, segments)
+        self._last[path] = own
+        with self.builder.at(replace(origin, path=own)):
+            yield
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[None]:
+        """What is emitted inside is a stage of its own: its block paths are not those of the stages before it."""
+        before, self._stage = self._stage, object()
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    def _own_path(self, around: Path, segments: Path) -> Path:
+        names = [i for i, segment in enumerate(segments) if isinstance(segment, str)]
+        path, number = (*around, *segments), 1
+        while names and self._owners.setdefault(path, self._stage) is not self._stage:
+            number += 1
+            last = names[-1]
+            path = (*around, *segments[:last], f"{segments[last]}_{number}", *segments[last + 1 :])
+        return path
+
+    @contextlib.contextmanager
+    def users_code(self) -> Iterator[None]:
+        """Around a function of the user: its errors get the block path, and those about values say what takes them."""
+        try:
+            yield
+        except RlxError as error:
+            if self.builder.origin.path:
+                error.locate(self.path)
+            raise
+        except Exception as error:
+            if "FlowValue" not in str(error):
+                error.add_note(f"in the custom stage {self.path}")
+                raise
+            raise GraphError(
+                f"{self.path}: {first_line(error)}; a FlowValue takes operators and the functions of emit: "
+                "use emit.jax(fn, value) for JAX functions and emit.constant(array) for small arrays"
+            ) from error
+
+    # -- values ------------------------------------------------------------------------------
+
+    def wrap(self, value: Value) -> FlowValue:
+        """A graph value with operators."""
+        return FlowValue(self, value)
+
+    def own(self, value: FlowValue) -> Value:
+        """The graph value behind a FlowValue of this flow."""
+        if not isinstance(value, FlowValue):
+            raise GraphError(
+                f"{self.path}: expected a FlowValue, got {type(value).__name__}; use emit.constant for a small array, "
+                "emit.param for a weight, emit.jax for a JAX function"
+            )
+        if value.emit is not self:
+            raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
+        return value.value
+
+    def weight(self, weight: FlowValue | str) -> FlowValue:
+        """The weight under a key as stored, or a value as it is."""
+        return self.param(weight) if isinstance(weight, str) else weight
+
+    def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
+        """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
+        with located(self.builder.here):
+            try:
+                return super().add_all(op, *values)
+            except ShapeError as error:
+                at_fault = [values[i] for i in error.operands] or values
+                weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(v.value)))
+                if not weights:
+                    raise
+                raise WeightShapeError(f"{error}; it reads {weights}") from error
+
+    def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
+        """The node; of a composite, where the flow is to be flat, the blocks that it stands for."""
+        if not (self.flat and isinstance(op, Hir) and op.traits.composite):
+            return self.builder.add(op, *operands)
+        self.builder.types.infer(op, tuple(self.builder.type(v) for v in operands))  # its own checks come first
+        with self.builder.at(replace(self.builder.here, label=op.name())):
+            return as_values(op.expand(self.builder, *operands))
+
+    def _weights_of(self, value: Value) -> Iterator[str]:
+        """The weights that a value is, as stored, looking through casts and transposes."""
+        node = self.builder.nodes[value.node]
+        if len(node.inputs) == 1:
+            yield from self._weights_of(node.inputs[0])
+        if isinstance(node.op, Param):
+            for stored in stored_keys(node.op.programs[0]):
+                file = f" ({self.source.where(stored.key)})" if self.source else ""
+                yield f"weight {quote(stored.key)}{file}, which is {stored.type}"
+
+    def zeros(self, length: int) -> FlowValue:
+        """f32 zeros `[length]`: the beta of an RMSNorm that has none."""
+        return self.constant(np.zeros(length, np.float32))
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
+        """The weight stored under `key`, as stored. Floating weights enter the program as f32.
+
+        `shape` is checked against the source, and stands in for it when there is none.
+
+        Raises:
+            MissingWeightError: the source has no such key, or there is no source and no `shape`.
+            WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
+        """
+        if not isinstance(key, str):
+            raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
+        stored = self._stored(key, shape)
+        if stored.dtype.kind == "c":
+            file = f" ({self.source.where(key)})" if self.source else ""
+            raise WeightDTypeError(
+                f"{self.path}: weight {quote(key)}{file} is {stored}; expected floats, integers or bools: "
+                "store the real and the imaginary part as two weights"
+            )
+        program: Program = Key(key, stored)
+        program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
+        self.keys_read[key] = None
+        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def _stored(self, key: str, shape: tuple[int, ...] | None) -> TensorType:
+        if self.source is None:
+            if shape is None:
+                raise MissingWeightError(
+                    f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "
+                    "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
+                    "emit.param take shape= too)"
+                )
+            declared = tensor_type(shape, F32, key)
+            if self._declared.setdefault(key, declared) != declared:
+                before, now = list(self._declared[key].shape), list(declared.shape)
+                raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
+            return declared
+        try:
+            spec = self.source.spec(key)
+        except MissingWeightError as error:
+            raise MissingWeightError(f"{self.path}: {error}") from error
+        known = (tuple(spec.shape), spec.dtype)
+        stored = self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key))
+        if shape is not None and tuple(shape) != stored.shape:
+            raise WeightShapeError(
+                f"{self.path}: weight {quote(key)} ({self.source.where(key)}): expected {list(shape)}, got {stored}"
+            )
+        return stored
+
+    def load_param(self, key: str, transpose: bool = False) -> FlowValue:
+        """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
+        value = self.param(key)
+        return value.transpose() if transpose else value
+
+    def has_param(self, key: str) -> bool:
+        """Whether the weight source holds `key`."""
+        return self.source is not None and self.source.has(key)
+
+    # -- registers ---------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int | str | Dim], dtype: Any = "float32") -> FlowValue:
+        """A declared input by name; declared here, as a required one, if the flow has none of that name."""
+        if name not in self.state.inputs:
+            self.state.inputs[name] = self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
+        return self.flow_input(name)
+
+    def flow_input(self, name: str) -> FlowValue:
+        """A declared input by name; an optional one that was not given is an error here (see `optional_input`)."""
+        value = self.optional_input(name)
+        if value is None:
+            raise UnboundInputError(f"{self.path}: input {quote(name)} is optional and was not given")
+        return value
+
+    def optional_input(self, name: str) -> FlowValue | None:
+        """A declared input by name, or None if it is optional without a default value and absent."""
+        if name not in self.state.inputs:
+            known = list(self.state.inputs)
+            raise UnboundInputError(
+                f"{self.path}: no input {quote(name)} is declared; known: {listing(known)}{did_you_mean(name, known)}"
+            )
+        return self.state.inputs[name]
+
+    def set_named(self, key: str, value: FlowValue) -> None:
+        """Register `value` under `key` for later stages."""
+        self.state.named[key] = value
+
+    def named(self, key: str) -> FlowValue:
+        """What an earlier stage registered under `key`."""
+        if key not in self.state.named:
+            raise UnboundStreamError(
+                f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(self.state.named)}"
+            )
+        return self.state.named[key]
+
+    def set_stream(self, name: str, value: FlowValue) -> None:
+        """Keep `value` as stream `name`."""
+        self.state.streams[name] = value
+
+    def stream(self, name: str) -> FlowValue:
+        """The stream that an earlier stage kept as `name`."""
+        if name not in self.state.streams:
+            known = list(self.state.streams)
+            raise UnboundStreamError(
+                f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
+                f"{did_you_mean(name, known)}"
+            )
+        return self.state.streams[name]
+
+    def output(self, name: str, value: FlowValue) -> None:
+        """Add a side output of the flow under `name`, after the primary one."""
+        if name in self.state.outputs:
+            raise NameCollisionError(f"{self.path}: there is a side output {quote(name)} already")
+        self.state.outputs[name] = value
+
+    def require(self, value: FlowValue | None, stage: str) -> FlowValue:
+        """The active value of a stage that needs one."""
+        if value is None:
+            left = self.state.left_none
+            why = f"the stage {left} before it returned None" if left else "there is no active value"
+            raise GraphError(f"{self.path}: {stage} requires input, but {why}")
+        return value

@@ -1,0 +1,160 @@
+"""`FlowValue`: a value of a flow that is being traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import GraphError
+from rlx_jax.ir.graph import Value
+from rlx_jax.ir.types import Dim, TensorType, ValueType, is_static
+from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.ops import Axes
+
+
+class FlowValue:
+    """A value in a flow that is being traced: `+ - * / ** @`, comparison, slicing, `.reshape`, `.sum` …
+
+    It has a shape and a dtype but no numbers; branching on it is an error.
+    """
+
+    __slots__ = ("emit", "value")
+    __array_ufunc__ = None  # NumPy arrays leave operators with a FlowValue to it
+
+    def __init__(self, emit: Builders[FlowValue], value: Value) -> None:
+        self.emit, self.value = emit, value
+
+    @property
+    def type(self) -> TensorType:
+        return self.emit.builder.type(self.value)
+
+    @property
+    def shape(self) -> tuple[int | Dim, ...]:
+        """Sizes; a symbolic one is a `Dim`, which refuses comparison with numbers."""
+        return ValueType(self.type).shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.type.rank
+
+    def __repr__(self) -> str:
+        return f"FlowValue({self.type})"
+
+    def __add__(self, other: Any) -> FlowValue:
+        return self.emit.add(self, other)
+
+    def __sub__(self, other: Any) -> FlowValue:
+        return self.emit.sub(self, other)
+
+    def __mul__(self, other: Any) -> FlowValue:
+        return self.emit.mul(self, other)
+
+    def __truediv__(self, other: Any) -> FlowValue:
+        return self.emit.div(self, other)
+
+    def __pow__(self, other: Any) -> FlowValue:
+        return self.emit.pow(self, other)
+
+    def __radd__(self, other: Any) -> FlowValue:
+        return self.emit.add(other, self)
+
+    def __rsub__(self, other: Any) -> FlowValue:
+        return self.emit.sub(other, self)
+
+    def __rmul__(self, other: Any) -> FlowValue:
+        return self.emit.mul(other, self)
+
+    def __rtruediv__(self, other: Any) -> FlowValue:
+        return self.emit.div(other, self)
+
+    def __rpow__(self, other: Any) -> FlowValue:
+        return self.emit.pow(other, self)
+
+    def __neg__(self) -> FlowValue:
+        return self.emit.neg(self)
+
+    def __abs__(self) -> FlowValue:
+        return self.emit.abs(self)
+
+    def __lt__(self, other: Any) -> FlowValue:
+        return self.emit.lt(self, other)
+
+    def __le__(self, other: Any) -> FlowValue:
+        return self.emit.le(self, other)
+
+    def __gt__(self, other: Any) -> FlowValue:
+        return self.emit.gt(self, other)
+
+    def __ge__(self, other: Any) -> FlowValue:
+        return self.emit.ge(self, other)
+
+    def __eq__(self, other: Any) -> FlowValue:  # type: ignore[override]
+        return self.emit.eq(self, other)
+
+    def __ne__(self, other: Any) -> FlowValue:  # type: ignore[override]
+        return self.emit.ne(self, other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise GraphError(
+            f"{self.emit.path}: a FlowValue ({self.type}) has no truth value while the flow is traced; "
+            "use emit.where, or emit.jax with lax.cond"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphError(
+            f"{self.emit.path}: a FlowValue holds no numbers; call JAX functions through emit.jax(fn, value)"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = __array__
+
+    def __iter__(self) -> Iterator[FlowValue]:
+        size = self.type.shape[0] if self.ndim else 0
+        if not self.ndim or not is_static(size):
+            raise GraphError(f"{self.emit.path}: cannot iterate over {self.type}")
+        return iter([self[i] for i in range(size)])
+
+    def __matmul__(self, other: Any) -> FlowValue:
+        return self.emit.mm(self, other)
+
+    def __getitem__(self, key: Any) -> FlowValue:
+        return self.emit.slice(self, key)
+
+    def reshape(self, *shape: Any) -> FlowValue:
+        """Reshape; sizes are ints, one -1, symbolic sizes by name, or dimensions of this value (`x.shape[0]`)."""
+        return self.emit.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
+
+    def transpose(self, *perm: int) -> FlowValue:
+        """Permute the axes; without arguments reverse them."""
+        return self.emit.transpose(self, perm or None)
+
+    @property
+    def T(self) -> FlowValue:
+        return self.transpose()
+
+    def astype(self, dtype: Any) -> FlowValue:
+        """Cast element by element."""
+        return self.emit.cast(self, dtype)
+
+    def sum(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
+        """Sum over `axis`."""
+        return self.emit.sum(self, axis, keepdims=keepdims)
+
+    def mean(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
+        """Mean over `axis`."""
+        return self.emit.mean(self, axis, keepdims=keepdims)
+
+    def max(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
+        """Maximum over `axis`."""
+        return self.emit.max(self, axis, keepdims=keepdims)
+
+    def min(self, axis: Axes = None, keepdims: bool = False) -> FlowValue:
+        """Minimum over `axis`."""
+        return self.emit.min(self, axis, keepdims=keepdims)

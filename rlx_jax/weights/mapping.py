@@ -1,0 +1,148 @@
+"""Weights that are arrays already: a mapping of checkpoint key to array, or to its shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import (
+    IntegrityError,
+    MissingWeightError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightError,
+    WeightShapeError,
+    quote,
+)
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.safetensors import check_index, find
+from rlx_jax.weights.safetensors_header import check_shape
+
+HostArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class MappingFormat:
+    """The format of a mapping."""
+
+    name: str = "mapping"
+    writes: bool = False
+
+    def detect(self, weights: Any) -> bool:
+        return isinstance(weights, Mapping)
+
+    def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        if options.subtree:
+            raise WeightError("weights: subtree= is for orbax checkpoints; a mapping holds no tree")
+        if options.verify == "full":
+            raise IntegrityError("weights: a mapping has no digests to verify with")
+        return MappingSource(weights, on_nonfinite=options.on_nonfinite)
+
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        raise UnsupportedError("a mapping is no file: model.weights() makes one")
+
+
+class MappingSource:
+    """Weights from a mapping: arrays of NumPy or JAX, or `jax.ShapeDtypeStruct` for shapes only.
+
+    The arrays are neither copied nor checked before they are read; the mapping itself is copied.
+
+    Raises:
+        WeightError: a key is not a string.
+        WeightDTypeError: a value is not an array of numbers.
+        WeightShapeError, LimitError: a symbolic shape, or one too large.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], *, on_nonfinite: OnNonfinite = "error") -> None:
+        self._arrays = dict(arrays)
+        self._on_nonfinite = on_nonfinite
+        for key, value in self._arrays.items():
+            _check_value(key, value)
+
+    @property
+    def shapes_only(self) -> bool:
+        """Whether every entry is a `jax.ShapeDtypeStruct`: enough to compile, not to run."""
+        values = self._arrays.values()
+        return bool(values) and all(isinstance(v, jax.ShapeDtypeStruct) for v in values)
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in the mapping's order."""
+        return tuple(self._arrays)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor under `key`."""
+        return isinstance(key, str) and key in self._arrays
+
+    def where(self, key: str) -> str:
+        """`"mapping"`.
+
+        Raises:
+            MissingWeightError: no such key.
+        """
+        self._value(key)
+        return "mapping"
+
+    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype under `key`.
+
+        Raises:
+            MissingWeightError: no such key.
+        """
+        value = self._value(key)
+        return stored_spec(value.shape, value.dtype)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """The array under `key`, or the part that `index` selects as in NumPy; read-only, a view where possible.
+
+        Raises:
+            MissingWeightError: no such key.
+            WeightShapeError: `index` does not fit the shape.
+            WeightError: there is a shape only, or the JAX array is deleted, traced or on other hosts.
+            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+        """
+        value = self._value(key)
+        slices = check_index(index, value.shape, key)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise WeightError(f"weight {quote(key)} has a shape only, no values: it was given as a ShapeDtypeStruct")
+        if isinstance(value, jax.core.Tracer):
+            raise WeightError(f"weight {quote(key)} is traced by a JAX transformation; open weights outside of it")
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise WeightError(f"weight {quote(key)} is deleted: a jitted call that donates it has consumed it")
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise WeightError(f"weight {quote(key)} lies on devices of other processes, so it cannot be read here")
+        # A JAX array is cut where it lives, and only the part comes to the host.
+        part = np.asarray(value[slices] if slices else value)
+        part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
+        part.flags.writeable = False
+        check_finite(part, key, "mapping", self._on_nonfinite)
+        return part
+
+    def _value(self, key: str) -> Any:
+        try:
+            return find(self._arrays, key, "the mapping")
+        except MissingWeightError as missing:
+            if any("{" in known for known in self._arrays):
+                raise MissingWeightError(
+                    f"{missing}; leaves of rolled layers: model.weights(params) gives them by key"
+                ) from None
+            raise
+
+
+def _check_value(key: object, value: Any) -> None:
+    if not isinstance(key, str):
+        raise WeightError(f"weights: expected strings as keys, got {quote(key)} of type {type(key).__name__}")
+    if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct) or isinstance(value, np.ma.MaskedArray):
+        hint = "; flatten nested mappings to dotted keys" if isinstance(value, Mapping) else "; numpy.asarray makes one"
+        raise WeightDTypeError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
+    dtype = value.dtype
+    if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):
+        raise WeightDTypeError(f"weight {quote(key)}: expected an array of numbers or bools, got dtype {quote(dtype)}")
+    if not all(isinstance(dim, int) for dim in value.shape):
+        raise WeightShapeError(f"weight {quote(key)}: expected whole numbers as shape, got {quote(value.shape)}")
+    check_shape(value.shape, f"weight {quote(key)}")

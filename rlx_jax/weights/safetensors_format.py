@@ -1,0 +1,215 @@
+"""Safetensors as a weight format: one file, an index with its shards, or a directory that holds them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import DuplicateWeightError, IntegrityError, UnsupportedError, WeightError, listing, quote
+from rlx_jax.io import limits
+from rlx_jax.io.atomic import write_synced
+from rlx_jax.io.files import Links, resolve
+from rlx_jax.ir.param import WeightSource
+from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
+from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.manifest import NAME, open_verified
+from rlx_jax.weights.safetensors import SafetensorsFile, find
+from rlx_jax.weights.safetensors_header import DTYPES
+
+HostArray = np.ndarray[Any, Any]
+SHARD_BYTES = 5_000_000_000
+"""A `.safetensors` file gets no second tensor beyond this size, as in Hugging Face checkpoints."""
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """The format of Hugging Face."""
+
+    name: str = "safetensors"
+    writes: bool = True
+
+    def detect(self, weights: Any) -> bool:
+        if not isinstance(weights, str):
+            return False
+        if os.path.isdir(weights):
+            return holds_safetensors(weights)
+        return weights.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(weights)
+
+    def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        if options.subtree:
+            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files hold no tree")
+        if os.path.isdir(weights):
+            return open_verified(weights, options.verify, options.links, lambda: _read(weights, options))
+        if options.verify == "full":
+            raise IntegrityError(f"{quote(weights)}: a single file has no {NAME}; open the directory that holds it")
+        return _read(weights, options)
+
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        _write(directory, entries)
+
+
+class SafetensorsSource:
+    """Weights from one `.safetensors` file or from the shards of one checkpoint.
+
+    A context manager; the files are closed at the latest when the source goes. Several threads may read.
+
+    Raises:
+        DuplicateWeightError: two files hold a tensor of the same name.
+        LimitError: more than `limits.MAX_TENSORS` tensors.
+    """
+
+    def __init__(self, files: Sequence[SafetensorsFile], *, on_nonfinite: OnNonfinite = "error") -> None:
+        self.files = tuple(files)
+        self._on_nonfinite = on_nonfinite
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in self.files:
+            for key in file.tensors:
+                if key in self._file_of:
+                    raise DuplicateWeightError(
+                        f"{quote(key)} is in {quote(self._file_of[key].name)} and in {quote(file.name)}"
+                    )
+                self._file_of[key] = file
+        limits.at_most(len(self._file_of), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far; headers do not count."""
+        return sum(file.bytes_read for file in self.files)
+
+    def keys(self) -> tuple[str, ...]:
+        """The tensor names, in the order of the data, shard by shard."""
+        return tuple(self._file_of)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor `key`."""
+        return isinstance(key, str) and key in self._file_of
+
+    def where(self, key: str) -> str:
+        """The file that holds `key`: its name in the directory, or the path that was opened.
+
+        Raises:
+            MissingWeightError: no such tensor.
+        """
+        return self._file(key).name
+
+    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a tensor, from the header.
+
+        Raises:
+            MissingWeightError: no such tensor.
+        """
+        info = self._file(key).tensors[key]
+        return stored_spec(info.shape, info.dtype)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """A tensor, or the part that `index` selects as in NumPy; a new array.
+
+        Raises:
+            NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
+            Others: as `SafetensorsFile.read`.
+        """
+        file = self._file(key)
+        values = file.read(key, index)
+        check_finite(values, key, quote(file.name), self._on_nonfinite)
+        return values
+
+    def close(self) -> None:
+        """Close the files. Reading is an error then; names and shapes stay."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _file(self, key: str) -> SafetensorsFile:
+        return find(self._file_of, key, f"{listing((f.name for f in self.files), 2)}, a checkpoint")
+
+
+def _read(path: str, options: OpenOptions) -> SafetensorsSource:
+    """The source of the files at `path`."""
+    files = _files(path, options.strict, options.links)
+    try:
+        return SafetensorsSource(files, on_nonfinite=options.on_nonfinite)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
+    if os.path.isdir(path):
+        return open_directory(path, strict=strict, links=links)
+    directory, name = os.path.split(path)
+    if name.endswith(INDEX_SUFFIX):
+        return open_index(directory or ".", name, strict=strict, links=links)
+    if links == "refuse":
+        resolve(directory or ".", name, links)
+    return [SafetensorsFile(path)]
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _write(directory: str, entries: Sequence[Entry]) -> None:
+    """`model.safetensors`, or shards and their index."""
+    unknown = [e.key for e in entries if e.type.dtype not in _NAMES]
+    if unknown:
+        raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
+    os.mkdir(directory)
+    shards = _shards(entries)
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        for i in range(len(shards))
+    ]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(os.path.join(directory, name), shard)
+    if len(shards) > 1:
+        where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.type.nbytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
+
+
+def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Entries in order, cut where a file would exceed `SHARD_BYTES`."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.type.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.type.nbytes
+    return shards
+
+
+def _write_shard(path: str, entries: Sequence[Entry]) -> None:
+    """One file. Wide dtypes come first, so that every tensor is aligned; one tensor is on the host at a time."""
+    ordered = sorted(entries, key=lambda entry: -entry.type.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what Hugging Face's readers ask for
+    at = 0
+    for entry in ordered:
+        offsets = [at, at + entry.type.nbytes]
+        header[entry.key] = {
+            "dtype": _NAMES[entry.type.dtype], "shape": list(entry.type.shape), "data_offsets": offsets,
+        }  # fmt: skip
+        at = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            values = np.ascontiguousarray(entry.values())  # the bytes of a transposed array are in another order
+            file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data)

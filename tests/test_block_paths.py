@@ -1,0 +1,179 @@
+"""Block paths name one block each: in dumps, summaries, reports, and as the names of caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, Repeat, RmsNorm, RopeTables, Sequence
+from rlx_jax.ir.graph import Graph, Leaf
+from rlx_jax.ir.types import path_text
+
+H = 4
+X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
+
+
+def w(*shape: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def x_flow() -> rlx.ModelFlow:
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+
+
+WEIGHTS = {f"w{i}": w(H, H, seed=i) for i in range(6)}
+
+
+def paths(graph: Graph) -> list[str]:
+    """The block paths of all nodes that are no leaves and no regions, each once, in order."""
+    nodes = (n for _, n in graph.walk() if not isinstance(n.op, Leaf) and not n.op.regions())
+    return list(dict.fromkeys(path_text(n.origin.path) for n in nodes))
+
+
+def linear(i: int) -> BlockStage:
+    return Linear(f"w{i}")
+
+
+def tanh(name: str) -> Custom:
+    return Custom(lambda e, x: e.tanh(x), name)
+
+
+def read(*stages: BlockStage) -> list[str]:
+    flow = x_flow().raw_stages(stages)
+    return paths(flow.build(WEIGHTS).hir)
+
+
+CASES: dict[str, tuple[list[BlockStage], list[str]]] = {
+    "two stacks": ([Repeat(2, linear), Repeat(3, linear)], ["layers.{i}.w{i}", "layers_2.{i}.w{i}"]),
+    "stacks of other names": ([Repeat(2, linear), Repeat(2, linear, "more")], ["layers.{i}.w{i}", "more.{i}.w{i}"]),
+    "a named layer": ([Repeat(2, lambda i: Named("ffn", linear(i)))], ["layers.{i}.ffn.w{i}"]),
+    "a layer named after its number": ([Repeat(2, lambda i: Named(f"layer{i}", linear(i)))], ["layers.{i}.w{i}"]),
+    "an edited layer": (
+        [Repeat(2, lambda i: Sequence([Named(f"layer{i}", linear(i)), tanh("mine")]))],
+        ["layers.{i}.w{i}", "layers.{i}.mine"],
+    ),
+    "a number in a name": ([Repeat(2, lambda i: Named(f"ffn{i + 3}", linear(i)))], ["layers.{i}.ffn{i+3}.w{i}"]),
+    "a stack in a stack": (
+        [Repeat(2, lambda i: Repeat(2, lambda j: Linear(f"w{2 * i + j}"), "inner"))],
+        ["layers.{i}.inner.0.w{2i}", "layers.{i}.inner.1.w{2i+1}"],
+    ),
+    "customs": ([tanh("scale"), tanh("scale"), tanh("other"), tanh("scale")], ["scale", "scale_2", "other", "scale_3"]),
+    "a name that is taken": ([tanh("a"), tanh("a_2"), tanh("a")], ["a", "a_2", "a_3"]),
+    "named": ([Named("a", tanh("f")), Named("a", tanh("f"))], ["a.f", "a_2.f"]),
+    "named alike inside": ([Named("a", Sequence([tanh("f"), tanh("f")]))], ["a.f", "a.f_2"]),
+    "the same block again": (
+        [*(again := [Named("a", tanh("f")), Named("a", tanh("g"), again=True)]), *again],
+        ["a.f", "a.g", "a_2.f", "a_2.g"],
+    ),
+    "one weight twice": ([linear(0), linear(0)], ["w0", "w0_2"]),
+    "customs in layers": (
+        [Repeat(2, lambda i: Sequence([tanh("f"), linear(i), tanh("f")]))],
+        ["layers.{i}.f", "layers.{i}.w{i}", "layers.{i}.f_2"],
+    ),
+    "tables": (
+        [RopeTables.theta(4, name="a"), RopeTables.theta(4, 5.0, name="b"), tanh("f")],
+        ["rotary_emb", "rotary_emb_2", "f"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_paths(name: str) -> None:
+    """The first of a name has it, a later one gets a number."""
+    stages, want = CASES[name]
+    assert read(*stages) == want
+
+
+def test_a_stage_comes_back_to_its_own_path() -> None:
+    """A scope that one stage opens twice is one block."""
+
+    def twice(emit: Any, x: Any) -> Any:
+        with emit.scope("part"):
+            x = emit.tanh(x)
+        with emit.scope("other"):
+            x = emit.sin(x)
+        with emit.scope("part"):
+            return emit.cos(x)
+
+    assert read(Custom(twice, "f")) == ["f.part", "f.other"]
+
+
+leaves = st.builds(lambda name: [name], st.sampled_from("ab"))
+trees = st.recursive(leaves, lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(trees=st.lists(trees, min_size=1, max_size=3), layers=st.integers(1, 3))
+def test_no_two_blocks_share_a_path(trees: list[Any], layers: int) -> None:
+    """Any nesting of names, in and out of layers: as many paths as stages."""
+    made = 0
+
+    def stage(tree: Any) -> BlockStage:
+        nonlocal made
+        if isinstance(tree, str):
+            made += 1
+            return tanh(tree)
+        inner = Sequence([stage(part) for part in tree])
+        return Named("ab"[len(tree) % 2], inner)
+
+    def layer(i: int) -> BlockStage:
+        return Sequence([stage(tree) for tree in trees] + [Custom(lambda e, x: x * (i + 1), "apart")])
+
+    found = paths(x_flow().raw_stages([Repeat(layers, layer), Repeat(layers, layer)]).build().hir)
+    assert len(set(found)) == len(found) == made + 2 * layers
+
+
+def test_rows_of_a_summary() -> None:
+    """Two customs of one name: each with its own shape."""
+    flow = x_flow().custom_named("cut", lambda e, x: x[..., :3]).custom_named("cut", lambda e, x: x[..., :2])
+    rows = {line.split()[0]: line for line in flow.summary().splitlines()}
+    assert "f32[batch,seq,3]" in rows["cut"] and "f32[batch,seq,2]" in rows["cut_2"]
+    stacks = x_flow().repeat_layers(2, linear).repeat_layers(3, lambda i: Linear(f"w{i + 2}"))
+    rows = {line.split()[0]: line for line in stacks.summary(WEIGHTS | {"w5": w(H, H)}).splitlines()}
+    assert "× 2" in rows["layers.{i}.w{i}"] and "× 3" in rows["layers_2.{i}.w{i+2}"]
+
+
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_caches_of_two_stacks(roll: Any) -> None:
+    """Each layer of each has its own, whether its stack is a region or not."""
+    spec, weights = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1), {}
+    for i in range(5):
+        p = f"model.layers.{i}"
+        for n, shape in {"q": (8, H), "k": (4, H), "v": (4, H), "o": (H, 8)}.items():
+            weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
+        for n, shape in {"gate": (9, H), "up": (9, H), "down": (H, 9)}.items():
+            weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
+        for n in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+
+    def layer(i: int) -> BlockStage:
+        return blocks.llama_prefill_layer_composed(i, spec)
+
+    def other(i: int) -> BlockStage:
+        return Sequence([layer(i + 2), Custom(lambda e, x: x * (i + 1.5))])
+
+    flow = x_flow().repeat_layers(2, layer).repeat_layers(3, other)
+    want = np.asarray(_compiled(flow, weights)(X))
+    model = _compiled(flow, weights, program="extend", profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+    state, got = model.init_state(2, context=3), []
+    for at in range(3):
+        y, state = model(X[:, at : at + 1], lengths=np.ones(2, np.int32), state=state)
+        got.append(np.asarray(y))
+    np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=1e-4, atol=1e-5)
+
+
+def _compiled(flow: Any, weights: Any, **options: Any) -> Any:
+    return rlx.compile(flow, weights, **options)
+
+
+def test_norms_keep_their_names() -> None:
+    """The names of an ordinary layer are those of its checkpoint."""
+    weights = WEIGHTS | {f"l.{i}.norm.weight": w(H) for i in range(2)}
+    flow = x_flow().repeat_layers(2, lambda i: Sequence([RmsNorm(f"l.{i}.norm.weight"), linear(i)]))
+    assert paths(flow.build(weights).hir) == ["layers.{i}.norm", "layers.{i}.w{i}"]

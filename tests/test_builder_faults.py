@@ -1,0 +1,346 @@
+"""What a call gives is honoured, or refused by name: ids, sizes, caps, masks, biases, constants and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import Graph, ModelFlow, blocks
+from rlx_jax.errors import (
+    DTypeError,
+    GraphError,
+    MissingWeightError,
+    NameCollisionError,
+    RlxError,
+    ShapeError,
+    TokenIdError,
+    UnsupportedError,
+    WeightShapeError,
+)
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 3, 8)).astype(np.float32)
+H = 8
+
+
+def x_flow() -> ModelFlow:
+    return ModelFlow("m").input("x", ("batch", "seq", H))
+
+
+def compiled(what: Any, weights: Any = None) -> Any:
+    return rlx.compile(what, weights)
+
+
+# -- ids ---------------------------------------------------------------------------------------
+
+TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
+
+
+@pytest.mark.parametrize("level", ["hir", "mir"])
+def test_gather_refuses_host_ids_out_of_range(level: str) -> None:
+    """Rows of a table, by an input: as token ids are checked."""
+    m = Graph.hir("g") if level == "hir" else Graph.mir("g")
+    table, ids = m.input("table", (5, 2)), m.input("ids", (2,), "i32")
+    m.set_outputs([m.gather(table, m.reshape(ids, (2, 1)))])
+    model = compiled(m)
+    np.testing.assert_array_equal(model(TABLE, [4, 0])[:, 0], TABLE[[4, 0]])
+    for wrong in ([-1, 7], [0, 5], [2**40, 0]):
+        with pytest.raises(TokenIdError, match=r"not in \[0, 5\)"):
+            model(TABLE, np.array(wrong))
+
+
+def test_a_row_of_each_sequence_is_one_of_them() -> None:
+    """`last_token_idx` beyond the sequence, whose length the call decides."""
+    model = compiled(x_flow().gather_last_token_dynamic())
+    np.testing.assert_array_equal(model(X, last_token_idx=[2, 0])[:, 0], X[[0, 1], [2, 0]])
+    for wrong in ([3, 0], [0, -1], [99, 0]):
+        with pytest.raises(TokenIdError, match=r"last_token_idx.*\[0, 3\)"):
+            model(X, last_token_idx=wrong)
+
+
+def test_constant_ids_out_of_range() -> None:
+    """Those that the program holds are looked at when it is compiled."""
+    m = Graph.hir("g")
+    m.set_outputs([m.gather(m.input("table", (5, 2)), m.constant([1, 7]))])
+    with pytest.raises(TokenIdError, match=r"7 .* \[0, 5\)"):
+        rlx.compile(m)
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def attention(**options: Any) -> Any:
+    m = Graph.hir("a")
+    q = m.input("q", (1, 3, H))
+    if "mask_value" in options:
+        options["mask_value"] = m.input("mask", *options["mask_value"])
+    return m.attention(q, q, q, heads=2, head_dim=4, **options)
+
+
+ATTENTION: dict[str, tuple[dict[str, Any], type[RlxError], str]] = {
+    "cap 0": ({"softcap": 0.0}, GraphError, "softcap"), "cap -1": ({"softcap": -1.0}, GraphError, "softcap"),
+    "cap nan": ({"softcap": float("nan")}, GraphError, "softcap"),
+    "cap inf": ({"softcap": float("inf")}, GraphError, "softcap"),
+    "scale nan": ({"scale": float("nan")}, GraphError, "scale"),
+    "bool bias": ({"mask": "bias", "mask_value": ((1, 2, 3, 3), "bool")}, DTypeError, "bias.*custom"),
+    "int bias": ({"mask": "bias", "mask_value": ((1, 1, 3, 3), "i32")}, DTypeError, "bias.*custom"),
+    "bias of a row": ({"mask": "bias", "mask_value": ((3, 3), "f32")}, ShapeError, "bias"),
+    "complex mask": ({"mask": "custom", "mask_value": ((1, 3), "c64")}, DTypeError, "keep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_refuses(name: str) -> None:
+    options, kind, message = ATTENTION[name]
+    with pytest.raises(kind, match=message):
+        attention(**options)
+
+
+def test_a_softcap_of_a_spec_is_checked_too() -> None:
+    spec = blocks.SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, attn_logit_softcap=0.0)
+    with pytest.raises(GraphError, match="softcap"):
+        x_flow().self_attn_prefill(spec).build({n: np.zeros((8, 8), np.float32) for n in "qkv"})
+
+
+def test_a_custom_mask_means_one_thing() -> None:
+    """Beside causality in the builder as in the stage; "keep" is the mask alone."""
+    keep = np.array([[1, 1, 1], [0, 1, 1]], np.float32)
+    weights = {n: np.eye(H, dtype=np.float32) for n in "qkv"}
+
+    def by_stage(mask: str) -> Any:
+        spec = blocks.SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, mask=mask, mask_input="keep")
+        tables = blocks.RopeTables.param(3, 2, np.ones((3, 2)), np.zeros((3, 2)))  # no rotation
+        flow = x_flow().input("keep", ("batch", "seq")).rope_tables(tables).self_attn_prefill(spec)
+        return compiled(flow, weights)(X, keep)
+
+    def by_builder(mask: str) -> Any:
+        m = Graph.hir("a")
+        x, k = m.input("x", ("batch", "seq", H)), m.input("keep", ("batch", "seq"))
+        m.set_outputs([m.attention(x, x, x, heads=2, head_dim=4, mask=mask, mask_value=k)])
+        return compiled(m)(X, keep)
+
+    causal = np.tril(np.ones((3, 3), bool))[None] & (keep[:, None] > 0.5)
+    for mask, allowed in (("custom", causal), ("keep", np.broadcast_to(keep[:, None] > 0.5, (2, 3, 3)))):
+        want = attend(X, allowed)
+        np.testing.assert_allclose(by_stage(mask), want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(by_builder(mask), want, rtol=1e-5, atol=1e-5)
+
+
+def attend(x: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Two heads of width 4 over themselves; a row without keys gives zeros."""
+    heads = x.reshape(2, 3, 2, 4).transpose(0, 2, 1, 3).astype(np.float64)
+    weights = np.exp(heads @ heads.swapaxes(-1, -2) / 2) * allowed[:, None]
+    total = weights.sum(-1, keepdims=True)
+    out = weights / np.where(total == 0, 1, total) @ heads
+    return out.transpose(0, 2, 1, 3).reshape(2, 3, 8)
+
+
+# -- weights of a product ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (), (2, 1), (1,)])
+def test_a_bias_is_as_long_as_the_product_is_wide(shape: tuple[int, ...]) -> None:
+    """x `[2, 4]`, w `[4, 3]`: nothing but `[3]`, and under both policies alike."""
+    m = Graph.hir("m")
+    x, w = m.input("x", (2, 4)), m.param("w", (4, 3))
+    with pytest.raises(ShapeError, match=r"bias .*f32\[3\]"):
+        m.linear(x, w, m.param("b", shape))
+    with pytest.raises(ShapeError, match=r"bias .*f32\[1\]"):
+        m.linear(x, m.param("column", (4, 1)), m.param("five", (5,)))
+
+
+# -- constants and dtypes ----------------------------------------------------------------------
+
+OVERFLOWS: dict[str, tuple[Any, str, str]] = {
+    "i64": ([2**40], "i64", "1099511627776"), "u8": ([300], "u8", "300"), "u8 below": ([-1], "u8", "-1"),
+    "i8": (np.array([127, 128]), "i8", "128"), "f16": ([1e6], "f16", "1000000"), "fraction": ([1.5], "i32", "1.5"),
+    "nan": ([float("nan")], "i32", "nan"), "inf": (float("inf"), "u8", "inf"), "bool": ([2], "bool", "2"),
+    "f32": (1e300, "f32", r"1e\+300"), "huge": (2**70, "i32", "1180591620717411303424"), "complex": (1j, "f32", "1j"),
+    "text": ("a", "f32", "a"), "ragged": ([[1], [2, 3]], "f32", "array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_a_constant_fits_its_dtype(name: str) -> None:
+    value, dtype, message = OVERFLOWS[name]
+    with pytest.raises(RlxError, match=message):
+        Graph.hir("m").constant(value, dtype)
+
+
+def test_constants_that_fit() -> None:
+    m = Graph.hir("m")
+    x = m.input("x", (1,))
+    given = [
+        ([255], "u8"),
+        ([-128], "i8"),
+        ([1, 0], "bool"),
+        ([65504.0], "f16"),
+        ([float("inf")], "f16"),
+        ([3.0], "i32"),
+    ]
+    m.set_outputs([x, *(m.constant(v, d) for v, d in given)])
+    for got, (value, _) in zip(list(compiled(m)(np.ones(1, np.float32)).values())[1:], given, strict=True):
+        np.testing.assert_array_equal(np.asarray(got).astype(np.float64), np.asarray(value, np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["i64", "u64", "f64"])
+def test_a_parameter_of_64_bits_can_be_called(dtype: str) -> None:
+    """It enters the program in 32 bits, as stage weights do; values that do not fit are an error."""
+    m = Graph.hir("m")
+    x, w = m.input("x", (2,)), m.param("w", (2,), dtype)
+    m.set_outputs([m.mul(x, m.cast(w, "f32"))])
+    numpy_dtype = {"i64": np.int64, "u64": np.uint64, "f64": np.float64}[dtype]
+    model = compiled(m, {"w": np.array([3, 5], numpy_dtype)})
+    np.testing.assert_array_equal(model(np.ones(2, np.float32)), [3, 5])
+    assert m.param("w", (2,), dtype) == w
+    assert Graph.from_json(m.to_json()).to_json() == m.to_json()
+    if dtype != "f64":
+        with pytest.raises(RlxError, match="w"):
+            compiled(m, {"w": np.array([2**40, 5], numpy_dtype)})
+
+
+SUMS: dict[tuple[str, str], str | None] = {
+    ("sum", "bool"): None, ("mean", "bool"): None, ("prod", "bool"): None, ("max", "bool"): "bool",
+    ("sum", "i8"): "i8", ("sum", "u8"): "u8", ("prod", "i16"): "i16", ("sum", "i32"): "i32", ("mean", "i32"): None,
+    ("mean", "u8"): None, ("sum", "bf16"): "bf16", ("mean", "f16"): "f16", ("min", "i8"): "i8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "dtype"), SUMS)
+def test_a_reduction_keeps_its_dtype_or_is_refused(kind: str, dtype: str) -> None:
+    m = Graph.hir("m")
+    x, want = m.input("x", (4,), dtype), SUMS[kind, dtype]
+    if want is None:
+        with pytest.raises(DTypeError, match="cast"):
+            m.reduce(kind, x)
+    else:
+        assert str(m.shape(m.reduce(kind, x))) == f"{want}[]"
+
+
+# -- outputs and sizes -------------------------------------------------------------------------
+
+
+def twice(emit: Any, x: Any) -> Any:
+    return x * 2
+
+
+def test_outputs_choose_by_name() -> None:
+    """A stream that `outputs` names first is the primary output, not the last value under its name."""
+    flow = x_flow().store_stream("raw").custom(twice)
+    np.testing.assert_array_equal(compiled(flow.outputs(["raw"]))(X), X)
+    both = compiled(flow.outputs(["raw"]).with_extra_outputs([]).store_stream("last").outputs(["raw", "last"]))(X)
+    np.testing.assert_array_equal(both["raw"], X)
+    np.testing.assert_array_equal(both["last"], 2 * X)
+    np.testing.assert_array_equal(compiled(flow.outputs(["twice"]))(X), 2 * X)  # a name of no other value
+
+
+def test_output_does_not_take_the_name_of_another_value() -> None:
+    """`output` names the last value; another value has this name already."""
+    flow = x_flow().store_stream("raw").custom(twice)
+    with pytest.raises(NameCollisionError, match=r"outputs\(\['raw'\]\)"):
+        flow.output("raw").build()
+    np.testing.assert_array_equal(compiled(flow.store_stream("last").output("last"))(X), 2 * X)
+
+
+SIZES: dict[str, tuple[Callable[[ModelFlow], ModelFlow], str]] = {
+    "batch of the last token": (lambda f: f.gather_last_token_at(7, "seq"), "batch.*7"),
+    "seq of the last token": (lambda f: f.gather_last_token_at("batch", 9), "seq.*9"),
+    "another symbol": (lambda f: f.gather_last_token_at("batch", "tokens"), "seq.*tokens"),
+    "batch of a mask": (lambda f: f.attn_mask_ones(7, "seq"), "batch.*7"),
+    "seq of a mask": (lambda f: f.attn_mask_ones("batch", 9), "seq.*9"),
+    "batch of a pool": (lambda f: f.cls_token_pool(7), "batch.*7"),
+    "width of a pool": (lambda f: f.cls_token_pool("batch", 9), "9"),
+    "batch of an index": (lambda f: f.gather_last_token_dynamic(7), "7"),
+    "seq of an input": (lambda f: f.stage(blocks.AttnMask.from_input("keep", "batch", 9)), "seq.*9"),
+    "batch of an input": (lambda f: f.stage(blocks.AttnMask.from_input("keep", 7)), "batch.*7"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_contradict_the_value(name: str) -> None:
+    edit, message = SIZES[name]
+    with pytest.raises(ShapeError, match=message):
+        edit(x_flow().input("keep", ("batch", "seq"))).build()
+
+
+def test_sizes_that_fit() -> None:
+    """Names, numbers of a static value, and numbers that the flow is bound to."""
+    static = ModelFlow("m").input("x", (2, 3, H))
+    for flow in (x_flow(), static, x_flow().bind(batch=2, seq=3)):
+        sizes: tuple[Any, Any] = (2, 3) if flow.binding or flow.inputs[0].type.is_static else ("batch", "seq")
+        np.testing.assert_array_equal(compiled(flow.gather_last_token_at(*sizes))(X), X[:, -1:])
+        np.testing.assert_array_equal(compiled(flow.attn_mask_ones(*sizes).cls_token_pool(sizes[0], H))(X), X[:, 0])
+    np.testing.assert_array_equal(
+        compiled(static.gather_last_token_dynamic())(X, last_token_idx=[1, 2])[:, 0], X[[0, 1], [1, 2]]
+    )
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def test_reshape_takes_the_names_of_sizes() -> None:
+    got = compiled(x_flow().custom(lambda e, x: x.reshape("batch", "seq", 2, 4)))(X)
+    np.testing.assert_array_equal(got, X.reshape(2, 3, 2, 4))
+
+
+@pytest.mark.parametrize("fn", [jnp.tanh, jnp.sum, jnp.exp, lambda x: jnp.add(x, 1), lambda x: jnp.concatenate([x, x])])
+def test_a_jax_function_of_a_value_names_emit_jax(fn: Callable[[Any], Any]) -> None:
+    with pytest.raises(GraphError, match=r"emit\.jax\(fn, value\)"):
+        x_flow().custom(lambda e, x: fn(x)).build()
+
+
+def test_weights_of_unknown_shape() -> None:
+    """The message names what every stage takes; `shape=` is named only with those that have it."""
+    with pytest.raises(MissingWeightError, match=r"ShapeDtypeStruct") as error:
+        compiled(x_flow().rms_norm("w"))
+    assert "shape= on the stage" not in str(error.value)
+    specs = {"w": rlx_spec((H,))}
+    assert compiled(x_flow().rms_norm("w"), specs).init(0)["w"].shape == (H,)
+    for flow in (x_flow().linear("w", shape=(4, H)), ModelFlow("m").input("i", (2,), "i32").embed("w", shape=(4, H))):
+        assert compiled(flow).init(0)["w"].shape == (4, H)
+
+
+def rlx_spec(shape: tuple[int, ...]) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+LAYER = "model.layers.0"
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{f"{LAYER}.self_attn.{n}_proj.weight": (8, 8) for n in "qkvo"},
+    **{f"{LAYER}.mlp.{n}_proj.weight": (16, 8) for n in ("gate", "up")}, f"{LAYER}.mlp.down_proj.weight": (8, 16),
+    **{f"{LAYER}.{n}.weight": (8,) for n in ("input_layernorm", "post_attention_layernorm")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SHAPES)
+def test_a_fused_layer_names_the_weight_that_does_not_fit(key: str) -> None:
+    """One of nine; gate and up are held against each other, so both are named."""
+    shapes = SHAPES | {key: (*SHAPES[key][:-1], 9)}
+    weights = {k: np.zeros(s, np.float32) for k, s in shapes.items()}
+    with pytest.raises(WeightShapeError) as error:
+        compiled(
+            x_flow().llama_prefill_layer(0, blocks.LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)), weights
+        )
+    named = [k for k in SHAPES if k in str(error.value)]
+    assert named == [key]
+
+
+def test_a_gguf_file_is_told_from_a_directory(tmp_path: Any) -> None:
+    """And not taken for a directory that is missing its configuration."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(UnsupportedError, match=r"model\.gguf.*GGUF files are not read yet"):
+        rlx.load(file)
+
+
+def test_modules_take_a_whole_size_and_all_axes() -> None:
+    m = Graph.hir("m")
+    x = m.input("x", (2, 3, 4))
+    assert str(m.shape(m.reshape_(x, 24))) == "f32[24]" and str(m.shape(m.sum(x, None))) == "f32[]"

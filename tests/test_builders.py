@@ -1,0 +1,289 @@
+"""One spelling of the ops: every method stands on `Emit` and on `GraphModule`, and writes the same MIR on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import Graph, GraphModule, LayerStack, ModelFlow
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.ir import hir
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.layer_stack import Stages
+from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.emit import Emit
+from rlx_jax.trace.ops import Ops
+
+INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
+    "x": (("batch", "seq", 8), "f32"), "y": (("batch", "seq", 8), "f32"), "w": ((8, 6), "f32"), "wt": ((6, 8), "f32"),
+    "v": ((6, 8), "f32"), "b": ((6,), "f32"), "g": ((8,), "f32"), "ids": (("batch", "seq"), "i32"),
+    "at": (("batch",), "i32"), "keep": (("batch", "seq"), "f32"), "cos": ((1, "seq", 2), "f32"),
+    "sin": ((1, "seq", 2), "f32"), "sq": ((8, 8), "f32"),
+}  # fmt: skip
+"""What the calls below read, under these names."""
+
+Call = Callable[[Any, Any], Any]
+CALLS: dict[str, Call] = {
+    # appending, and what goes beside values
+    "add_node": lambda m, i: m.add_node(MatMul(), i.x, i.w), "add_all": lambda m, i: m.add_all(hir.Split((2, 6)), i.x),
+    "constant": lambda m, i: m.constant(np.arange(3)), "jax": lambda m, i: m.jax(jnp.sinh, i.x),
+    "hir_mir": lambda m, i: m.hir_mir(MatMul(), [i.x, i.w]),
+    # arithmetic
+    "binary": lambda m, i: m.binary("mul", i.x, 2.5), "add": lambda m, i: m.add(i.x, 1.0),
+    "sub": lambda m, i: m.sub(1, i.x), "mul": lambda m, i: m.mul(i.x, i.y), "div": lambda m, i: m.div(2, i.x),
+    "pow": lambda m, i: m.pow(i.x, 2), "maximum": lambda m, i: m.maximum(i.x, 0),
+    "minimum": lambda m, i: m.minimum(0.5, i.x), "compare": lambda m, i: m.compare("ge", i.x, i.y),
+    "eq": lambda m, i: m.eq(i.ids, 3), "ne": lambda m, i: m.ne(i.ids, 3), "lt": lambda m, i: m.lt(i.x, 0),
+    "le": lambda m, i: m.le(0, i.x), "gt": lambda m, i: m.gt(i.x, i.y), "ge": lambda m, i: m.ge(i.x, i.y),
+    "where": lambda m, i: m.where(m.gt(i.x, 0), 1.0, i.y),
+    # functions of one value
+    "activation": lambda m, i: m.activation("tanh", i.x), "sigmoid": lambda m, i: m.sigmoid(i.x),
+    "silu": lambda m, i: m.silu(i.x), "gelu": lambda m, i: m.gelu(i.x), "gelu_tanh": lambda m, i: m.gelu_tanh(i.x),
+    "gelu_approx": lambda m, i: m.gelu_approx(i.x), "relu": lambda m, i: m.relu(i.x),
+    "softplus": lambda m, i: m.softplus(i.x), "tanh": lambda m, i: m.tanh(i.x), "exp": lambda m, i: m.exp(i.x),
+    "log": lambda m, i: m.log(i.x), "sqrt": lambda m, i: m.sqrt(i.x), "rsqrt": lambda m, i: m.rsqrt(i.x),
+    "neg": lambda m, i: m.neg(i.x), "abs": lambda m, i: m.abs(i.x), "sin": lambda m, i: m.sin(i.x),
+    "cos": lambda m, i: m.cos(i.x), "tan": lambda m, i: m.tan(i.x), "atan": lambda m, i: m.atan(i.x),
+    "round": lambda m, i: m.round(i.x), "cast": lambda m, i: m.cast(i.x, "bf16"),
+    # along axes
+    "reduce": lambda m, i: m.reduce("max", i.x, -1), "sum": lambda m, i: m.sum(i.x, None),
+    "mean": lambda m, i: m.mean(i.x, (-1, 0), keepdims=True), "max": lambda m, i: m.max(i.x, 1),
+    "min": lambda m, i: m.min(i.x), "prod": lambda m, i: m.prod(i.x, -2), "softmax": lambda m, i: m.softmax(i.x),
+    "sm": lambda m, i: m.sm(i.x, -2), "cumsum": lambda m, i: m.cumsum(i.x, 1, exclusive=True),
+    # shapes
+    "reshape": lambda m, i: m.reshape(i.x, ("batch", "seq", 2, 4)), "reshape_": lambda m, i: m.reshape_(i.g, 8),
+    "transpose": lambda m, i: m.transpose(i.x), "transpose_": lambda m, i: m.transpose_(i.x, (0, -1, 1)),
+    "slice": lambda m, i: m.slice(i.x, np.s_[:, -1, None, 2:5]), "narrow": lambda m, i: m.narrow(i.x, -1, 2, 3),
+    "narrow_": lambda m, i: m.narrow_(i.x, 2, -3, 3), "concat": lambda m, i: m.concat([i.x, i.y]),
+    "concat_": lambda m, i: m.concat_([i.x, i.y], -2), "split": lambda m, i: m.split(i.x, (2, 6)),
+    "broadcast_to": lambda m, i: m.broadcast_to(i.g, ("batch", m.shape(i.x).shape[1], 8)),
+    "gather": lambda m, i: m.gather(i.w, i.ids), "gather_": lambda m, i: m.gather_(i.w, i.ids),
+    "take_row": lambda m, i: m.take_row(i.x, i.at), "repeat_heads": lambda m, i: m.repeat_heads(i.x, heads=2, times=3),
+    "iota": lambda m, i: m.iota(i.x, -2), "full_like": lambda m, i: m.full_like(i.x, 7, "i32"),
+    "zeros_like": lambda m, i: m.zeros_like(i.ids), "ones_like": lambda m, i: m.ones_like(i.x, "bool"),
+    # products, norms, feed-forward
+    "mm": lambda m, i: m.mm(i.x, m.transpose(i.y, (0, 2, 1))),
+    "linear": lambda m, i: m.linear(i.x, i.wt, i.b, transpose=True, activation="gelu_tanh"),
+    "linear_fused": lambda m, i: m.linear_fused(i.x, i.w, i.b, activation="relu"),
+    "shared_linear_pair": lambda m, i: m.shared_linear_pair(i.x, i.w, i.sq),
+    "fused_matmul_bias_act": lambda m, i: m.fused_matmul_bias_act(i.x, i.w, i.b, activation="silu"),
+    "rms_norm": lambda m, i: m.rms_norm(i.x, i.g, offset=1.0), "layer_norm": lambda m, i: m.layer_norm(i.x, i.g, i.g),
+    "ln": lambda m, i: m.ln(i.x, i.g, i.g, 1e-6), "residual_rms_norm": lambda m, i: m.residual_rms_norm(i.x, i.y, i.g),
+    "fused_residual_rms_norm": lambda m, i: m.fused_residual_rms_norm(i.x, i.y, i.g, bias=i.g),
+    "fused_residual_ln": lambda m, i: m.fused_residual_ln(i.x, i.y, i.g, i.g),
+    "gated_ffn": lambda m, i: m.gated_ffn(gate=i.x, up=i.y, activation="gelu_tanh"),
+    "swiglu_ffn": lambda m, i: m.swiglu_ffn(i.x, up=i.w, gate=i.w, down=i.v),
+    "fused_swiglu": lambda m, i: m.fused_swiglu(i.x, gate_first=False),
+    # attention, positions, tokens, layers
+    "attention": lambda m, i: m.attention(i.x, i.x, i.y, heads=2, head_dim=4, softcap=3.0),
+    "attention_kind": lambda m, i: m.attention_kind(i.x, i.x, i.y, heads=2, head_dim=4, mask="none"),
+    "attention_kind_opts": lambda m, i: m.attention_kind_opts(i.x, i.x, i.y, heads=2, head_dim=4, scale=0.5),
+    "attention_": lambda m, i: m.attention_(i.x, i.x, i.y, mask_value=i.keep, heads=2, head_dim=4),
+    "rope": lambda m, i: m.rope(i.x, i.cos, i.sin, head_dim=4),
+    "rope_n": lambda m, i: m.rope_n(i.x, i.cos, i.sin, head_dim=8, n_rot=4),
+    "positions": lambda m, i: m.positions(i.x), "rope_angles": lambda m, i: m.rope_angles(i.ids, (1.0, 0.1)),
+    "embed": lambda m, i: m.embed(i.w, i.ids), "last_token": lambda m, i: m.last_token(i.x, i.at),
+    "first_token": lambda m, i: m.first_token(i.x),
+    "llama_decoder_block": lambda m, i: layer(m.llama_decoder_block, i),
+    "transformer_block": lambda m, i: layer(m.transformer_block, i),
+}  # fmt: skip
+
+
+def layer(block: Any, i: Any) -> Any:
+    """A Llama layer whose weights are `[8, 8]`."""
+    weights = (i.g, i.g, *[i.sq] * 4, i.g, i.g, *[i.sq] * 3)
+    return block(i.x, *weights, i.cos, i.sin, heads=2, head_dim=4, kv_heads=2, mask="sliding:2")
+
+
+class Named:
+    """Values by attribute."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+def as_tuple(made: Any) -> tuple[Any, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def mir_of(module: GraphModule) -> list[Any]:
+    """Ops, operands and types of the lowered module: what a program is, but for names of places."""
+    graph = module.lower().graph
+    return [(n.op, n.inputs, n.types) for n in graph.nodes] + list(graph.outputs)
+
+
+def by_module(call: Call) -> list[Any]:
+    m = Graph.hir("m")
+    made = call(m, Named({n: m.input(n, shape, dtype) for n, (shape, dtype) in INPUTS.items()}))
+    m.set_outputs(as_tuple(made))
+    return mir_of(m)
+
+
+def by_emit(call: Call) -> list[Any]:
+    flow = ModelFlow("m")
+    for name, (shape, dtype) in INPUTS.items():
+        flow = flow.input(name, shape, dtype)
+
+    def stage(emit: Any, x: Any) -> Any:
+        made = as_tuple(call(emit, Named({n: emit.flow_input(n) for n in INPUTS})))
+        for number, value in enumerate(made[1:]):
+            emit.output(f"o{number}", value)
+        return made[0]
+
+    return mir_of(flow.custom(stage).build().into_graph_module())
+
+
+def test_every_op_stands_in_the_table() -> None:
+    """A method that is added to the builders is added here."""
+    own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level"}
+    methods = {n for c in (Ops, Builders) for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
+    assert methods == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_surfaces_write_the_same_mir(name: str) -> None:
+    assert by_emit(CALLS[name]) == by_module(CALLS[name])
+
+
+def test_every_op_is_reachable_from_the_package() -> None:
+    """What has no method is appended by `add_node`, and its class stands in `rlx.ops`."""
+    assert all(getattr(rlx.ops, op.__name__) is op for op in rlx.ops.OPS)
+
+
+def test_no_surface_spells_an_op_again() -> None:
+    """The mixins alone define ops and stages; the one exception names the output of a flow too."""
+    for surface, mixins in ((Emit, (Ops, Builders)), (GraphModule, (Ops, Builders)), (ModelFlow, (Stages,)),
+                            (LayerStack, (Stages,))):  # fmt: skip
+        shared = {n for c in mixins for n in vars(c) if not n.startswith("_")}
+        again = shared & {n for n in vars(surface) if not n.startswith("_")}
+        assert again <= {"own", "wrap", "weight", "add_all", "builder", "level", "lm_head", "where", "stage"}, surface
+
+
+def test_a_stack_takes_what_a_flow_takes() -> None:
+    """Every stage method of a flow is one of a LayerStack, and they make the same stage."""
+    for name in ("embed", "rms_norm", "linear", "store_stream"):
+        (stage,) = getattr(ModelFlow("m").input("x", (2,)), name)("key").stages
+        assert getattr(LayerStack.named("s"), name)("key").items == (stage,)
+    assert len(LayerStack.named("s").lm_head(8, 4).repeat_layers(2, lambda i: rlx.blocks.ResidualSave()).items) == 2
+
+
+# -- what beside values may stand --------------------------------------------------------------
+
+
+def module() -> tuple[GraphModule, Any]:
+    m = Graph.hir("m")
+    return m, m.input("x", ("batch", 3, 8))
+
+
+def test_constants_keep_their_dtype() -> None:
+    """64-bit ones become 32-bit, as inputs do."""
+    m, _ = module()
+    for value, dtype in (
+        (np.float16(1), "f16"), (np.arange(3), "i32"), (np.ones(2), "f32"), ([1, 2], "i32"), (1, "i32"), (1.0, "f32"),
+        (True, "bool"), (np.zeros(2, np.uint8), "u8"), (np.uint64(7), "u32"), (jnp.ones(2, jnp.bfloat16), "bf16"),
+        ([[1.5], [2]], "f32"),
+    ):  # fmt: skip
+        assert str(m.shape(m.constant(value))).split("[")[0] == dtype, value
+
+
+def test_where_of_two_numbers() -> None:
+    m, x = module()
+    for numbers, dtype in (((1, 0), "i32"), ((1, 0.5), "f32"), ((True, False), "bool")):
+        assert str(m.shape(m.where(m.gt(x, 0), *numbers))) == f"{dtype}[batch,3,8]"
+
+
+def test_broadcast_to_symbolic_sizes() -> None:
+    """Sizes are those of x or of an input; the value is NumPy's."""
+    m = Graph.hir("m")
+    x, row = m.input("x", ("batch", "seq", 2)), m.input("row", (1, 2))
+    m.set_outputs([m.broadcast_to(row, m.shape(x).shape), m.broadcast_to(m.narrow(x, 1, 0, 1), ("batch", "seq", 2)),
+                   m.broadcast_to(row, (3, 1, 2))])  # fmt: skip
+    xs, rows = np.arange(12, dtype=np.float32).reshape(2, 3, 2), np.array([[5, 6]], np.float32)
+    a, b, c = (np.asarray(v) for v in rlx.compile(m)(xs, rows).values())
+    np.testing.assert_array_equal(a, np.broadcast_to(rows, (2, 3, 2)))
+    np.testing.assert_array_equal(b, np.broadcast_to(xs[:, :1], (2, 3, 2)))
+    np.testing.assert_array_equal(c, np.broadcast_to(rows, (3, 1, 2)))
+    for value, shape, message in ((x, ("batch", 4, 2), "broadcast"), (x, ("seq", "batch", 2), "broadcast"),
+                                  (row, ("rows", 2), "no input .* rows"), (x, (2,), "broadcast")):  # fmt: skip
+        with pytest.raises(ShapeError, match=message):
+            m.broadcast_to(value, shape)
+    assert Graph.from_json(m.to_json()).to_json() == m.to_json()
+
+
+x_flow: Any = ModelFlow("m").linear
+SWAPPED: dict[str, Call] = {
+    "swiglu_ffn": lambda m, x: m.swiglu_ffn(x, x, x, x), "attention": lambda m, x: m.attention(x, x, x, 2, 4),
+    "attention_": lambda m, x: m.attention_(x, x, x, x, 2, 4), "rope_n": lambda m, x: m.rope_n(x, x, x, 4, 2),
+    "gated_ffn": lambda m, x: m.gated_ffn(x, x), "repeat_heads": lambda m, x: m.repeat_heads(x, 2, 3),
+    "reduce": lambda m, x: m.sum(x, 0, True), "linear": lambda m, x: m.linear(x, x, x, "relu"),
+    "flow.linear": lambda m, x: x_flow("w", True, "b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_arguments_that_could_change_places_have_names(name: str) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        SWAPPED[name](*module())
+
+
+def test_orientation_of_weights() -> None:
+    """A value is `[in, out]`, the key of a weight what a checkpoint stores; `transpose` says what else."""
+    x, w = np.eye(2, dtype=np.float32), np.array([[1, 2], [3, 4]], np.float32)
+    cases: dict[str, tuple[Call, Any]] = {
+        "value": (lambda e, x: e.linear(x, e.param("w")), w),
+        "value, turned": (lambda e, x: e.linear(x, e.param("w"), transpose=True), w.T),
+        "key": (lambda e, x: e.linear(x, "w"), w.T),
+        "key, as it is": (lambda e, x: e.linear(x, "w", transpose=False), w),
+    }  # fmt: skip
+    for name, (fn, want) in cases.items():
+        got = rlx.compile(ModelFlow("m").input("x", (2, 2)).custom(fn), {"w": w})(x)
+        np.testing.assert_array_equal(np.asarray(got), want, err_msg=name)
+    m, v = module()
+    with pytest.raises(GraphError, match="'w' is a key"):
+        m.linear(v, "w")
+
+
+REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
+    "eps as a weight": (lambda m, x: m.rms_norm(x, x, 1e-5), GraphError, "eps="),
+    "an op to add": (lambda m, x: m.add(MatMul(), x), GraphError, "add_node"),
+    "several results": (lambda m, x: m.add_node(hir.Split((2, 6)), x), GraphError, "2 results: add_all"),
+    "numbers only": (lambda m, x: m.add(1, 2), GraphError, "one of them must be a value"),
+    "an array beside": (lambda m, x: m.add(x, np.ones(8)), GraphError, "constant"),
+    "a size beside": (lambda m, x: m.mul(x, m.shape(x).shape[0]), GraphError, "sizes are not values"),
+    "a fraction": (lambda m, x: m.add(m.cast(x, "i32"), 0.5), DTypeError, "0.5"),
+    "too large": (lambda m, x: m.mul(m.cast(x, "u8"), 300), DTypeError, "300"),
+    "infinite": (lambda m, x: m.lt(m.cast(x, "i32"), float("inf")), DTypeError, "inf"),
+    "an axis": (lambda m, x: m.softmax(x, 3), ShapeError, "no axis 3"),
+    "a bool axis": (lambda m, x: m.sum(x, True), ShapeError, "no axis True"),
+    "a reshape": (lambda m, x: m.reshape(x, 24), ShapeError, "24"),
+    "a name": (lambda m, x: m.reshape(x, ("seq", 24)), ShapeError, "seq"),
+    "a key of a slice": (lambda m, x: m.slice(x, "a"), GraphError, "'a'"),
+    "no list": (lambda m, x: m.concat([]), GraphError, "no values"),
+    "full of what does not fit": (lambda m, x: m.full_like(x, 300, "u8"), DTypeError, "300"),
+    "64 bits": (lambda m, x: m.cast(x, "i64"), DTypeError, "i64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_on_both_surfaces(name: str) -> None:
+    """The same error, and no node is left behind."""
+    call, kind, message = REFUSED[name]
+    m, x = module()
+    with pytest.raises(kind, match=message):
+        call(m, x)
+    assert all(not isinstance(n.op, hir.Split) for n in m.builder.nodes)
+    with pytest.raises(kind, match=message):
+        ModelFlow("m").input("x", ("batch", 3, 8)).custom(call).build()
+
+
+def test_a_symbolic_size_is_not_compared_with_a_number() -> None:
+    """JAX's own answer is a silent False."""
+    m, x = module()
+    assert m.shape(x).shape[1] == 3 and m.shape(x).shape[0] == "batch" and m.shape(x) == m.shape(x)
+    with pytest.raises(ShapeError, match="batch cannot be compared with 1"):
+        m.shape(x).shape[0] == 1  # noqa: B015

@@ -1,0 +1,235 @@
+"""The device is an argument: a plan for a machine is the same wherever it is made."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import device
+from rlx_jax.compiler import settings
+from rlx_jax.compiler.executable import Executable
+from rlx_jax.device import DEVICES, Device, described, named_device, running_device
+from rlx_jax.errors import ProfileError, RlxWarning
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.profiles.schema import Target
+
+PACKAGE = Path(device.__file__).parent
+CONFIG = {
+    "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+IDS = jax.ShapeDtypeStruct((1, 8), np.int32)
+
+
+def jax_device(kind: str, platform: str = "gpu", version: str = "cuda 13000", **more: Any) -> Any:
+    """What `described` asks of a `jax.Device`."""
+    return SimpleNamespace(
+        device_kind=kind, platform=platform, client=SimpleNamespace(platform_version=version), **more
+    )
+
+
+SEEN = {
+    "NVIDIA H200": (jax_device("NVIDIA H200"), DEVICES["h200"]),
+    "NVIDIA H100 80GB HBM3": (jax_device("NVIDIA H100 80GB HBM3"), DEVICES["h100"]),
+    "NVIDIA A100-SXM4-80GB": (jax_device("NVIDIA A100-SXM4-80GB"), DEVICES["a100"]),
+    "another A100": (
+        jax_device("NVIDIA A100-SXM4-40GB", compute_capability="8.0"),
+        replace(DEVICES["cuda"], capability=(8, 0)),
+    ),
+    "an old GPU": (
+        jax_device("Tesla V100-SXM2-16GB", compute_capability="7.0"),
+        Device("cuda", "cuda", capability=(7, 0)),
+    ),
+    "NVIDIA L40S": (jax_device("NVIDIA L40S", compute_capability="8.9"), replace(DEVICES["cuda"], capability=(8, 9))),
+    "AMD Instinct MI300X": (jax_device("AMD Instinct MI300X", version="rocm 60300"), DEVICES["mi300x"]),
+    "TPU v5 lite": (jax_device("TPU v5 lite", "tpu"), DEVICES["tpu_v5e"]),
+    "TPU v5": (jax_device("TPU v5", "tpu"), DEVICES["tpu_v5p"]),
+    "TPU v4": (jax_device("TPU v4", "tpu"), DEVICES["tpu"]),
+    "cpu": (jax_device("cpu", "cpu"), DEVICES["cpu"]),
+    "another platform": (jax_device("METAL", "metal"), Device("metal", "metal")),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_known_of_a_running_device(name: str) -> None:
+    """The facts of its product, and the memory that it says it has."""
+    seen, expected = SEEN[name]
+    seen.memory_stats = lambda: {"bytes_limit": 10**9}
+    assert described(seen) == replace(expected, memory=10**9)
+
+
+def test_the_device_that_runs_here() -> None:
+    here = running_device()
+    assert (here.name, here.kind) == ("cpu", "cpu") and here.memory is not None and here.memory > 10**9
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert running_device() == here
+
+
+def test_devices_by_name() -> None:
+    assert {"auto", *DEVICES} == set(get_args(Target))
+    for name, found in DEVICES.items():
+        assert named_device(name) is found and found.name == name
+        assert (found.cudnn is None) == (found.kind != "cuda")
+        assert (found.memory is None) == (name == found.kind)
+    assert str(DEVICES["h200"]) == "h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" and str(DEVICES["tpu"]) == "tpu"
+    with pytest.raises(ProfileError, match="there is no device 'h20'; there are cpu, .*did you mean 'h200'"):
+        named_device("h20")
+
+
+def test_nothing_asks_jax_what_is_here() -> None:
+    """Only the module that describes it, and what loads weights on to it."""
+    asks = re.compile(r"jax\.(local_)?devices\(|default_backend|device_kind|platform_version")
+    files = [p for folder in ("ir", "blocks", "trace", "lowering", "compiler", "runtime", "profiles", "generate")
+             for p in (PACKAGE / folder).resolve().rglob("*.py")]  # fmt: skip
+    assert len(files) > 60
+    assert [str(p) for p in files if asks.search(p.read_text("utf-8"))] == []
+
+
+# -- one plan for one machine ------------------------------------------------------------------
+
+
+def weights() -> dict[str, np.ndarray]:
+    """In bf16, which a GPU computes in where it is told nothing."""
+    rng = np.random.default_rng(0)
+    specs = weight_specs(LlamaConfig.from_hf(CONFIG))
+    return {key: rng.normal(0, 0.1, spec.shape).astype(ml_dtypes.bfloat16) for key, spec in specs.items()}
+
+
+def planned(target: str = "auto", program: str = "forward") -> dict[str, str]:
+    """Every text of a program that is planned for `target`, the fingerprint in the LIR included."""
+    profile = rlx.CompileProfile().replace(fusion={"target": target}, layers={"roll": "unroll"})
+    specs = {key: jax.ShapeDtypeStruct(w.shape, w.dtype) for key, w in weights().items()}
+    model = rlx.compile(Llama32Flow.for_prefill(CONFIG), specs, profile=profile, program=program)
+    named: dict[str, Any] = {}
+    if program == "extend":
+        named = {"lengths": np.ones(1, np.int32), "state": jax.eval_shape(lambda: model.init_state(1, 16))}
+        return {"mir": model.text("mir"), "lir": model.text("lir", IDS.update(shape=(1, 1)), **named)}
+    return {"mir": model.text("mir"), "lir": model.text("lir", IDS)}
+
+
+@pytest.mark.parametrize("program", ["forward", "extend"])
+def test_a_plan_for_an_h200_is_what_an_h200_plans(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Character by character; on this machine only the name of the device is known of it."""
+    away = planned("h200", program)
+    mine = replace(DEVICES["h200"], memory=140 * 10**9)
+    monkeypatch.setattr(settings, "running_device", lambda: mine)
+    assert planned("auto", program) == away
+    assert "plan: target=cuda" in away["lir"] and "bf16[" in away["mir"]
+    assert "self_attn: cudnn (faster here)" in away["lir"]
+    assert ("row (one row: cuBLAS is slower)" in away["lir"]) == (program == "extend")
+
+
+def test_a_plan_for_a_machine_is_not_that_of_another() -> None:
+    texts = {target: planned(target) for target in ("cpu", "h200", "tpu_v5e")}
+    assert len({t["lir"] for t in texts.values()}) == 3
+    assert "cudnn (" not in texts["cpu"]["lir"] and "cudnn (" not in texts["tpu_v5e"]["lir"]
+    assert planned("auto") == texts["cpu"]
+
+
+def test_loading_for_another_machine_merges_as_it_would_there() -> None:
+    """And says that it runs on this one."""
+    profile = rlx.CompileProfile().replace(fusion={"target": "h200"}, attention={"implementation": "xla"})
+    with pytest.warns(RlxWarning, match="fusion.target is 'h200', and JAX runs on 'cpu'"):
+        lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
+    assert "model.layers.0.self_attn.{q,k,v}_proj.weight" in lm.model.param_specs()
+    told = str(lm.report())
+    assert "planned for        h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" in told
+
+
+# -- what the plan chooses for it --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "found"),
+    [
+        ("auto", "cpu", {"5 by xla (as any other)"}),
+        ("auto", "h200", {"5 by row (one row: cuBLAS is slower)"}),
+        ("row", "cpu", {"5 by row (asked for)"}),
+        ("xla", "h200", {"5 by xla (as any other)"}),
+    ],
+)
+def test_products(asked: str, target: str, found: set[str]) -> None:
+    """A setting of the backend; the report and the LIR tell."""
+    kind = DEVICES[target].kind
+    profile = rlx.CompileProfile().replace(
+        fusion={"target": target}, backend={kind: {"products": asked, "merge": True}}, precision={"compute": "f32"}
+    )
+    model = rlx.compile(Llama32Flow.for_prefill(CONFIG), profile=profile, program="extend")
+    state = jax.eval_shape(lambda: model.init_state(1, 16))
+    text = model.text("lir", IDS.update(shape=(1, 1)), np.ones(1, np.int32), state=state)
+    rows = set(re.findall(r"^  products (.*)$", text, re.MULTILINE))
+    assert rows == {row for row in found if "xla" not in row}
+    model.lower(IDS.update(shape=(1, 1)), np.ones(1, np.int32), state=state)
+    assert set(model.report().products) == found
+
+
+@pytest.mark.parametrize(
+    ("table", "steps", "early"),
+    [({}, 4, True), ({"steps_per_dispatch": 3}, 3, True), ({"steps_per_dispatch": 2, "stop_early": False}, 2, False)],
+)
+def test_the_generating_loop(table: dict[str, Any], steps: int, early: bool) -> None:
+    """So many tokens a dispatch, and the same tokens."""
+    profile = rlx.CompileProfile().replace(backend={"cpu": table})
+    lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
+    plain: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights())
+    assert lm.generate([[1, 2, 3]], max_new_tokens=7) == plain.generate([[1, 2, 3]], max_new_tokens=7)
+    loops = [k.around for k in lm.model.programs.executables if k.program == "extend"]
+    assert [(loop.steps, loop.early) for loop in loops] == [(steps, early)]
+    assert f"{steps} steps a dispatch" in str(lm.report())
+
+
+def test_the_loop_of_a_gpu() -> None:
+    """What is chosen for one."""
+    chosen = settings.choose_loop(rlx.CompileProfile().backend.cuda, "cuda")
+    assert (chosen.steps, chosen.early) == (16, False)
+
+
+# -- where arguments stand ---------------------------------------------------------------------
+
+PLACED = """
+import jax, numpy as np, rlx_jax as rlx
+from rlx_jax.compiler.executable import Executable
+
+here, there = jax.devices()
+model = rlx.compile(rlx.ModelFlow("m").input("x", (1, 2)).linear("w"), {"w": np.ones((3, 2), np.float32)})
+x = np.ones((1, 2), np.float32)
+assert model(x).devices() == {here}
+fits, asked = Executable.fits, []
+Executable.fits = lambda self, *arguments: asked.append(self) or fits(self, *arguments)
+moved = model.replace(params=jax.device_put(model.params, there))
+assert moved(jax.device_put(x, there)).devices() == {there} and len(asked) == 1
+for given in (x, jax.device_put(x), jax.device_put(x, here)):
+    assert model(given).devices() == {here}
+assert len(asked) == 1
+"""
+
+
+def test_arguments_on_another_device() -> None:
+    """They are used where they stand. Whether that is it is asked of a call that failed, and of no other."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", PLACED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_that_speaks_of_shardings_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to be taken for arguments on another device, and the program was run again."""
+    model: Any = rlx.compile(rlx.ModelFlow("m").input("x", (1, 2)).linear("w"), {"w": np.ones((3, 2), np.float32)})
+
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("no sharding of this kind")
+
+    monkeypatch.setattr(Executable, "run", fail)
+    with pytest.raises(ValueError, match="no sharding of this kind"):
+        model(np.ones((1, 2), np.float32))

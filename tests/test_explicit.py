@@ -1,0 +1,334 @@
+"""The program `explicit` and the outputs of `export_kv`: derived for any causal flow, refused by name for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import Custom, LlamaDecoderSpec, MaskKind, RopeTables
+from rlx_jax.errors import DeriveError, DTypeError, GraphError, NameCollisionError, ShapeError
+from rlx_jax.generate.kv_cache import LayerKvCache
+from rlx_jax.ir import hir
+from rlx_jax.models.decoder import as_decode
+from tests.test_derive import (
+    CONTEXT,
+    EMBEDDING,
+    MIXERS,
+    H,
+    compiled,
+    head,
+    llama_layers,
+    llama_weights,
+    profile,
+    tokens_flow,
+    w,
+)
+
+BATCH, SEQ = 2, 8
+TOKENS = np.random.default_rng(2).integers(0, 17, (BATCH, SEQ)).astype(np.int32)
+CONFIG = {
+    "vocab_size": 17, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+SPEC = LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2)
+
+
+def of(outputs: Any, name: str = "logits") -> np.ndarray[Any, Any]:
+    return np.asarray(outputs[name])
+
+
+def past_of(outputs: Any) -> dict[str, Any]:
+    """The caches that a call gave, as inputs of the next."""
+    return LayerKvCache.from_layer_outputs(outputs).inputs()
+
+
+def close(got: Any, want: Any, tolerance: float = 5e-6) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= tolerance * max(1.0, np.abs(want).max())
+
+
+def read_by(flow: Any) -> dict[str, Any]:
+    """Weights of what the flow reads."""
+    pool = llama_weights(4) | {"p": w(CONTEXT, H)}
+    return {key: pool[key] for key in flow.build(pool).keys_read}
+
+
+def assert_steps(flow: Any, weights: Any, **options: Any) -> Any:
+    """Three tokens by `export_kv`, then steps of two and one behind a cache that grows: the forward program."""
+    read, step = compiled(flow.export_kv(), weights, **options), compiled(flow, weights, program="explicit", **options)
+    want, outputs, done = read(TOKENS), read(TOKENS[:, :3]), 3
+    for new in (2, 1):
+        outputs = step(TOKENS[:, done : done + new], **past_of(outputs))
+        assert list(outputs) == list(want)
+        close(of(outputs), of(want)[:, done : done + new])
+        done += new
+        for name in list(want)[1:]:
+            close(of(outputs, name), of(want, name)[:, :done])
+    return step
+
+
+# -- hooks of recipes --------------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "composed": lambda ctx: blocks.llama_prefill_layer_composed(ctx.index, ctx.spec),
+    "inside a stage of one's own": lambda ctx: Custom(lambda e, x: ctx.default_stage().inner.emit(e, x)),
+    "scaled": lambda ctx: blocks.Sequence([ctx.default_stage().inner, Custom(lambda e, x: x * 1.0)]),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_layer_hook_has_its_cache(name: str) -> None:
+    """Whatever stage writes the attention: cache, side outputs and numbers are those of the family's own layer."""
+    stock = rlx.Llama32Flow.for_prefill(CONFIG)
+    hooked, weights = stock.layer(HOOKS[name]), compiled(stock).init(0)
+    read = compiled(replace(hooked, export_kv=True), weights)
+    want = compiled(replace(stock, export_kv=True), weights)(TOKENS)
+    assert list(read(TOKENS)) == list(want) == ["logits", "kv.0.k", "kv.0.v", "kv.1.k", "kv.1.v"]
+    step = compiled(as_decode(hooked), weights)
+    assert [i.name for i in step.inputs if not i.optional] == [
+        "input_ids", "past_k_0", "past_v_0", "past_k_1", "past_v_1",
+    ]  # fmt: skip
+    outputs = step(TOKENS[:, 5:], **past_of(read(TOKENS[:, :5])))
+    close(of(outputs), of(want)[:, 5:])
+    for output in list(want)[1:]:
+        close(of(outputs, output), of(want, output))
+
+
+def test_a_hook_that_mixes_is_refused() -> None:
+    """A stage in a decode flow is proved like any other."""
+    recipe = rlx.Llama32Flow.for_decode(CONFIG)
+    mixing = recipe.layer(
+        lambda ctx: blocks.Sequence([ctx.default_stage(), Custom(lambda e, x: x - x.mean(1, keepdims=True), "c")])
+    )
+    with pytest.raises(DeriveError, match=r"layers\.(\{i\}|0)\.c.*no explicit rule"):
+        compiled(mixing)
+
+
+# -- flows of one's own ------------------------------------------------------------------------------
+
+
+def positions_flow() -> rlx.ModelFlow:
+    flow = rlx.ModelFlow("gpt").input("tokens", ("batch", "seq"), dtype="int32")
+    flow = flow.input("position_ids", ("batch", "seq"), dtype="int32", default="positions")
+    return head(llama_layers(flow.embed("e").gather_add("position_ids", "p"), 1))
+
+
+def tables_flow() -> rlx.ModelFlow:
+    angles = np.arange(CONTEXT)[:, None] * 20.0 ** (-np.arange(2) / 2)
+    return head(
+        llama_layers(tokens_flow().rope_tables(RopeTables.param(CONTEXT, 2, np.cos(angles), np.sin(angles))), 2)
+    )
+
+
+def block_flow() -> rlx.ModelFlow:
+    attend = hir.Attention(2, 1, causal=True, window=3)
+    flow = tokens_flow().custom_named("mine", lambda e, x: e.add_node(attend, x, x[..., :4], x[..., 4:]) + e.sigmoid(x))
+    return head(llama_layers(flow, 1))
+
+
+FLOWS: dict[str, Callable[[], rlx.ModelFlow]] = {
+    "layers that fold": lambda: head(llama_layers(tokens_flow(), 2)),
+    "layers that alternate": lambda: head(
+        llama_layers(tokens_flow(), 4, lambda i: MaskKind.sliding_window(3) if i % 2 else "causal")
+    ),
+    "learned positions": positions_flow,
+    "tables of data": tables_flow,
+    "attention by the block": block_flow,
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_any_causal_flow(name: str) -> None:
+    """Steps of `explicit` are the forward program."""
+    flow = FLOWS[name]()
+    assert_steps(flow, read_by(flow))
+
+
+@pytest.mark.filterwarnings("ignore:.*layers.roll.* has no effect:rlx_jax.errors.RlxWarning")
+@pytest.mark.parametrize("tables", [{"layers": {"roll": "scan"}}, {"fusion": {"policy": "fusable"}}], ids=str)
+def test_settings(tables: Any) -> None:
+    """However layers run in the forward program; here every layer has inputs of its own."""
+    assert_steps(FLOWS["layers that fold"](), llama_weights(2), profile=profile(**tables))
+
+
+def test_the_last_token_of_a_step() -> None:
+    """A gather of the last token takes that of the new ones."""
+    flow = llama_layers(tokens_flow(), 2)
+    read, step = (compiled(f, llama_weights(2)) for f in (
+        head(flow).export_kv(), head(flow.gather_last_token_at()).explicit())
+    )  # fmt: skip
+    outputs = step(TOKENS[:, 3:6], **past_of(read(TOKENS[:, :3])))
+    close(of(outputs), of(read(TOKENS))[:, 5:6])
+
+
+def test_mask_and_positions() -> None:
+    """Both are optional inputs: behind padding a row is what it is alone, and ones change nothing."""
+    flow, weights = FLOWS["layers that fold"](), llama_weights(2)
+    read, step = compiled(flow.export_kv(), weights), compiled(flow, weights, program="explicit")
+    past = past_of(read(TOKENS[:1, :3]))
+    alone = of(step(TOKENS[:1, 3:5], **past))
+    pad = {n: np.concatenate([np.full((1, 2, v.shape[2]), 9, np.float32), v], axis=1) for n, v in past.items()}
+    mask, ids = np.array([[0, 0, 1, 1, 1, 1, 1]], np.int32), np.array([[3, 4]], np.int32)
+    close(of(step(TOKENS[:1, 3:5], mask=mask, position_ids=ids, **pad)), alone)
+    close(of(step(TOKENS[:1, 3:5], mask=mask[:, 2:], **past)), alone)
+    assert np.abs(of(step(TOKENS[:1, 3:5], position_ids=ids + 1, **past)) - alone).max() > 1e-3
+    with pytest.raises(ShapeError, match="input mask: axis 1 is 4, expected .*, which is 5"):
+        step(TOKENS[:1, 3:5], mask=mask[:, :4], **past)
+
+
+def test_dtypes_of_the_cache() -> None:
+    """`precision.kv` types it, in and out; without, it is f32 like every output, whatever the program computes in."""
+    flow, weights = FLOWS["layers that fold"](), llama_weights(2)
+    want = compiled(flow, weights)(TOKENS)
+    for tables, dtype in (({"compute": "bf16"}, np.float32), ({"kv": "bf16"}, ml_dtypes.bfloat16)):
+        step = compiled(flow, weights, program="explicit", profile=profile(precision=tables))
+        past = {n: v.astype(dtype) for n, v in past_of(compiled(flow.export_kv(), weights)(TOKENS[:, :4])).items()}
+        outputs = step(TOKENS[:, 4:], **past)
+        assert outputs["kv.1.v"].dtype == dtype and outputs["logits"].dtype == np.float32
+        close(of(outputs), want[:, 4:], 0.05)
+    with pytest.raises(DTypeError, match="past_k_0"):
+        step(TOKENS[:, 4:], **{n: v.astype(np.float32) for n, v in past.items()})
+
+
+def test_a_module_of_the_program() -> None:
+    """A flow that asks to be explicit is that at every level: as a module, as JSON, and compiled from there."""
+    flow, weights = FLOWS["layers that fold"](), llama_weights(2)
+    built = flow.explicit(custom_mask=True).build(weights)
+    module = rlx.GraphModule.from_json(built.into_graph_module().to_json())
+    past = past_of(compiled(flow.export_kv(), weights)(TOKENS[:, :3]))
+    call = {"mask": np.ones((BATCH, SEQ), np.int32), **past}
+    close(of(compiled(module, weights)(TOKENS[:, 3:], **call)), of(compiled(built, weights)(TOKENS[:, 3:], **call)))
+    with pytest.raises(GraphError, match="explicit has a graph of its own"):
+        built.with_extra_hir_outputs([])
+
+
+def test_sizes_ahead() -> None:
+    """With every size it is compiled before the first call."""
+    flow = FLOWS["layers that fold"]().explicit(past=4).bind(batch=BATCH, seq=1)
+    assert compiled(flow, llama_weights(2)).report().compiles == 1
+    with pytest.raises(GraphError, match="no input has a dimension 'past'"):
+        flow.from_recipe(FLOWS["layers that fold"]).bind(past=4)
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def attending(**changed: Any) -> blocks.SelfAttnPrefill:
+    """Two heads over the embedding."""
+    spec = blocks.SelfAttnPrefillSpec.hf_layer("model.layers.0", 4, 4, 2)
+    return blocks.SelfAttnPrefill(replace(spec, **changed))
+
+
+def attend_flow(*inputs: tuple[str, tuple[Any, ...]], **changed: Any) -> rlx.ModelFlow:
+    flow = tokens_flow()
+    for name, shape in inputs:
+        flow = flow.input(name, shape)
+    return flow.named_layer("outer", attending(**changed))
+
+
+def mixing(name: str) -> rlx.ModelFlow:
+    return head(llama_layers(tokens_flow(), 2)).custom_named("mine", MIXERS[name])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    **{
+        name: (partial(mixing, name), r"mine.*no explicit rule")
+        for name in ("first token", "cumsum", "positions by iota", "mix of the batch")
+    },
+    "not causal": (lambda: attend_flow(mask="none"), r"outer\.self_attn.*not causal.*explicit has no meaning"),
+    "an operand": (
+        lambda: attend_flow(("m", ("batch", "seq")), mask="custom", mask_input="m"),
+        r"outer\.self_attn.*the operand 'keep'.*explicit masks by its own input 'mask'",
+    ),
+    "keys of another sequence": (
+        lambda: tokens_flow().input("memory", ("batch", "mem", H)).custom_named(
+            "cross", lambda e, x: e.add_node(hir.Attention(2, 2, causal=True), x, *[e.flow_input("memory")] * 2)
+        ),
+        r"cross.*keys .* of another sequence",
+    ),
+    "pooling": (lambda: head(llama_layers(tokens_flow(), 1)).cls_token_pool(), r"no explicit rule"),
+    "no attention": (tokens_flow, "no attention, so explicit has nothing to cache"),
+    "sizes": (
+        lambda: rlx.ModelFlow("m").input("tokens", ("batch", 8), dtype="int32").embed("e").stage(attending()),
+        r"explicit needs an input with the symbolic dimensions batch and seq; the flow has tokens i32\[batch,8\]",
+    ),
+    "a cache of another shape": (
+        lambda: attend_flow(("past_k_0", ("batch", "past", 9))),
+        r"input past_k_0 is f32\[batch,past,9\]; expected f32\[batch,past,8\]",
+    ),
+    "outputs of one name": (lambda: attend_flow().export_kv(), r"'kv\.0\.k'.*leave out export_kv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    """With the block or the input, and what explicit wants."""
+    make, match = REFUSED[name]
+    flow = make()
+    with pytest.raises(DeriveError, match=match):
+        compiled(flow, read_by(flow), program="explicit")
+
+
+def test_a_flow_that_is_explicit_has_no_other_programs() -> None:
+    """Not even one that is not known: that is said as ever."""
+    flow = FLOWS["layers that fold"]().explicit()
+    with pytest.raises(DeriveError, match="m is explicit decode .*: it has no prefill"):
+        compiled(flow, llama_weights(2), program="prefill")
+    with pytest.raises(DeriveError, match="unknown program 'expliict'.*did you mean 'explicit'"):
+        compiled(flow, llama_weights(2), program="expliict").text("mir")
+
+
+def test_an_input_that_nothing_reads_is_refused() -> None:
+    """Positions of a flow without any."""
+    attend = hir.Attention(2, 2, causal=True)
+    flow = tokens_flow().custom(lambda e, x: e.add_node(attend, x, x, x))
+    step = compiled(flow, EMBEDDING, program="explicit")
+    past = {f"past_{kind}_0": np.ones((BATCH, 2, H), np.float32) for kind in "kv"}
+    assert step(TOKENS, **past)["kv.0.k"].shape == (BATCH, 2 + SEQ, H)
+    with pytest.raises(DeriveError, match="input 'position_ids' is given, and nothing in the flow would read it"):
+        step(TOKENS, position_ids=TOKENS, **past)
+
+
+# -- export_kv ---------------------------------------------------------------------------------------
+
+
+def test_export_kv_by_name() -> None:
+    """The outputs are known when the flow is built, so they can be chosen; a stage's own of that name collide."""
+    flow = head(llama_layers(tokens_flow(), 2)).export_kv()
+    names = ("logits", "kv.0.k", "kv.0.v", "kv.1.k", "kv.1.v")
+    assert flow.build(llama_weights(2)).output_names == names
+    chosen = compiled(flow.outputs(["logits", "kv.1.v"]), llama_weights(2))(TOKENS)
+    assert list(chosen) == ["logits", "kv.1.v"]
+    assert flow.with_extra_outputs([]).build(llama_weights(2)).output_names == names
+    sizes = blocks.Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=4)
+    twice = tokens_flow().named_layer("a", blocks.Qwen3Decoder.layer_with_kv(0, sizes))
+    with pytest.raises(NameCollisionError, match=r"kv\.0\.k"):
+        twice.export_kv().build(
+            {**llama_weights(1), **{f"model.layers.0.self_attn.{n}_norm.weight": w(4) for n in "qk"}}
+        )
+    with pytest.raises(GraphError, match="no stage writes causal attention"):
+        tokens_flow().export_kv().build(EMBEDDING)
+
+
+@pytest.mark.parametrize("roll", ["scan", "unroll"])
+def test_export_kv_of_layers_that_fold(roll: str) -> None:
+    """They stay one region: the outputs are what the layers written one by one give."""
+    flow, weights = head(llama_layers(tokens_flow(), 3)).export_kv(), llama_weights(3)
+    got = compiled(flow, weights, profile=profile(layers={"roll": roll}))
+    assert "repeat" in got.text("hir")
+    apart = tokens_flow()
+    for i in range(3):
+        apart = apart.stage(blocks.llama_prefill_layer_composed(i, SPEC))
+    want = compiled(head(apart).export_kv(), weights)(TOKENS)
+    assert "logits" in want
+    for name, value in got(TOKENS).items():
+        close(value, want[name])

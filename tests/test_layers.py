@@ -1,0 +1,90 @@
+"""Folders import upwards only: the house of CONTRIBUTING.md, and every import of the package held to it."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "rlx_jax"
+
+ROOMS = (
+    "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler",
+    "flow", "runtime", "models", "text", "encode", "generate", "surface",
+)  # fmt: skip
+"""From the ground up: a module imports its own room and those before it."""
+
+SHARED = {"layer_stack": "flow", **dict.fromkeys(("", "__main__", "cli", "demo", "nnx"), "surface")}
+"""Files at the package's root that are no room of their own. "" is the package itself."""
+
+STRANGERS = {"lowering": {"trace", "blocks"}, "trace": {"profiles", "weights"}, "blocks": {"profiles", "weights"}}
+"""Rooms that stand before another and are not entered: lowering knows no stage, a stage no profile and no file."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its import name. The folders that stand beside the package are linked into it."""
+    found = {}
+    for folder, _, files in os.walk(PACKAGE, followlinks=True):
+        for path in (Path(folder) / name for name in files if name.endswith(".py")):
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements, wherever they stand."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def targets(node: ast.Import | ast.ImportFrom, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a statement imports."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        while name not in known and "." in name:
+            name = name.rpartition(".")[0]
+        if name in known:
+            yield name
+
+
+def room(module: str) -> str:
+    """The room of a module: `rlx_jax.lowering.mir.cse` stands in `lowering`."""
+    name = module.partition(".")[2].partition(".")[0]
+    return SHARED.get(name, name)
+
+
+MODULES = modules()
+
+
+def test_every_module_has_a_room() -> None:
+    assert {room(name) for name in MODULES} <= set(ROOMS)
+    assert len(MODULES) > 100 and room("rlx_jax.lowering.mir.cse") == "lowering"  # the links were followed
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_upwards(name: str) -> None:
+    """No exception is made: not for an import inside a function, and not for one that only types need."""
+    own, wrong = room(name), []
+    for node in imports(ast.parse(MODULES[name].read_text("utf-8"))):
+        for target in targets(node, MODULES):
+            there = room(target)
+            if ROOMS.index(there) > ROOMS.index(own) or there in STRANGERS.get(own, ()):
+                wrong.append(f"line {node.lineno}: {own} imports {target}")
+    assert wrong == []
+
+
+LAZY = {"rlx_jax": {"rlx_jax.nnx"}}
+"""What is imported when it is first used: the one module that needs flax."""
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_import_of_the_package_hides(name: str) -> None:
+    """Inside a function or under a condition an import hides a circle."""
+    tree = ast.parse(MODULES[name].read_text("utf-8"))
+    hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
+    assert hidden <= LAZY.get(name, set())

@@ -1,0 +1,378 @@
+"""A decoder family is its differences: one written here by `docs/adding-a-family.md`, and what the record holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import DecoderLayerSpec, LayerNorms, LlamaDecoderSpec, LogitSoftcap, Qwen3DecoderSpec, RopeTables
+from rlx_jax.errors import ConfigError, GraphError, ShapeError, UnsupportedError
+from rlx_jax.models import families, gemma, llama, mistral, qwen2, qwen3
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import DecoderFlow, weight_specs
+from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
+from tests.oracles.comparing import assert_close
+from tests.oracles.numpy_reference import ACTIVATIONS, Array, Weights, capped, linear, rms_norm, rotate, softmax
+
+# -- a family: norms behind its halves alone, norms of heads, biases, caps, windows and a second rope ----------
+
+
+@dataclass(frozen=True)
+class ToyConfig(DecoderConfig):
+    """Every second layer reads the last `sliding_window` keys, and turns them by a base of its own."""
+
+    sliding_window: int | None = 3
+    cap: float = 5.0
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return cls(
+            **plain_fields(c, max_positions=64),
+            sliding_window=c.whole_or_null("sliding_window", cls.sliding_window),
+            cap=c.real("cap", cls.cap),
+        )
+
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        slides = index % 2 == 1
+        return layer_of(
+            self,
+            window=self.sliding_window if slides else None,
+            rope="local" if slides else "",
+            score_scale=0.3,
+            attn_logit_softcap=self.cap,
+            qkv_bias=True,
+            qk_norm="heads",
+            mlp_bias=True,
+            norms=LayerNorms(
+                before_attention=None,
+                after_attention="post_attention_layernorm",
+                before_mlp=None,
+                after_mlp="post_feedforward_layernorm",
+            ),
+        )
+
+    def ends(self) -> Ends:
+        return Ends(rope=(RopeTables.theta(self.head_dim, 50.0, "local"),), logits=(LogitSoftcap(self.cap),))
+
+
+@dataclass(frozen=True)
+class ToyFlow(DecoderFlow[ToyConfig]):
+    """The recipe of Toy: see `DecoderFlow`."""
+
+    name: str = "toy"
+
+    config_type = ToyConfig
+
+
+TOY = families.Family.decoder(ToyFlow, "ToyForCausalLM")
+
+# -- and its formula -----------------------------------------------------------------------------
+
+H, N, K, D, F, V, LAYERS = 10, 4, 2, 6, 14, 23, 3
+CONFIG = {
+    "model_type": "toy", "architectures": ["ToyForCausalLM"], "vocab_size": V, "hidden_size": H, "head_dim": D,
+    "intermediate_size": F, "num_hidden_layers": LAYERS, "num_attention_heads": N, "num_key_value_heads": K,
+    "rms_norm_eps": 1e-4, "sliding_window": 3, "rope_theta": 700.0, "tie_word_embeddings": False,
+}  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, V, (2, 7)).astype(np.int32)
+
+
+def toy_row(w: Weights, ids: Any) -> Array:
+    """Logits `[S, V]` of a row in float64."""
+    s, eps = len(ids), 1e-4
+    behind = np.subtract.outer(np.arange(s), np.arange(s))
+    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    for i in range(LAYERS):
+        p, slides = f"model.layers.{i}", i % 2 == 1
+        angles = np.arange(s)[:, None, None] * (50.0 if slides else 700.0) ** (-np.arange(0, D, 2) / D)
+        q, k, v = (linear(w, f"{p}.self_attn.{n}_proj", x).reshape(s, -1, D) for n in "qkv")
+        q, k = (rms_norm(t, w[f"{p}.self_attn.{n}_norm.weight"], eps) for t, n in ((q, "q"), (k, "k")))
+        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
+        unseen = (behind < 0) | (behind >= (3 if slides else s))
+        heads = []
+        for n in range(N):
+            scores = capped(0.3 * q[:, n] @ k[:, n * K // N].T, 5.0)
+            heads.append(softmax(np.where(unseen, -np.inf, scores)) @ v[:, n * K // N])
+        o = linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, -1))
+        x = x + rms_norm(o, w[f"{p}.post_attention_layernorm.weight"], eps)
+        gate = ACTIVATIONS["silu"](linear(w, f"{p}.mlp.gate_proj", x))
+        f = linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", x))
+        x = x + rms_norm(f, w[f"{p}.post_feedforward_layernorm.weight"], eps)
+    return capped(rms_norm(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T, 5.0)
+
+
+def drawn(specs: Any) -> dict[str, np.ndarray]:
+    """Weights of these shapes; no norm is 1 and no bias 0."""
+    rng = np.random.default_rng(0)
+    return {
+        key: (rng.uniform(0.5, 1.5, s.shape) if key.endswith("norm.weight") else rng.normal(0, 0.5, s.shape)).astype(
+            "f4"
+        )
+        for key, s in specs.items()
+    }
+
+
+def test_a_row_in_the_table_is_all_that_loading_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, cached decode behind the window's edge, and every weight read, against the formula."""
+    weights = drawn(weight_specs(ToyConfig.from_hf(CONFIG)))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match="model_type 'toy'.* is not built; known are llama, mistral"):
+        rlx.load(tmp_path)
+    monkeypatch.setitem(families.FAMILIES, "toy", TOY)
+    lm = rlx.load(tmp_path)
+    wide = {key: value.astype(np.float64) for key, value in weights.items()}
+    assert_close(lm.logits(TOKENS), np.stack([toy_row(wide, row) for row in TOKENS]).astype("f4"))
+    ids = TOKENS[0].tolist()
+    for _ in range(5):
+        ids.append(int(np.argmax(toy_row(wide, ids)[-1])))
+    assert lm.generate([TOKENS[0].tolist()], max_new_tokens=5) == [ids[7:]]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["ToyModel"]}))
+    with pytest.raises(UnsupportedError, match="of toy there are ToyForCausalLM"):
+        rlx.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        ({"head_dim": 5}, ConfigError, "head_dim is 5; rotary embeddings need an even one"),
+        ({"cap": 0}, ConfigError, "field 'cap' is 0; expected over 0"),
+        ({"hidden_act": "relu"}, UnsupportedError, "field 'hidden_act' is 'relu'; supported are silu, swish"),
+        ({"residual_multiplier": 0.2}, UnsupportedError, "field 'residual_multiplier' is '0.2'; it may change"),
+    ],
+)
+def test_its_config_is_read_as_every_other(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ToyFlow.for_prefill(CONFIG | changes)
+
+
+def test_its_layers_take_hooks() -> None:
+    """`ctx.spec` is the record: a changed one makes another layer."""
+    recipe = ToyFlow.for_prefill(CONFIG, 2, 7)
+    open_wide = recipe.layer(lambda ctx: blocks.decoder_layer(ctx.index, replace(ctx.spec, mask="causal")))
+    wide = replace(recipe, config=replace(recipe.config, sliding_window=None))
+    weights = drawn(recipe.shapes())
+    stock, changed, meant = (np.asarray(rlx.compile(r, weights)(TOKENS)) for r in (recipe, open_wide, wide))
+    assert_close(changed, meant, tolerance=0)
+    assert np.abs(changed - stock).max() > 1e-3
+
+
+# -- a layer that the record does not describe ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParallelFlow(DecoderFlow[DecoderConfig]):
+    """Both halves read the same norm: `x + attention(n) Wo + mlp(n)`."""
+
+    name: str = "parallel"
+
+    def stage(self, index: int, spec: DecoderLayerSpec) -> blocks.BlockStage:
+        p = f"model.layers.{index}"
+        attend = blocks.Sequence(
+            [blocks.SelfAttnPrefill(spec.attention(p)), blocks.Linear(f"{p}.self_attn.o_proj.weight")]
+        )
+        mlp = blocks.SwiGlu.hf_mlp(p)
+
+        def layer(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+            n = spec.norm(f"{p}.input_layernorm").emit(emit, x)
+            return x + emit.require(attend.emit(emit, n), "attention") + mlp.emit(emit, n)
+
+        return blocks.Custom(layer, "parallel")
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {k: s for k, s in super().shapes().items() if "post_attention_layernorm" not in k}
+
+
+def test_a_family_writes_its_own_layer() -> None:
+    """Flow, keys, cached decode and layer rolling follow from the stage."""
+    config = {k: v for k, v in CONFIG.items() if k != "sliding_window"}
+    recipe = ParallelFlow.for_prefill(config)
+    weights = drawn(recipe.shapes())
+    w = {key: value.astype(np.float64) for key, value in weights.items()}
+    behind = np.subtract.outer(np.arange(7), np.arange(7))
+    x = w["model.embed_tokens.weight"][TOKENS[0]]
+    angles = np.arange(7)[:, None, None] * 700.0 ** (-np.arange(0, D, 2) / D)
+    for i in range(LAYERS):
+        p = f"model.layers.{i}"
+        n = rms_norm(x, w[f"{p}.input_layernorm.weight"], 1e-4)
+        q, k, v = (linear(w, f"{p}.self_attn.{name}_proj", n).reshape(7, -1, D) for name in "qkv")
+        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
+        scores = [np.where(behind < 0, -np.inf, q[:, j] @ k[:, j * K // N].T / math.sqrt(D)) for j in range(N)]
+        context = np.concatenate([softmax(s) @ v[:, j * K // N] for j, s in enumerate(scores)], -1)
+        gate = ACTIVATIONS["silu"](linear(w, f"{p}.mlp.gate_proj", n)) * linear(w, f"{p}.mlp.up_proj", n)
+        x = x + linear(w, f"{p}.self_attn.o_proj", context) + linear(w, f"{p}.mlp.down_proj", gate)
+    want = rms_norm(x, w["model.norm.weight"], 1e-4) @ w["lm_head.weight"].T
+    lm = rlx.CausalLM(recipe, weights)
+    assert_close(lm.logits(TOKENS[:1])[0], want.astype("f4"))
+    assert lm.generate([TOKENS[0].tolist()], max_new_tokens=1) == [[int(want[-1].argmax())]]
+    assert lm.report().refusals == ()
+
+
+# -- what holds for every family -----------------------------------------------------------------
+
+RECIPES: dict[str, type[DecoderFlow[Any]]] = {
+    "llama": llama.Llama32Flow, "mistral": mistral.MistralFlow, "qwen2": qwen2.Qwen2Flow, "qwen3": qwen3.Qwen3Flow,
+    "gemma": gemma.GemmaFlow, "gemma2": gemma.GemmaFlow, "gemma3_text": gemma.GemmaFlow, "toy": ToyFlow,
+}  # fmt: skip
+
+
+def recipe_of(kind: str) -> Any:
+    """A family with the sizes above."""
+    config = {k: v for k, v in CONFIG.items() if k not in ("architectures", "sliding_window")} | {"model_type": kind}
+    return RECIPES[kind].for_prefill(config)
+
+
+def paths(flow: rlx.ModelFlow) -> set[str]:
+    """The block paths of a flow's HIR."""
+    return {
+        line.split("// ")[1].split(",")[0]
+        for line in flow.build().into_graph_module().inspect().splitlines()
+        if "// " in line
+    }
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_recipes_are_values(kind: str) -> None:
+    """They pickle, compare, and name one class of config."""
+    recipe = recipe_of(kind)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == replace(recipe) != replace(recipe, batch=3)
+    assert type(recipe.config) is recipe.config_type
+    assert recipe == type(recipe).for_prefill(recipe.config) and list(recipe.shapes()) == list(
+        weight_specs(recipe.config)
+    )
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_weights_are_those_that_the_flow_reads(kind: str) -> None:
+    recipe = recipe_of(kind)
+    assert set(recipe.assemble().build().keys_read) == set(recipe.shapes())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "toy"])
+def test_a_part_has_one_path(kind: str) -> None:
+    """`layers.{i}.self_attn.o_proj` in every family, with one block or small stages."""
+    recipe = recipe_of(kind)
+    stock, composed = (paths(r.assemble()) for r in (recipe, replace(recipe, composed=True)))
+    assert stock == composed
+    assert any(path.endswith(".self_attn.o_proj") for path in stock) and not any(p.endswith("}.o_proj") for p in stock)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_qwens_layer_is_the_one_from_small_stages(kind: str) -> None:
+    """Not only the same numbers: the same program."""
+    recipe = recipe_of(kind)
+    fused, composed = (
+        r.assemble().build().into_graph_module().to_json() for r in (recipe, replace(recipe, composed=True))
+    )
+    assert fused == composed
+
+
+# -- specs ---------------------------------------------------------------------------------------
+
+LAYER = DecoderLayerSpec(num_heads=4, num_kv_heads=2, head_dim=6)
+
+
+SPECS = (
+    LlamaDecoderSpec, Qwen3DecoderSpec, DecoderLayerSpec,
+    blocks.LlamaDecodeLayerSpec, blocks.Qwen3DecodeLayerSpec, blocks.GemmaDecodeLayerSpec,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_sizes_are_named(spec: Any) -> None:
+    """Three ints in a row say nothing of their order."""
+    with pytest.raises(TypeError, match="positional"):
+        spec(4, 6, 2)
+
+
+@pytest.mark.parametrize(
+    "narrow, changes, names",
+    [
+        (
+            LlamaDecoderSpec,
+            {"qk_norm": "heads"},
+            "LlamaDecoder has no qk_norm heads: make the layer with decoder_layer",
+        ),
+        (LlamaDecoderSpec, {"qkv_bias": True}, "output_bias"),
+        (LlamaDecoderSpec, {"score_scale": 0.5, "zero_centred": True}, "score_scale 0.5, zero_centred True"),
+        (Qwen3DecoderSpec, {"mlp_bias": True}, "Qwen3Decoder has no mlp_bias True"),
+        (Qwen3DecoderSpec, {"rope": "local"}, "rope local"),
+    ],
+)
+def test_a_narrower_stage_refuses_what_it_would_drop(narrow: Any, changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(GraphError, match=names):
+        narrow.of(replace(LAYER, **changes))
+
+
+@pytest.mark.parametrize(
+    "layer, narrow",
+    [
+        (replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True, mask="sliding:3"), LlamaDecoderSpec),
+        (replace(LAYER, qkv_bias=True, qk_norm="heads", hidden_shape=("batch", "seq", 8)), Qwen3DecoderSpec),
+    ],
+)
+def test_a_spec_and_its_layer_say_the_same(layer: DecoderLayerSpec, narrow: Any) -> None:
+    assert narrow.of(layer).layer() == layer
+
+
+@pytest.mark.parametrize("changes", [{"activation": "relu"}, {"qk_norm": True}])
+def test_choices_are_checked(changes: dict[str, Any]) -> None:
+    with pytest.raises(GraphError, match=f"DecoderLayerSpec: {next(iter(changes))} is .*; expected "):
+        replace(LAYER, **changes)
+
+
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "hidden_shape": ("batch", "seq", 9)}
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        blocks.decoder_layer(0, DecoderLayerSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.llama_prefill_layer_composed(0, LlamaDecoderSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(**SIZES)),  # type: ignore[arg-type]
+        blocks.qwen3_prefill_layer_composed(0, Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, seq=5)),
+    ],
+)
+def test_hidden_shape_holds_for_layers_from_small_stages(stage: blocks.BlockStage) -> None:
+    """It was checked by the fused forms alone."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).with_weights(weight_specs(ToyConfig.from_hf(CONFIG)))
+    with pytest.raises(ShapeError, match="its spec says"):
+        flow.stage(stage).build()
+
+
+def test_sizes_that_contradict_each_other() -> None:
+    spec = Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=6, batch=3, hidden_shape=(2, "seq", 8))
+    with pytest.raises(GraphError, match=r"Qwen3DecoderSpec: batch is 3, and hidden_shape \(2, 'seq', 8\)"):
+        spec.layer()
+
+
+def test_a_whole_layer_leaves_the_residual_register() -> None:
+    """A sum around Qwen's layer adds what was saved before it."""
+    config = {k: v for k, v in CONFIG.items() if k != "sliding_window"}
+    layers = drawn(weight_specs(qwen3.Qwen3Config.from_hf(config)))
+    weights = {key: value for key, value in layers.items() if ".layers.0." in key}
+    layer = blocks.Qwen3Decoder.layer(0, qwen3.Qwen3Flow.for_prefill(config).spec())
+    bare = rlx.ModelFlow("m").input("x", ("batch", "seq", H))
+    x = np.random.default_rng(2).normal(size=(2, 5, H)).astype("f4")
+    once, twice = (
+        np.asarray(rlx.compile(flow, weights)(x))
+        for flow in (bare.stage(layer), bare.residual_save().stage(layer).residual_add())
+    )
+    np.testing.assert_allclose(twice, once + x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [llama, mistral, qwen2, qwen3])
+def test_a_family_is_short(family: Any) -> None:
+    """Config, record and recipe."""
+    assert len(Path(family.__file__).read_text().splitlines()) <= 60

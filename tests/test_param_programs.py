@@ -1,0 +1,194 @@
+"""Programs over checkpoint keys: filled, read backwards, cast, named and drawn by the methods of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import WeightError, WeightShapeError
+from rlx_jax.ir.graph import Param
+from rlx_jax.ir.param import (
+    Cast,
+    Joined,
+    Key,
+    Permuted,
+    Program,
+    Reshaped,
+    Sliced,
+    Stack,
+    Transposed,
+    cast,
+    leaf_name,
+    narrows,
+    read_from,
+)
+from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.weights.execute import fill, load_leaf, pieces
+from rlx_jax.weights.mapping import MappingSource
+
+RNG = np.random.default_rng(0)
+STORED = {name: RNG.normal(size=(2, 3, 4)).astype(np.float32) for name in ("a.w", "b.w", "c.w")}
+STORED |= {name: RNG.normal(size=(6, 4)).astype(np.float32) for name in ("m.0", "m.1")}
+
+
+def key(name: str) -> Key:
+    return Key(name, tensor_type(STORED[name].shape, "f32", name))
+
+
+A, B, C = key("a.w"), key("b.w"), key("c.w")
+BF16 = as_dtype("bf16")
+# A program, the same in NumPy, and its name.
+PROGRAMS: list[tuple[Program, Any, str]] = [
+    (A, lambda s: s["a.w"], "a.w"),
+    (Transposed(key("m.0")), lambda s: s["m.0"].T, "m.0.T"),
+    (Sliced(A, 1, 1, 3), lambda s: s["a.w"][:, 1:3], "a.w[:, 1:3]"),
+    (Transposed(Sliced(key("m.0"), 0, 2, 5)), lambda s: s["m.0"][2:5].T, "m.0[2:5].T"),
+    (Permuted(A, (2, 0, 1)), lambda s: s["a.w"].transpose(2, 0, 1), "a.w.permute(2,0,1)"),
+    (Reshaped(A, (6, 4)), lambda s: s["a.w"].reshape(6, 4), "a.w.reshape(6,4)"),
+    (Joined((A, B), 1), lambda s: np.concatenate([s["a.w"], s["b.w"]], 1), "{a,b}.w"),
+    (Stack((A, B, C)), lambda s: np.stack([s["a.w"], s["b.w"], s["c.w"]]), "{a,b,c}.w"),
+    (Stack.of_keys("m.{}", 2, key("m.0").type), lambda s: np.stack([s["m.0"], s["m.1"]]), "m.{0..1}"),
+    (
+        Stack((Joined((Reshaped(A, (6, 4)), key("m.0")), 0), Joined((Reshaped(B, (6, 4)), key("m.1")), 0))),
+        lambda s: np.stack(
+            [np.concatenate([s[n].reshape(6, 4), s[m]], 0) for n, m in (("a.w", "m.0"), ("b.w", "m.1"))]
+        ),
+        "{{a.w.reshape(6,4),m.0},{b.w.reshape(6,4),m.1}}",
+    ),
+    (
+        Permuted(Reshaped(Joined((Permuted(A, (1, 0, 2)), Permuted(B, (1, 0, 2))), 1), (3, 2, 2, 4)), (1, 2, 0, 3)),
+        lambda s: (
+            np.concatenate([s[n].transpose(1, 0, 2) for n in ("a.w", "b.w")], 1)
+            .reshape(3, 2, 2, 4)
+            .transpose(1, 2, 0, 3)
+        ),
+        "{a,b}.w.permute(1,0,2).reshape(3,2,2,4).permute(1,2,0,3)",
+    ),
+]
+IDS = [name for _, _, name in PROGRAMS]
+
+
+def expected(meaning: Any, stored: Mapping[str, np.ndarray] = STORED) -> np.ndarray:
+    found: np.ndarray = meaning(stored)
+    return found
+
+
+@pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
+def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str) -> None:
+    """Filled into a leaf and into a part of something larger; its type is that of its value."""
+    want, source = expected(meaning), MappingSource(STORED)
+    assert (program.type.shape, program.type.dtype) == (want.shape, want.dtype)
+    np.testing.assert_array_equal(load_leaf(program, source), want)
+    larger = np.zeros((*want.shape[:-1], want.shape[-1] + 2), np.float32)
+    fill(larger[..., 1:-1], program, source)
+    np.testing.assert_array_equal(larger[..., 1:-1], want)
+    assert not larger[..., [0, -1]].any()
+    assert leaf_name(program) == name and read_from(program, source) == program and not narrows(program)
+
+
+@pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_a_program_read_backwards_is_what_was_stored(library: Any, program: Program, meaning: Any, name: str) -> None:
+    for stored, piece, sliced in pieces(program, library.asarray(expected(meaning))):
+        np.testing.assert_array_equal(piece, STORED[stored.key] if sliced is None else sliced.join(STORED[stored.key]))
+
+
+@pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
+def test_a_program_in_another_dtype(program: Program, meaning: Any, name: str) -> None:
+    """Is the cast of its value and loses bits; back again it is as it was, where the first cast was exact."""
+    narrow = cast(program, BF16)
+    assert narrows(narrow) and narrow.type.dtype == BF16
+    np.testing.assert_array_equal(load_leaf(narrow, MappingSource(STORED)), expected(meaning).astype(BF16))
+    wide = cast(program, np.dtype(np.float64))
+    assert not narrows(wide) and cast(wide, np.dtype(np.float32)) == program
+    halves = {name: value.astype(BF16) for name, value in STORED.items()}
+    read = read_from(program, MappingSource(halves))
+    np.testing.assert_array_equal(load_leaf(read, MappingSource(halves)), expected(meaning, halves).astype(np.float32))
+
+
+@pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
+def test_join_is_the_value(program: Program, meaning: Any, name: str) -> None:
+    """As `init` assembles a leaf of drawn keys."""
+
+    def assembled(program: Program) -> jax.Array:
+        made: jax.Array
+        if isinstance(program, Key):
+            made = program.join(jnp.asarray(STORED[program.key]))
+        else:
+            made = program.join(*map(assembled, program.parts))
+        return made
+
+    np.testing.assert_array_equal(assembled(program), expected(meaning))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Permuted(A, (0, 1)), r"permute\(a.w\): \(0, 1\) are not the axes of f32\[2,3,4\]"),
+        (lambda: Permuted(A, (0, 0, 1)), "are not the axes"),
+        (lambda: Sliced(A, 1, 2, 4), r"a.w\[:, 2:4\]: f32\[2,3,4\] has no such part along axis 1"),
+        (lambda: Sliced(A, 3, 0, 1), "no such part along axis 3"),
+        (lambda: Sliced(A, 0, 1, 1), "no such part"),
+        (lambda: Sliced(A, 0, 0, 1).over(Transposed(key("m.0"))), "a part of a stored tensor is taken"),
+        (lambda: Reshaped(A, (5, 5)), r"reshape\(a.w\): f32\[2,3,4\] has not the elements of \[5, 5\]"),
+    ],
+)
+def test_what_is_no_program(make: Any, message: str) -> None:
+    with pytest.raises(WeightShapeError, match=message):
+        make()
+
+
+def fused(parts: Sequence[tuple[int, int]], dtype: str = "f32") -> rlx.GraphModule:
+    """A module that adds products with parts of one stored tensor `qkv` `[6, 4]`, rows `start` to `stop`."""
+    stored = Key("qkv", tensor_type((6, 4), dtype, "qkv"))
+
+    def build(m: rlx.GraphModule) -> Any:
+        x = m.input("x", (2, 4))
+        total: Any = None
+        for start, stop in parts:
+            program = Transposed(cast(Sliced(stored, 0, start, stop), np.dtype(np.float32)))
+            product = m.linear(x, m.wrap(m.builder.leaf(Param((program,), type=program.type))))
+            total = product if total is None else m.add(total, product)
+        return total
+
+    return rlx.GraphModule.define("fused", build)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_parts_of_one_stored_tensor(tmp_path: Path, dtype: str, format: str) -> None:
+    """Are read alone, trained apart, and one tensor again in `weights()` and in a checkpoint."""
+    qkv = RNG.normal(size=(6, 4)).astype(as_dtype(dtype))
+    module = fused([(0, 2), (2, 4), (4, 6)], dtype)
+    module = rlx.GraphModule.from_json(module.to_json())
+    model, x, rows = rlx.compile(module, {"qkv": qkv}), np.ones((2, 4), np.float32), qkv.astype(np.float32)
+    np.testing.assert_allclose(model(x), x @ (rows[:2] + rows[2:4] + rows[4:]).T, rtol=1e-5)
+    assert model.params is not None and set(model.params) == {"qkv[0:2].T", "qkv[2:4].T", "qkv[4:6].T"}
+    np.testing.assert_array_equal(model.weights()["qkv"], qkv)
+    trained = model.replace({name: 2 * leaf for name, leaf in model.params.items()})
+    rlx.save(trained, tmp_path / "m", format)
+    np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("qkv"), 2 * qkv)
+
+
+@pytest.mark.parametrize("parts", [[(0, 2), (4, 6)], [(2, 4), (4, 6)], [(0, 2), (2, 4)], [(1, 3), (3, 5)]])
+def test_parts_that_are_not_all(tmp_path: Path, parts: Any) -> None:
+    """Cannot be written: what the model does not hold would be lost."""
+    model = rlx.compile(fused(parts), {"qkv": STORED["m.0"]})
+    calls: list[Any] = [model.weights, lambda: rlx.save(model, tmp_path / "m")]
+    for call in calls:
+        with pytest.raises(WeightError, match=r"'qkv' is f32\[6,4\], and the model's parts are not all of it: qkv\["):
+            call()
+
+
+def test_a_cast_between_steps_is_kept() -> None:
+    """It rounds before the next step, in another order than after it for none but itself."""
+    program = Reshaped(Cast(A, BF16), (24,))
+    np.testing.assert_array_equal(load_leaf(program, MappingSource(STORED)), STORED["a.w"].astype(BF16).reshape(24))
+    assert narrows(program) and str(program) == "reshape(cast(a.w, bf16); 24)"

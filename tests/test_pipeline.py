@@ -1,0 +1,144 @@
+"""The table of passes: each has a name, can be stopped after, switched off, printed and run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.compiler import passes
+from rlx_jax.compiler.passes import PIPELINE, Job, pass_named
+from rlx_jax.compiler.settings import plain
+from rlx_jax.errors import GraphError, ProfileError
+from rlx_jax.ir.graph import Graph, GraphStage
+from rlx_jax.ir.ops.pointwise import Unary
+
+OPTIONAL = [p.name for p in PIPELINE if p.kind != "program"]
+W = {name: np.random.default_rng(i).standard_normal((8, 8)).astype("f4") for i, name in enumerate("qkv")}
+
+
+def profile(merge: bool = True, disable: Sequence[str] = (), **tables: Any) -> rlx.CompileProfile:
+    """The default, merging."""
+    return rlx.CompileProfile().replace(
+        fusion={"disable": list(disable)}, backend={"cpu": {"merge": merge, "weight_layout": "in_out"}}, **tables
+    )
+
+
+def three(emit: Any, x: Any) -> Any:
+    q, k, v = (emit.linear(x, name) for name in "qkv")
+    return emit.tanh(q) * k + v
+
+
+FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("mix", three)
+
+
+def compiled(**settings: Any) -> Any:
+    """The model."""
+    return rlx.compile(FLOW, W, profile=profile(**settings))
+
+
+def test_the_table() -> None:
+    """Names are unique, levels only go down, and the last row alone wants sizes."""
+    names = [p.name for p in PIPELINE]
+    assert len(set(names)) == len(names)
+    levels = [list(GraphStage).index(p.level) for p in PIPELINE]
+    assert levels == sorted(levels)
+    job = Job(plain(), FLOW.build(W).types)
+    assert [p.name for p in PIPELINE if p.runs(job)] == ["expand", "derive", "lower"]
+    assert [p.name for p in PIPELINE if p.runs(replace(job, sizes={"batch": 2}))][-1] == "specialise"
+
+
+def test_every_pass_of_a_program_is_timed_counted_and_printed() -> None:
+    """In the order of the table; each can be stopped after."""
+    model = compiled(passes={"verbose": False})
+    report = model.report()
+    ran = list(report.nodes)
+    assert ran == [p.name for p in PIPELINE if p.name in ran]
+    assert {"expand", "merge_linears", "orient", "derive", "lower", "cse", "dce"} <= set(ran)
+    assert set(ran) < set(report.seconds) and "build" in report.seconds
+    texts = {name: model.text(str(pass_named(name).level), after=name) for name in ran}
+    assert texts["expand"].count("= linear(") == 3 and texts["merge_linears"].count("= linear(") == 1
+    assert texts["merge_linears"].startswith("hir @m (") and "after=merge_linears" in texts["merge_linears"]
+    body = texts["dce"].partition("\n")[2]
+    assert body == model.text("mir").partition("\n")[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_each_pass_can_be_switched_off(name: str) -> None:
+    """By its name; the numbers stay."""
+    x = np.ones((2, 8), "f4")
+    model = compiled(disable=[name])
+    assert name not in model.report().nodes
+    np.testing.assert_allclose(model(x), compiled()(x), rtol=1e-6, atol=1e-6)
+
+
+WRONG = {
+    "merge_linear": r"fusion\.disable: unknown pass 'merge_linear'; expected one of .*; did you mean 'merge_linears'",
+    "derive": r"fusion\.disable: 'derive' makes the program what it was asked to be and cannot be switched off",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_pass_that_cannot_be_switched_off(name: str) -> None:
+    with pytest.raises(ProfileError, match=WRONG[name]):
+        compiled(disable=[name])
+
+
+STOPS = {
+    "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are .*; did you mean 'merge_linears'"),
+    "cse": ("hir", "pass 'cse' leaves a program at mir"),
+    "merge_ropes": (
+        "hir",
+        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, merge_linears",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_pass_that_cannot_be_stopped_after(name: str) -> None:
+    level, match = STOPS[name]
+    with pytest.raises(GraphError, match=match):
+        compiled().text(level, after=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+def test_places() -> None:
+    """A fusion pass says what it fused and what not; nodes are numbered as its own text numbers them."""
+
+    def twice(emit: Any, x: Any) -> Any:
+        a, b = emit.linear(x, "q", activation="tanh"), emit.linear(x, "k")
+        y = emit.linear(a * b, "v")
+        return y * (y + emit.constant(np.ones(8)))
+
+    model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("t", twice), W, profile=profile())
+    missed = {m.by: m for m in model.report().fusion.missed}
+    assert {by: (m.pattern, m.reason) for by, m in missed.items()} == {
+        "merge_linears": ("shared_input_matmul", "NotFused"),
+        "fuse_matmul_bias_act": ("matmul_bias_act", "MultiConsumer"),
+    }
+    for by, level, op in (("merge_linears", "hir", "linear"), ("fuse_matmul_bias_act", "mir", "matmul")):
+        text = model.text(level, after=by)
+        assert any(line.split("=")[0].strip() == missed[by].node and op in line for line in text.splitlines()), text
+    fused = compiled().report().fusion.fused
+    assert [(p.pattern, p.context, p.by) for p in fused] == [("shared_input_matmul", "mix", "merge_linears")]
+    assert str(fused[0]).endswith("fused")
+
+
+def test_a_module_runs_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is put in is run by `compile`, by `lower` and by `into_lir`: a pass is a function and a row."""
+
+    def negate(graph: Graph, job: Job) -> Graph:
+        b = rlx.ir.graph.Builder.resume(graph, job.types)
+        return b.finish([b(Unary("neg"), v) for v in graph.outputs], graph.output_names)
+
+    at = passes.NAMES.index("expand") + 1
+    rows = (*PIPELINE[:at], passes.Pass("negate", GraphStage.HIR, negate), *PIPELINE[at:])
+    module = rlx.GraphModule.define("m", lambda m: m.tanh(m.input("x", ("batch", 8))))
+    monkeypatch.setattr(passes, "PIPELINE", rows)
+    assert "neg" in module.lower().inspect() and "neg" in rlx.GraphModule.from_lir(module.into_lir(batch=2)).inspect()
+    assert "neg" in rlx.compile(module).text("hir", after="negate")

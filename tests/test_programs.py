@@ -1,0 +1,385 @@
+"""The programs of a model: few for many sizes, none that waits for the host, and no more kept than asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.errors import RecompileError, RequestError
+from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.types import TensorType, symbol
+from rlx_jax.runtime.compiling import compile_together
+from rlx_jax.runtime.programs import ProgramKey, open_programs
+from tests.oracles import checkpoints
+from tests.oracles.comparing import assert_close
+from tests.test_ring import VOCAB as RING_VOCAB
+from tests.test_ring import windowed
+from tests.test_serving import PROMPTS, SAMPLERS, VOCAB, compiled, model
+
+BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
+ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [9, 8], [2] * 16]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """A tiny Llama without buckets."""
+    return model()
+
+
+def encoder(**buckets: Any) -> Any:
+    """A tiny BERT with these buckets."""
+    return rlx.load(BERT, profile=rlx.CompileProfile().replace(buckets=buckets))
+
+
+@pytest.fixture(scope="module")
+def bert() -> Any:
+    """Without buckets."""
+    return encoder()
+
+
+# -- buckets for all that takes tokens ---------------------------------------------------------
+
+
+def test_an_encoder_has_buckets(bert: Any) -> None:
+    """After warm-up nothing compiles, whatever the lengths and however many texts; the vectors are the same."""
+    warm = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
+    warm.warmup()
+    with compiled() as events:
+        got = [warm.embed(rows) for rows in (ROWS, ROWS[:2], ROWS[2:3])]
+    assert not events and warm.report().recompiles == 0
+    assert warm.report().compiles == 4
+    for vectors, rows in zip(got, (ROWS, ROWS[:2], ROWS[2:3]), strict=True):
+        assert_close(vectors, bert.embed(rows))
+    for tokens, lengths in (([[1, 2, 3]], [3]), ([[1, 2, 3], [4, 5, 6]], [3, 2])):
+        got, want = (e.hidden_states(tokens, lengths)[-1, : lengths[-1]] for e in (warm, bert))
+        assert_close(got, want)
+    assert warm.report().compiles == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (lambda e: e.embed([[1], [2] * 17]), r"texts\[1\]: 17 tokens, and buckets.prompt = \[4, 16\]"),
+        (lambda e: e.hidden_states([[1] * 17]), "with 1 rows, length 17: no forward program"),
+        (lambda e: e.hidden_states([[1]] * 5), "with 8 rows, length 4: no forward program"),
+    ],
+)
+def test_what_an_encoder_has_no_bucket_for(request_: Callable[[Any], Any], message: str) -> None:
+    """Named before anything runs, and before warm-up too."""
+    asked = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
+    with pytest.raises(RecompileError, match=message):
+        request_(asked)
+    assert asked.report().compiles == 0
+
+
+def test_warm_up_of_an_encoder_is_checked(bert: Any) -> None:
+    with pytest.raises(RequestError, match="warmup: the profile has no buckets.prompt and buckets.batch"):
+        bert.warmup()
+    with pytest.raises(errors.ProfileError, match="buckets.prompt: 9999 tokens"):
+        encoder(prompt=[9999])
+
+
+def test_lengths_share_programs() -> None:
+    """`logits`, `prefill` and `extend` of every length up to 16 are one program each, and extend's powers of two."""
+    lm = model()
+    for n in range(1, 17):
+        lm.logits([[1] * n])
+        _, state = lm.prefill([[1] * n])
+    for n in range(2, 9):
+        _, state = lm.extend(state, [[1] * n])
+    names = sorted(key.program for key in lm.model.programs.executables)
+    assert names == ["extend"] * 3 + ["forward", "prefill"]
+
+
+def test_a_flow_that_mixes_positions_is_not_padded() -> None:
+    """No cached program can be derived from it, and its logits are those of exactly the tokens given."""
+    eye = np.eye(VOCAB, dtype=np.float32)
+    flow = (
+        rlx.ModelFlow("mean").input("tokens", ("batch", "seq"), dtype="int32").embed("table")
+        .custom_named("centre", lambda emit, x: x - x.mean(1, keepdims=True))
+    )  # fmt: skip
+    for buckets in ({}, {"prompt": [8]}):
+        lm = rlx.CausalLM(flow, {"table": eye}, profile=rlx.CompileProfile().replace(buckets=buckets))
+        want = eye[[1, 2, 3]] - eye[[1, 2, 3]].mean(0)
+        np.testing.assert_allclose(lm.logits([[1, 2, 3]])[0], want, atol=1e-6)
+
+
+# -- transfers ---------------------------------------------------------------------------------
+
+
+def extended(lm: Any) -> None:
+    _, state = lm.prefill([[1, 2, 3], [4, 5, 0]], [3, 2])
+    _, state = lm.extend(state, [[7], [8]])
+    lm.extend(state, [[7, 1], [8, 0]], [2, 1], logits="last")
+    assert state.lengths.tolist() == [4, 3]
+
+
+def stepped(lm: Any) -> None:
+    """The cached programs as functions of their state."""
+    read, step = (dataclasses.replace(lm.model, program=name) for name in ("prefill", "extend"))
+    _, state = read(np.ones((1, 3), np.int32), np.full(1, 3, np.int32), state=read.init_state(1, 16))
+    step(np.ones((1, 1), np.int32), np.ones(1, np.int32), state=state)
+
+
+REQUESTS: dict[str, Callable[[Any], Any]] = {
+    "generate": lambda lm: lm.generate(PROMPTS, 9),
+    "sampled": lambda lm: lm.generate(PROMPTS, 9, SAMPLERS[2], stop=[3], seed=2**40),
+    "biased": lambda lm: lm.generate(PROMPTS[0], 9, SAMPLERS[5]),
+    "stream": lambda lm: list(lm.stream(PROMPTS[1], 9)),
+    "prefill and extend": extended,
+    "logits": lambda lm: lm.logits([[1, 2, 3], [4, 5, 6]]),
+    "padded logits": lambda lm: lm.logits([[1, 2, 3], [0, 5, 6]], attention_mask=[[1, 1, 1], [0, 1, 1]]),
+    "a model": lambda lm: lm.model(np.ones((2, 5), np.int64)),
+    "a model with state": stepped,
+}
+"""What a `CausalLM` is asked."""
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_goes_to_the_device_unasked(plain: Any, name: str) -> None:
+    """After a first call. What comes back is asked for too, which the CPU, where nothing has to move, cannot show."""
+    REQUESTS[name](plain)
+    with jax.transfer_guard("disallow"):
+        REQUESTS[name](plain)
+
+
+def test_nothing_goes_to_the_device_unasked_by_an_encoder(bert: Any) -> None:
+    for _ in range(2):
+        with jax.transfer_guard("disallow") if _ else contextlib.nullcontext():
+            bert.embed(ROWS)
+            bert.hidden_states([[1, 2], [3, 0]], [2, 1])
+
+
+# -- how many programs are kept ----------------------------------------------------------------
+
+
+def doubling(programs: int) -> Any:
+    """A model of any batch that keeps so many programs."""
+    flow = rlx.ModelFlow("twice").input("x", ("batch", 3)).custom(lambda emit, x: x * 2.0)
+    return rlx.compile(flow, {}, profile=rlx.CompileProfile().replace(buckets={"programs": programs}))
+
+
+def live() -> int:
+    """Executables that the backend holds."""
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+def test_the_least_recently_used_program_goes() -> None:
+    """The process holds no more than the limit, the report counts the others, and one that is gone comes back."""
+    m = doubling(programs=4)
+    m(np.ones((1, 3), np.float32))
+    before = live()
+    for n in range(1, 40):
+        m(np.ones((1, 3), np.float32))  # used again and again, so it stays
+        np.testing.assert_array_equal(m(np.full((n, 3), n, np.float32)), np.full((n, 3), 2 * n))
+    assert live() - before < 10  # of 39, and what else the process ran meanwhile
+    assert (m.report().compiles, m.report().evicted) == (39, 35) and "evicted" in str(m.report())
+    assert [dict(k.binding)["batch"] for k in m.programs.executables] == [37, 38, 1, 39]
+    m(np.ones((2, 3), np.float32))
+    assert m.report().compiles == 40 and "f32[2,3]" in m.text("lir")
+
+
+def test_small_functions_are_kept_like_programs() -> None:
+    """States of many sizes, and what is cut from padded answers."""
+    lm = model(programs=3)
+    state = dataclasses.replace(lm.model, program="extend")
+    for batch in range(1, 9):
+        assert state.init_state(batch, 8).length.shape == (batch,)
+        assert lm.logits([[1] * batch]).shape == (1, batch, VOCAB)
+    kept = lm.model.programs
+    assert {len(c) for c in (kept.small, kept.empty)} == {3} and len(kept.functions) <= 3
+
+
+def test_eviction_under_threads() -> None:
+    """Eight threads, twelve sizes, room for three: every answer is right."""
+    m, wrong = doubling(programs=3), []
+
+    def ask(seed: int) -> None:
+        for n in np.random.default_rng(seed).integers(1, 13, 8):
+            out = m(np.full((n, 3), n, np.float32))
+            if out.shape != (n, 3) or not (np.asarray(out) == 2 * n).all():
+                wrong.append(n)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert not wrong and len(m.programs.executables) == len(m.programs.functions) == 3
+
+
+def test_warm_up_wants_to_keep_what_it_compiles() -> None:
+    """Else a request would compile after it; the model is as it was."""
+    few = encoder(prompt=[4, 8, 16], batch=[1], programs=2, on_recompile="error")
+    with pytest.raises(RequestError, match="need 3 programs, and buckets.programs = 2 are kept"):
+        few.warmup()
+    assert few.embed([[1, 2]]).shape[0] == 1
+
+
+def test_a_state_goes_on_after_its_program_is_gone(plain: Any) -> None:
+    lm = model(programs=1)
+    _, state = lm.prefill([[1, 2, 3]], max_len=16)
+    got, _ = lm.extend(state, [[4]])
+    np.testing.assert_allclose(got, plain.extend(plain.prefill([[1, 2, 3]], max_len=16)[1], [[4]])[0], atol=1e-6)
+
+
+# -- constants ---------------------------------------------------------------------------------
+
+
+def adding(tables: list[np.ndarray]) -> Any:
+    """A flow that adds tables of its own, one stage after the other."""
+    flow = rlx.ModelFlow("tables").input("x", ("batch", tables[0].size))
+    for i, table in enumerate(tables):
+        flow = flow.custom_named(f"add{i}", plus(table))
+    return flow
+
+
+def plus(table: np.ndarray) -> Callable[[Any, Any], Any]:
+    """A stage that adds a table."""
+    return lambda emit, x: emit.jax(lambda y: y + table[None], x)
+
+
+def test_the_constants_of_a_program_are_counted_together() -> None:
+    """Five stages of 640 kB are over the limit, whichever of them are on their own; one table five times is not."""
+    tables = [np.full(160_000, n, np.float32) for n in range(5)]
+    with pytest.raises(errors.GraphError, match=r"3200000 bytes of constants .*weight.*add\d jax\(.*: 640000 bytes"):
+        rlx.compile(adding(tables), {})
+    assert rlx.compile(adding(tables[:1] * 5), {})(np.zeros((1, 160_000), np.float32)).sum() == 0
+
+
+# -- several flows -----------------------------------------------------------------------------
+
+
+def head(name: str, *keys: str) -> Any:
+    """Ids through a shared table, then a product with each of the weights."""
+    flow = rlx.ModelFlow(name).input("tokens", ("batch", "seq"), dtype="int32").embed("table")
+    for key in keys:
+        flow = flow.linear(key)
+    return flow
+
+
+def test_flows_share_their_weights() -> None:
+    """One array for what two flows read, one cache for their programs, and each answers as it does alone."""
+    rng = np.random.default_rng(0)
+    weights = {"table": rng.normal(size=(7, 4)).astype("f4"), "a": rng.normal(size=(5, 4)).astype("f4")}
+    weights["b"] = rng.normal(size=(3, 4)).astype("f4")
+    flows = {"one": head("one", "a"), "two": head("two", "b")}
+    models = compile_together([*flows.values()], weights)
+    one, two = (model.require_params("the test") for model in models.values())
+    assert sorted(one) == ["a", "b", "table"] and models["one"].programs is models["two"].programs
+    assert all(one[key] is two[key] for key in weights)
+    for name, key in (("one", "a"), ("two", "b")):
+        alone = rlx.compile(flows[name], {k: weights[k] for k in ("table", key)})
+        np.testing.assert_array_equal(models[name]([[1, 2]]), alone([[1, 2]]))
+    assert models["two"].report().compiles == 2 and {k.flow for k in models["one"].programs.executables} == {*flows}
+    assert models["two"].report().parameter_bytes == 4 * (28 + 20 + 12)
+
+
+def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
+    """q and k are one leaf where one flow reads both, and two where another reads q alone."""
+    weights = {k: np.ones((4, 4), np.float32) for k in ("table", "q", "k")}
+    both = head("both").custom(lambda emit, x: emit.linear(x, "q") + emit.linear(x, "k"))
+    merged = open_programs([both], weights, None, True, merge=True)
+    together = open_programs([both, head("other", "q")], weights, None, True, merge=True)
+    assert len(merged.layout.leaves) == 2 and sorted(together.layout.leaves) == ["k", "q", "table"]
+
+
+@pytest.mark.parametrize(
+    ("flows", "error", "message"),
+    [
+        ([head("a"), head("a")], errors.GraphError, "names of their own"),
+        ([], errors.GraphError, "names of their own"),
+        (
+            [head("a"), head("b").with_profile(rlx.CompileProfile().replace(precision={"matmul": "highest"}))],
+            errors.ProfileError,
+            "'a' and 'b' differ in 'matmul'",
+        ),
+    ],
+)
+def test_flows_that_do_not_go_together(flows: list[Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compile_together(flows, {"table": np.ones((4, 4), np.float32)})
+
+
+def test_outputs_of_a_program_are_chosen_by_name() -> None:
+    """Of the last token, too: side outputs are there if they are asked for, and are not computed if not."""
+    flow = head("m").store_stream("raw").linear("a").linear("a").with_extra_outputs(["raw"])
+    rng = np.random.default_rng(0)
+    weights = {"table": rng.normal(size=(7, 4)).astype("f4"), "a": rng.normal(size=(4, 4)).astype("f4")}
+    m, tokens = rlx.compile(flow, weights), {"tokens": np.array([[1, 2, 3]], np.int32)}
+    whole = m(tokens["tokens"])
+    for names in (None, ("raw",), ("output",), ("raw", "output")):
+        program = m.bound({"batch": 1, "seq": 3}, outputs=names)
+        outputs, _ = program(tokens, {})
+        for name, got in zip(names or ("output", "raw"), outputs, strict=True):
+            np.testing.assert_array_equal(got, whole[name][:, -1:])
+    (less, more) = (m.programs.template(ProgramKey("m", "forward", outputs=(n,))).mir for n in ("raw", "output"))
+    assert len(less.params()) == 1 and len(more.params()) == 2
+    with pytest.raises(errors.GraphError, match="m: no output 'rwa'; .*did you mean 'raw'"):
+        m.bound({"batch": 1, "seq": 3}, outputs=("rwa",))
+
+
+# -- state -------------------------------------------------------------------------------------
+
+
+def test_a_state_is_copied(plain: Any) -> None:
+    """Two ways on from one prompt; a state that is consumed cannot be copied."""
+    _, state = plain.prefill([[1, 2, 3]], max_len=16)
+    twin = state.copy()
+    one, _ = plain.extend(state, [[4]])
+    other, _ = plain.extend(twin, [[4]])
+    np.testing.assert_array_equal(one, other)
+    with pytest.raises(errors.SessionStateError, match="consumed"):
+        state.copy()
+    bare = dataclasses.replace(plain.model, program="extend").init_state(2, 8)
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(bare)}
+    assert names == {".length", ".leaves['layers.0.self_attn.k']", ".leaves['layers.0.self_attn.v']"}
+    assert jax.tree.map(np.shape, bare.copy()) == jax.tree.map(np.shape, bare)
+
+
+def test_a_forward_flow_may_have_state() -> None:
+    """A running sum of each row: no program is derived, and there are no tokens to count."""
+    types, t = TypeCache(), TensorType((symbol("batch"), 3), np.dtype(np.float32))
+    b = Builder("sum", types)
+    leaf = StateLeaf(("total",), "sum")
+    x, held = b.leaf(Input("x", type=t)), b.leaf(StateRead(leaf, type=t))
+    total = b(Binary("add"), held, x)
+    b.inputs, b.writes = [Input("x", type=t)], [(leaf, total)]
+    m = rlx.compile(rlx.GraphModule.from_hir(b.finish([total], ["total"])), {})
+    state = m.init_state(2)
+    assert state.length is None and list(state.leaves) == ["total.sum"]
+    for n in range(1, 4):
+        out, state = m.apply({}, np.ones((2, 3), np.float32), state=state)
+        np.testing.assert_array_equal(out, np.full((2, 3), n))
+    out, _ = m(np.ones((2, 3), np.float32), state=state)
+    np.testing.assert_array_equal(out, np.full((2, 3), 4))
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_tokens_are_taken_back_from_a_ring(spare: int) -> None:
+    """As many as it has spare slots: then it is as if they had not been."""
+    flow, weights = windowed(5)
+    m: Any = rlx.compile(
+        flow, weights, program="extend", profile=rlx.CompileProfile().replace(buckets={"spare": spare})
+    )
+    tokens = np.random.default_rng(0).integers(0, RING_VOCAB, (1, 14))
+
+    def read(state: Any, first: int, last: int) -> Any:
+        return m(tokens[:, first:last], np.array([last - first], np.int32), state=state)
+
+    _, state = read(m.init_state(1, 24), 0, 10)
+    want, _ = read(state.copy(), 10, 12)
+    wrong = np.full((1, 3), 7)
+    _, drafted = m(wrong, np.array([3], np.int32), state=state)
+    back = dataclasses.replace(drafted, length=drafted.length - np.int32(3))
+    got, _ = read(back, 10, 12)
+    assert np.allclose(got, want, atol=1e-5) == (spare == 3)

@@ -1,0 +1,230 @@
+"""Weights that layers share: one leaf each, the same numbers and gradients scanned as written out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec
+from rlx_jax.ir.param import stored_keys
+
+H = 4
+X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
+Keys = list[tuple[str, str, str]]
+"""Of each layer: the weights that its first two products read, side by side, and the one that its last reads."""
+
+
+def matrix(key: str) -> np.ndarray:
+    """A weight that keeps the size of what it multiplies."""
+    return (np.random.default_rng(sum(map(ord, key))).standard_normal((H, H)) / H**0.5).astype(np.float32)
+
+
+def flow_of(keys: Keys, head: str = "") -> rlx.ModelFlow:
+    """`x = tanh(x Aᵀ + x Bᵀ) C + x` for each layer, then the head, `x Wᵀ`."""
+
+    def layer(i: int) -> BlockStage:
+        a, b, c = keys[i]
+
+        def run(emit: Any, x: Any) -> Any:
+            h = emit.tanh(emit.linear(x, a) + emit.linear(x, b))
+            return emit.linear(h, c, transpose=False) + x
+
+        return Custom(run, "mix")
+
+    flow = rlx.ModelFlow("m").input("x", ("b", "s", H)).repeat_layers(len(keys), layer)
+    return flow.linear(head) if head else flow
+
+
+def by_hand(weights: Any, keys: Keys, head: str) -> Any:
+    """The same in plain JAX, every weight an entry of one dict."""
+    x = jnp.asarray(X)
+    for a, b, c in keys:
+        x = jnp.tanh(x @ weights[a].T + x @ weights[b].T) @ weights[c] + x
+    return x @ weights[head].T if head else x
+
+
+def check(keys: Keys, head: str = "", program: str = "train", **tables: Any) -> Any:
+    """Outputs, gradients, leaves and a step against plain JAX; returns the model."""
+    weights = {k: matrix(k) for k in dict.fromkeys((*(k for layer in keys for k in layer), *([head] if head else [])))}
+    profile = rlx.CompileProfile().replace(**tables)
+    model: Any = rlx.compile(flow_of(keys, head), weights, program=program, profile=profile)
+
+    held = Counter(key.key for leaf in model.programs.layout.leaves.values() for key in stored_keys(leaf))
+    assert held == dict.fromkeys(weights, 1), "each weight is in one place"
+    assert sum(a.size for a in model.params.values()) == sum(w.size for w in weights.values())
+    for key, array in model.weights().items():
+        np.testing.assert_array_equal(array, weights[key])
+
+    np.testing.assert_allclose(model(X), by_hand(weights, keys, head), rtol=2e-5, atol=2e-5)
+    slopes = jax.grad(lambda p: (model.apply(p, X) ** 2).sum())(model.params)
+    want = jax.grad(lambda w: (by_hand(w, keys, head) ** 2).sum())(weights)
+    scale = max(float(np.abs(g).max()) for g in want.values())
+    for key, slope in model.weights(slopes).items():
+        np.testing.assert_allclose(slope, want[key], rtol=2e-4, atol=2e-5 * scale, err_msg=key)
+    return model
+
+
+A, B, C = ([f"{name}.{i}" for i in range(6)] for name in "abc")
+SHARED: dict[str, tuple[Keys, str]] = {
+    "nothing": ([(A[i], B[i], C[i]) for i in range(4)], ""),
+    "two layers on one key": ([(A[i // 2], B[i], C[i]) for i in range(4)], ""),
+    "blocks of layers": ([(A[i // 2], B[i // 2], C[i // 2]) for i in range(4)], ""),
+    "a cycle": ([(A[i % 2], B[i % 3], C[i]) for i in range(6)], ""),
+    "a chain": ([(A[i], B[i], A[i + 1]) for i in range(4)], ""),
+    "all layers on one key": ([(A[0], B[i], C[i]) for i in range(3)], ""),
+    "all layers, and the last in another place": ([(A[0], B[i], C[i]) for i in range(2)] + [(B[0], A[0], C[2])], ""),
+    "one key twice in a layer": ([(A[i], A[i], A[i]) for i in range(3)], ""),
+    "in other places": ([(A[i], A[2 - i], C[i]) for i in range(3)], ""),
+    "read by the head": ([(A[i], B[i], C[i]) for i in range(3)], A[1]),
+    "read by the head, and shared": ([(A[i // 2], B[i], C[i]) for i in range(4)], A[1]),
+    "all on one key, read by the head": ([(A[0], B[i], C[i]) for i in range(3)], A[0]),
+    "by a layer that is left over": ([(A[i % 2], B[i], C[i]) for i in range(5)], B[4]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_weights_are_one_leaf(name: str) -> None:
+    """`program="train"` scans its layers by default."""
+    check(*SHARED[name])
+
+
+STORED: dict[str, dict[str, Any]] = {
+    "merged": {"backend": {"cpu": {"merge": True}}},
+    "in_out": {"backend": {"cpu": {"weight_layout": "in_out"}}},
+    "out_in": {"backend": {"cpu": {"weight_layout": "out_in"}}},
+    "merged, in_out": {"backend": {"cpu": {"merge": True, "weight_layout": "in_out"}}},
+    "recomputed": {"layers": {"remat": "layer"}},
+    "unrolled": {"layers": {"roll": "unroll"}, "backend": {"cpu": {"merge": True, "weight_layout": "in_out"}}},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("name", ["blocks of layers", "in other places"])
+def test_however_they_are_stored(name: str, how: str) -> None:
+    """Merging and turning keep what is shared in one place."""
+    check(*SHARED[name], **STORED[how])
+
+
+def test_layers_that_share_all_of_it_merge() -> None:
+    """Side by side in every layer: one merged leaf."""
+    model = check(*SHARED["blocks of layers"], backend={"cpu": {"merge": True}})
+    assert [a.shape for a in model.params.values()] == [(2, 2 * H, H), (2, H, H)]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), count=st.integers(2, 5), pool=st.integers(1, 5), how=st.sampled_from([{}, *STORED.values()]))
+def test_any_sharing(data: Any, count: int, pool: int, how: dict[str, Any]) -> None:
+    """Weights drawn at random for every place in every layer, and for the head."""
+    one = st.sampled_from([f"w.{i}" for i in range(pool)])
+    keys = data.draw(st.lists(st.tuples(one, one, one), min_size=count, max_size=count))
+    check(keys, data.draw(st.sampled_from(["", *sorted({k for layer in keys for k in layer})])), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), count=st.integers(2, 6), pool=st.integers(1, 8), how=st.sampled_from([{}, *STORED.values()]))
+def test_any_sharing_at_length(data: Any, count: int, pool: int, how: dict[str, Any]) -> None:
+    """As above, more of it."""
+    one = st.sampled_from([f"w.{i}" for i in range(pool)])
+    keys = data.draw(st.lists(st.tuples(one, one, one), min_size=count, max_size=count))
+    check(keys, data.draw(st.sampled_from(["", *sorted({k for layer in keys for k in layer})])), **how)
+
+
+def test_a_step_of_the_issue() -> None:
+    """Layers scanned, by `train` or by the profile, learn what unrolled ones learn."""
+    flow = rlx.ModelFlow("m").input("x", ("b", 2)).repeat_layers(4, lambda i: Linear(f"w.{i // 2}"))
+    weights = {f"w.{i}": np.random.default_rng(i).standard_normal((2, 2)).astype(np.float32) for i in range(2)}
+    x, found = np.ones((3, 2), np.float32), []
+    for roll in ("auto", "scan", "unroll"):
+        profile = rlx.CompileProfile().replace(layers={"roll": roll})
+        model: Any = rlx.compile(flow, weights, program="train", profile=profile)
+        slopes = jax.grad(lambda p, model=model: model.apply(p, x).sum())(model.params)
+        stepped = model.replace({name: w - 0.1 * slopes[name] for name, w in model.params.items()})
+        found.append((np.asarray(stepped(x)), stepped.weights()))
+    for out, learned in found[:2]:
+        np.testing.assert_allclose(out, found[-1][0], rtol=1e-5)
+        for key, value in found[-1][1].items():
+            np.testing.assert_allclose(learned[key], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_a_trained_model_is_saved_and_loaded(tmp_path: Path, format: str) -> None:
+    """Each weight once, with the values of the step; and it comes back in any mode."""
+    keys, head = SHARED["read by the head, and shared"]
+    model = check(keys, head)
+    slopes = jax.grad(lambda p: model.apply(p, X).sum())(model.params)
+    stepped = model.replace({name: w - 0.1 * slopes[name] for name, w in model.params.items()})
+    rlx.save(stepped, tmp_path / "saved", format)
+    for roll in ("unroll", "scan"):
+        again: Any = rlx.compile(
+            flow_of(keys, head), tmp_path / "saved", profile=rlx.CompileProfile().replace(layers={"roll": roll})
+        )
+        np.testing.assert_allclose(again(X), stepped(X), rtol=1e-6, atol=1e-6)
+    for key, value in stepped.weights().items():
+        np.testing.assert_array_equal(again.weights()[key], value)
+
+
+def test_two_stacks_on_the_same_weights() -> None:
+    """A stack that runs twice over: both read one leaf."""
+    flow = rlx.ModelFlow("m").input("x", ("b", "s", H)).repeat_layers(3, lambda i: Linear(A[i]))
+    flow = flow.custom(lambda e, x: e.tanh(x)).repeat_layers(3, lambda i: Linear(A[i]))
+    weights = {key: matrix(key) for key in A[:3]}
+    model: Any = rlx.compile(flow, weights, program="train")
+    assert {name: a.shape for name, a in model.params.items()} == {"a.{0..2}": (3, H, H)}
+    want = X
+    for key in (*A[:3], "", *A[:3]):
+        want = want @ weights[key].T if key else np.tanh(want)
+    np.testing.assert_allclose(model(X), want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimiser_sees_each_weight_once() -> None:
+    """Random parameters, too: as many numbers as the checkpoint has."""
+    keys, head = SHARED["a chain"]
+    shapes = {k: jax.ShapeDtypeStruct((H, H), np.float32) for layer in keys for k in layer}
+    model: Any = rlx.compile(flow_of(keys, head), shapes, program="train")
+    drawn = model.init(0)
+    assert sum(a.size for a in drawn.values()) == len(shapes) * H * H
+    assert {k: v.shape for k, v in model.weights(drawn).items()} == dict.fromkeys(shapes, (H, H))
+
+
+def test_generation_with_shared_layers() -> None:
+    """Decoding with the layers scanned: the caches are each layer's own, the weights are shared."""
+    spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
+    weights: dict[str, tuple[int, ...]] = {}
+    rng = np.random.default_rng(0)
+    for i in range(2):
+        p = f"model.layers.{i}"
+        shapes = {"q": (8, H), "k": (4, H), "v": (4, H), "o": (H, 8)}
+        weights |= {f"{p}.self_attn.{n}_proj.weight": s for n, s in shapes.items()}
+        weights |= {f"{p}.mlp.{n}_proj.weight": s for n, s in {"gate": (6, H), "up": (6, H), "down": (H, 6)}.items()}
+        weights |= {f"{p}.{n}.weight": (H,) for n in ("input_layernorm", "post_attention_layernorm")}
+    arrays = {k: (rng.standard_normal(s) / 2).astype(np.float32) for k, s in weights.items()}
+    layer: Callable[[int], BlockStage] = lambda i: blocks.llama_prefill_layer_composed(i % 2, spec)  # noqa: E731
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).repeat_layers(4, layer)
+    found = []
+    for roll in ("unroll", "scan"):
+        profile = rlx.CompileProfile().replace(layers={"roll": roll}, backend={"cpu": {"merge": True}})
+        model: Any = rlx.compile(flow, arrays, program="extend", profile=profile)
+        state, steps = model.init_state(2, context=8), []
+        for at in range(3):
+            out, state = model(X[:, at : at + 1], lengths=np.ones(2, np.int32), state=state)
+            steps.append(np.asarray(out))
+        found.append(np.concatenate(steps, 1))
+        assert sum(a.size for a in model.params.values()) == sum(a.size for a in arrays.values())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
+    whole: Any = rlx.compile(flow, arrays)
+    np.testing.assert_allclose(whole(X), found[0], rtol=1e-4, atol=1e-5)
