@@ -28,7 +28,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float

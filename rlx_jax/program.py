@@ -10,7 +10,8 @@ import jax
 
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
-from rlx_jax.ir.param import WeightSource, keys_of, stored_keys
+from rlx_jax.ir.param import keys_of, stored_keys
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, bind_path, path_text
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import CompileProfile

@@ -27,8 +27,8 @@ from rlx_jax.ir.param import (
     cast,
     leaf_name,
     narrows,
-    read_from,
 )
+from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.weights.execute import fill, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource

@@ -28,7 +28,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import check_name, resolve
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.source import open_weights
 
 INDEX = "model.safetensors.index.json"

@@ -35,7 +35,7 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import SafetensorsFile

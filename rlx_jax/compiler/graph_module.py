@@ -27,7 +27,8 @@ from rlx_jax.errors import (
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, Param, TypeCache, Value
-from rlx_jax.ir.param import Key, WeightSource, cast, keys_of, read_from, stored_keys
+from rlx_jax.ir.param import Key, cast, keys_of, stored_keys
+from rlx_jax.ir.reading import WeightSource, read_from
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump

@@ -11,7 +11,7 @@ import numpy as np
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import LevelError, ProfileError, UnsupportedError, did_you_mean, listing, quote
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import Backend, Backends, CompileProfile, Precision

@@ -9,33 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from rlx_jax.errors import WeightDTypeError, WeightShapeError, quote
-from rlx_jax.ir.types import TensorType, is_float, short_name
-
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """Where weights come from. `spec` reads headers only; `read` never removes, and several threads call it at once."""
-
-    def keys(self) -> tuple[str, ...]: ...
-
-    def spec(self, key: str) -> jax.ShapeDtypeStruct: ...
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]: ...
-
-    def has(self, key: str) -> bool: ...
-
-    def where(self, key: str) -> str: ...
+from rlx_jax.errors import WeightShapeError
+from rlx_jax.ir.braces import braced
+from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 
 class ProgramStep(Protocol):
@@ -328,7 +311,7 @@ class Joined:
         return tuple(value[(slice(None),) * self.axis + (slice(start, end),)] for start, end in cuts)
 
     def name(self, *names: str) -> str:
-        return _braced(list(names))
+        return braced(list(names))
 
 
 @dataclass(frozen=True)
@@ -367,7 +350,7 @@ class Stack:
         return tuple(value[i, ...] for i in range(len(self.parts)))
 
     def name(self, *names: str) -> str:
-        return _braced(list(names))
+        return braced(list(names))
 
 
 Program = Key | Sliced | Transposed | Permuted | Reshaped | Cast | Joined | Stack
@@ -389,35 +372,6 @@ def keys_of(program: Program) -> Iterator[str]:
 def narrows(program: Program) -> bool:
     """Whether running `program` may lose bits of a float."""
     return program.lossy or any(narrows(part) for part in program.parts)
-
-
-def read_from(program: Program, source: WeightSource) -> Program:
-    """The same program over what `source` stores under its keys, which may have other dtypes.
-
-    Raises:
-        MissingWeightError: the source has no such key. WeightShapeError: it has another shape.
-    """
-    if isinstance(program, Key | Sliced):
-        return cast(_over_stored(program, source), program.type.dtype)
-    if isinstance(program, Cast) and isinstance(program.of, Key | Sliced):  # what it was cast to before does not matter
-        return cast(_over_stored(program.of, source), program.dtype)
-    return program.over(*(read_from(part, source) for part in program.parts))
-
-
-def _over_stored(program: Key | Sliced, source: WeightSource) -> Program:
-    """The same over what the source has, without a cast to what was declared."""
-    return _stored(program, source) if isinstance(program, Key) else program.over(_stored(program.of, source))
-
-
-def _stored(declared: Key, source: WeightSource) -> Key:
-    """A key as the source has it."""
-    key, spec = declared.key, source.spec(declared.key)
-    stored = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
-    if stored.shape != declared.type.shape:
-        raise WeightShapeError(f"weight {quote(key)} ({source.where(key)}): expected {declared.type}, got {stored}")
-    if (stored.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
-        raise WeightDTypeError(f"weight {quote(key)} ({source.where(key)}): expected {declared.type}, got {stored}")
-    return Key(key, stored)
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
@@ -448,27 +402,6 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
     return Joined(parts, axis)
 
 
-def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
-    """Whether every value of `narrow` is a value of `wide`.
-
-    >>> widens(np.dtype("float16"), np.dtype("float32"))
-    True
-    >>> widens(np.dtype("float32"), np.dtype("float16"))
-    False
-    """
-    if narrow == wide:
-        return True
-    if is_float(narrow) and is_float(wide):
-        # numpy.finfo knows bf16 and f8 only through ml_dtypes.
-        a, b = ml_dtypes.finfo(narrow), ml_dtypes.finfo(wide)
-        return bool(
-            a.nmant <= b.nmant
-            and float(a.max) <= float(b.max)
-            and float(a.smallest_subnormal) >= float(b.smallest_subnormal)
-        )
-    return bool(np.can_cast(narrow, wide, casting="safe"))
-
-
 def leaf_name(program: Program) -> str:
     """The printed name of a leaf: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. Never parsed.
 
@@ -478,23 +411,3 @@ def leaf_name(program: Program) -> str:
     'a.{q,k}_proj.weight'
     """
     return program.name(*map(leaf_name, program.parts))
-
-
-def _braced(names: list[str]) -> str:
-    """Fold names that differ in one place into `prefix{a,b}suffix`; whole runs of numbers become `{0..3}`."""
-    if len(set(names)) == 1:
-        return names[0]
-    tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
-    if len({len(t) for t in tokens}) != 1:
-        return "{" + ",".join(names) + "}"
-    columns = list(zip(*tokens, strict=True))
-    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) != 1:
-        return "{" + ",".join(names) + "}"
-    values = list(columns[varying[0]])
-    run = all(v.isdigit() for v in values) and [int(v) for v in values] == list(
-        range(int(values[0]), int(values[0]) + len(values))
-    )
-    inner = f"{values[0]}..{values[-1]}" if run else ",".join(values)
-    parts = [f"{{{inner}}}" if i == varying[0] else column[0] for i, column in enumerate(columns)]
-    return "".join(parts).replace("\0", "")

@@ -104,6 +104,27 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
+def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:
+    """Whether every value of `narrow` is a value of `wide`.
+
+    >>> widens(np.dtype("float16"), np.dtype("float32"))
+    True
+    >>> widens(np.dtype("float32"), np.dtype("float16"))
+    False
+    """
+    if narrow == wide:
+        return True
+    if is_float(narrow) and is_float(wide):
+        # numpy.finfo knows bf16 and f8 only through ml_dtypes.
+        a, b = ml_dtypes.finfo(narrow), ml_dtypes.finfo(wide)
+        return bool(
+            a.nmant <= b.nmant
+            and float(a.max) <= float(b.max)
+            and float(a.smallest_subnormal) >= float(b.smallest_subnormal)
+        )
+    return bool(np.can_cast(narrow, wide, casting="safe"))
+
+
 def symbol(name: str) -> DimLike:
     """The symbolic dimension `name`, the same object every time."""
     if name not in _SYMBOLS:

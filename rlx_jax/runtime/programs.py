@@ -39,7 +39,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import CompileProfile

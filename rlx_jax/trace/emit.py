@@ -30,7 +30,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
-from rlx_jax.ir.param import Key, Program, WeightSource, cast, stored_keys
+from rlx_jax.ir.param import Key, Program, cast, stored_keys
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue

@@ -18,7 +18,8 @@ import numpy as np
 
 from rlx_jax.device import check_space
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.param import Cast, Key, Program, Sliced, WeightSource, stored_keys
+from rlx_jax.ir.param import Cast, Key, Program, Sliced, stored_keys
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.weights.finite import all_finite
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rlx_jax.io.files import Links
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.manifest import Verify

@@ -31,7 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights.safetensors import check_index
 

@@ -18,7 +18,7 @@ from rlx_jax.errors import (
     WeightShapeError,
     quote,
 )
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.safetensors import check_index, find

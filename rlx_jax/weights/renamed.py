@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.manifest import close
 from rlx_jax.weights.safetensors import find
 

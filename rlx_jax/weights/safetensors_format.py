@@ -15,7 +15,7 @@ from rlx_jax.errors import DuplicateWeightError, IntegrityError, UnsupportedErro
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.param import WeightSource
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec

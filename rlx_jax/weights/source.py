@@ -22,7 +22,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
-from rlx_jax.ir.param import WeightSource as WeightSource
+from rlx_jax.ir.reading import WeightSource as WeightSource
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
