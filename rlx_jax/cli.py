@@ -24,6 +24,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import RequestError, RlxError, StorageError, quote, shown
 from rlx_jax.io.folder import open_folder
 from rlx_jax.io.strict_json import is_text
+from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.models.families import open_pretrained
 from rlx_jax.text.tokenizer import load_tokenizer
 from rlx_jax.weights.source import open_weights
@@ -133,7 +134,7 @@ def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     recipe: Any = pretrained.recipe
     source = open_weights(folder.path)
     specs = [source.spec(key) for key in source.keys()]
-    size = sum(spec.size * spec.dtype.itemsize for spec in specs)
+    size = sum(map(stored_bytes, specs))
     tokenizer = load_tokenizer(folder)
     rows = {
         "recipe": f"{type(recipe).__name__}, {pretrained.kind}",

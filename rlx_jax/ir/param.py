@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import WeightShapeError
+from rlx_jax.errors import UnsupportedError, WeightShapeError
 from rlx_jax.ir.braces import braced
+from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 
@@ -123,6 +124,8 @@ class Sliced:
         (part,) = parts
         if isinstance(part, Cast):  # a part of a cast is the cast of a part
             return cast(self.over(part.of), part.dtype)
+        if isinstance(part, Dequantized):
+            return part.sliced(self.axis, self.start, self.stop)
         if not isinstance(part, Key):
             raise WeightShapeError(f"{self}: a part of a stored tensor is taken, not of {part}")
         return Sliced(part, self.axis, self.start, self.stop)
@@ -135,6 +138,78 @@ class Sliced:
 
     def name(self, *names: str) -> str:
         return str(self)
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The numbers of a packed tensor, decoded row by row and rounded to `dtype`, a floating one.
+
+    The type of `of` is that of the bytes, uint8 `[..., k / elements · bytes]`; the type of this is the logical one,
+    `[..., k]`. Lossy: read backwards it is numbers, under the key and in the logical type; they are not packed again.
+    """
+
+    of: Key | Sliced
+    scheme: str
+    dtype: np.dtype[Any]
+    lossy: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        decoder_of(self.scheme, f"dequantize({self.of})")
+        logical, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
+        begins = self.of.start if isinstance(self.of, Sliced) and self.of.axis == logical.rank - 1 else 0
+        if self.of.type != stored or begins % SCHEMES[self.scheme].bytes:
+            raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {logical}, got {self.of.type}")
+
+    @property
+    def type(self) -> TensorType:
+        *rows, last = self.of.type.shape or (0,)
+        scheme = SCHEMES[self.scheme]
+        return TensorType((*rows, last // scheme.bytes * scheme.elements), self.dtype)
+
+    @property
+    def logical(self) -> Key | Sliced:
+        """What is decoded, as blocks see it: the key or the part of it, with the logical type."""
+        if isinstance(self.of, Key):
+            return Key(self.of.key, self.type)
+        whole, part, scheme = self.over(self.of.of), self.of, SCHEMES[self.scheme]
+        per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
+        start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
+        return Sliced(Key(part.of.key, whole.type), part.axis, start, stop)
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"dequantize({self.of}, {self.scheme})"
+
+    def over(self, *parts: Program) -> Dequantized:
+        (part,) = parts
+        if not isinstance(part, Key | Sliced):
+            raise WeightShapeError(f"{self}: a stored tensor is decoded, or a part of one, not {part}")
+        return Dequantized(part, self.scheme, self.dtype)
+
+    def sliced(self, axis: int, start: int, stop: int) -> Dequantized:
+        """`start` to `stop` along a logical axis: whole blocks of a key. Only their bytes are read."""
+        if not isinstance(self.of, Key):
+            raise WeightShapeError(f"{self}: a part of a stored tensor is taken, not of a part")
+        if axis == self.of.type.rank - 1:
+            scheme, size = SCHEMES[self.scheme], SCHEMES[self.scheme].elements
+            if start % size or stop % size:
+                what = f"{self}: {start}:{stop} of {self.type} along axis {axis}"
+                raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
+            start, stop = start // size * scheme.bytes, stop // size * scheme.bytes
+        return self.over(Sliced(self.of, axis, start, stop))
+
+    def join(self, *values: Any) -> Any:
+        return decoded(values[0], self.scheme).astype(self.dtype)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: numbers are not packed again")
+
+    def name(self, *names: str) -> str:
+        return str(self.logical)
 
 
 @dataclass(frozen=True)
@@ -353,11 +428,13 @@ class Stack:
         return braced(list(names))
 
 
-Program = Key | Sliced | Transposed | Permuted | Reshaped | Cast | Joined | Stack
+Program = Key | Sliced | Dequantized | Transposed | Permuted | Reshaped | Cast | Joined | Stack
 
 
 def stored_keys(program: Program) -> Iterator[Key]:
-    """The stored tensors a program reads, in order."""
+    """The stored tensors a program reads, in order. Of a packed one the type is the logical one."""
+    if isinstance(program, Dequantized):
+        program = program.logical
     if isinstance(program, Key):
         yield program
     for part in program.parts:
@@ -367,6 +444,14 @@ def stored_keys(program: Program) -> Iterator[Key]:
 def keys_of(program: Program) -> Iterator[str]:
     """The checkpoint keys a program reads, in order."""
     return (stored.key for stored in stored_keys(program))
+
+
+def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
+    """The packed tensors a program reads, in order: the key and the scheme of each."""
+    if isinstance(program, Dequantized):
+        yield from ((key, program.scheme) for key in keys_of(program))
+    for part in program.parts:
+        yield from packed_keys(part)
 
 
 def narrows(program: Program) -> bool:

@@ -30,8 +30,9 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
-from rlx_jax.ir.param import Key, Program, cast, stored_keys
-from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.param import Dequantized, Key, Program, cast, stored_keys
+from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
@@ -196,8 +197,7 @@ class Emit(Builders[FlowValue]):
             yield from self._weights_of(node.inputs[0])
         if isinstance(node.op, Param):
             for stored in stored_keys(node.op.programs[0]):
-                file = f" ({self.source.where(stored.key)})" if self.source else ""
-                yield f"weight {quote(stored.key)}{file}, which is {stored.type}"
+                yield f"{self._weight_at(stored.key)}, which is {stored.type}"
 
     def zeros(self, length: int) -> FlowValue:
         """f32 zeros `[length]`: the beta of an RMSNorm that has none."""
@@ -206,29 +206,29 @@ class Emit(Builders[FlowValue]):
     # -- parameters --------------------------------------------------------------------------
 
     def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
-        """The weight stored under `key`, as stored. Floating weights enter the program as f32.
+        """The weight stored under `key`, as stored, or decoded from it. Floating weights enter the program as f32.
 
         `shape` is checked against the source, and stands in for it when there is none.
 
         Raises:
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
+            UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
         if not isinstance(key, str):
             raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
-        stored = self._stored(key, shape)
+        program: Program = self._stored(key, shape)
+        stored = program.type
         if stored.dtype.kind == "c":
-            file = f" ({self.source.where(key)})" if self.source else ""
             raise WeightDTypeError(
-                f"{self.path}: weight {quote(key)}{file} is {stored}; expected floats, integers or bools: "
+                f"{self.path}: {self._weight_at(key)} is {stored}; expected floats, integers or bools: "
                 "store the real and the imaginary part as two weights"
             )
-        program: Program = Key(key, stored)
         program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
         self.keys_read[key] = None
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
-    def _stored(self, key: str, shape: tuple[int, ...] | None) -> TensorType:
+    def _stored(self, key: str, shape: tuple[int, ...] | None) -> Key | Dequantized:
         if self.source is None:
             if shape is None:
                 raise MissingWeightError(
@@ -240,18 +240,23 @@ class Emit(Builders[FlowValue]):
             if self._declared.setdefault(key, declared) != declared:
                 before, now = list(self._declared[key].shape), list(declared.shape)
                 raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
-            return declared
+            return Key(key, declared)
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
             raise MissingWeightError(f"{self.path}: {error}") from error
-        known = (tuple(spec.shape), spec.dtype)
-        stored = self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key))
-        if shape is not None and tuple(shape) != stored.shape:
-            raise WeightShapeError(
-                f"{self.path}: weight {quote(key)} ({self.source.where(key)}): expected {list(shape)}, got {stored}"
-            )
+        if isinstance(spec, PackedSpec):
+            stored: Key | Dequantized = as_stored(key, spec, f"{self.path}: {self._weight_at(key)}")
+        else:
+            known = (tuple(spec.shape), spec.dtype)
+            stored = Key(key, self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key)))
+        if shape is not None and tuple(shape) != stored.type.shape:
+            raise WeightShapeError(f"{self.path}: {self._weight_at(key)}: expected {list(shape)}, got {stored.type}")
         return stored
+
+    def _weight_at(self, key: str) -> str:
+        """A weight as messages name it, with the file that has it."""
+        return f"weight {quote(key)} ({self.source.where(key)})" if self.source else f"weight {quote(key)}"
 
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
         """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""

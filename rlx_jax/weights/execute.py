@@ -18,8 +18,9 @@ import numpy as np
 
 from rlx_jax.device import check_space
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.param import Cast, Key, Program, Sliced, stored_keys
-from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.packed import PackedSpec, decoded
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, stored_keys
+from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.weights.finite import all_finite
 
@@ -75,10 +76,18 @@ def load_leaves(
 
 
 def bytes_to_fill(program: Program) -> int:
-    """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of."""
+    """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of.
+
+    Of a packed tensor that is its bytes and, as float32, the numbers that are decoded from them.
+    """
+    return program.type.nbytes + (0 if isinstance(program, Key) else _largest_read(program))
+
+
+def _largest_read(program: Program) -> int:
     if isinstance(program, Key):
         return program.type.nbytes
-    return program.type.nbytes + max((key.type.nbytes for key in stored_keys(program)), default=0)
+    numbers = 4 * program.type.size if isinstance(program, Dequantized) else 0
+    return numbers + max((_largest_read(part) for part in program.parts), default=0)
 
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
@@ -93,9 +102,9 @@ def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
     """Write the program's value into `out`, a view of the right shape in the leaf's dtype."""
-    if isinstance(program, Key | Sliced):
+    if isinstance(program, Key | Sliced | Dequantized):
         out[...] = _read(program, source)
-    elif isinstance(program, Cast) and isinstance(program.of, Key | Sliced):
+    elif isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Dequantized):
         out[...] = _converted(program.of, out.dtype, source)
     elif program.in_place:
         for part, view in zip(program.parts, program.cut(out), strict=True):
@@ -110,7 +119,19 @@ def _filled(program: Program, source: WeightSource) -> HostArray:
     return out
 
 
-def _read(stored: Key | Sliced, source: WeightSource) -> HostArray:
+def read_numbers(key: str, source: WeightSource) -> HostArray:
+    """The tensor under a key; of a packed one the numbers."""
+    spec = source.spec(key)
+    if not isinstance(spec, PackedSpec):
+        return source.read(key)
+    return _read(as_stored(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
+
+
+def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
+    """What is stored, decoded if it is packed."""
+    if isinstance(stored, Dequantized):
+        numbers: HostArray = decoded(_read(stored.of, source), stored.scheme)
+        return numbers if numbers.dtype == stored.dtype else _rounded(numbers, stored, stored.dtype, source)
     key, index = (stored, None) if isinstance(stored, Key) else (stored.of, stored.index)
     data = source.read(key.key, index)
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
@@ -126,13 +147,18 @@ def _read(stored: Key | Sliced, source: WeightSource) -> HostArray:
     return data
 
 
-def _converted(stored: Key | Sliced, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
+def _converted(stored: Key | Sliced | Dequantized, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
     """A stored tensor as `dtype`; floats that only the wider type can hold become infinite, with a warning.
 
     Raises:
         WeightDTypeError: integers that the narrower type cannot hold.
     """
-    key, data = stored if isinstance(stored, Key) else stored.of, _read(stored, source)
+    return _rounded(_read(stored, source), stored, dtype, source)
+
+
+def _rounded(data: HostArray, stored: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
+    """What was read of a stored tensor as `dtype`."""
+    (key,) = stored_keys(stored)
     if dtype.kind in "iu":
         _check_range(data, dtype, key, source)
     with np.errstate(over="ignore"):
@@ -157,6 +183,8 @@ def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: Weight
 
 def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """Read programs backwards: every checkpoint key with its array, in the stored shape and dtype.
+
+    Of a packed tensor these are the logical ones.
 
     Raises:
         WeightError: the leaves hold a part of a key alone.
@@ -183,6 +211,8 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
     """
     if isinstance(program, Key):
         yield Piece(program, leaf)
+    elif isinstance(program, Dequantized):
+        yield from pieces(program.logical, leaf)  # numbers, which are not packed again
     elif isinstance(program, Sliced):
         yield Piece(program.of, leaf, program)
     else:

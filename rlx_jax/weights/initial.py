@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.ir.graph import Graph, Node, Param
-from rlx_jax.ir.param import Key, Program, keys_of, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 
@@ -34,6 +34,8 @@ def initial_params(graph: Graph, leaves: Mapping[str, Program], key: jax.Array) 
 
 def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:
     """The leaf of a program over drawn keys."""
+    if isinstance(program, Dequantized):
+        return _assemble(program.logical, drawn)
     if isinstance(program, Key):
         return drawn[program.key]
     value: jax.Array = program.join(*(_assemble(part, drawn) for part in program.parts))

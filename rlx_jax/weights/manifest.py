@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import (
@@ -31,6 +30,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
+from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.weights.safetensors import check_index
@@ -217,7 +217,7 @@ class VerifiedSource:
     def where(self, key: str) -> str:
         return self.source.where(key)
 
-    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+    def spec(self, key: str) -> WeightSpec:
         return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:

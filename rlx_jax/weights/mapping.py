@@ -18,6 +18,7 @@ from rlx_jax.errors import (
     WeightShapeError,
     quote,
 )
+from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types, suspects
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
@@ -49,14 +50,14 @@ class MappingFormat:
 
 
 class MappingSource:
-    """Weights from a mapping: arrays of NumPy or JAX, or `jax.ShapeDtypeStruct` for shapes only.
+    """Weights from a mapping: arrays of NumPy or JAX, or `Packed`; for shapes `jax.ShapeDtypeStruct` or `PackedSpec`.
 
     The arrays are neither copied nor checked before they are read; the mapping itself is copied.
 
     Raises:
         WeightError: a key is not a string.
-        WeightDTypeError: a value is not an array of numbers.
-        WeightShapeError, LimitError: a symbolic shape, or one too large.
+        WeightDTypeError: a value is not an array of numbers, or what is packed is no bytes of a known scheme.
+        WeightShapeError, LimitError: a symbolic shape, or one too large; one that packed bytes contradict.
     """
 
     def __init__(self, arrays: Mapping[str, Any], *, on_nonfinite: OnNonfinite = "error") -> None:
@@ -67,9 +68,9 @@ class MappingSource:
 
     @property
     def shapes_only(self) -> bool:
-        """Whether every entry is a `jax.ShapeDtypeStruct`: enough to compile, not to run."""
+        """Whether every entry is a shape alone: enough to compile, not to run."""
         values = self._arrays.values()
-        return bool(values) and all(isinstance(v, jax.ShapeDtypeStruct) for v in values)
+        return bool(values) and all(isinstance(v, WeightSpec) for v in values)
 
     def keys(self) -> tuple[str, ...]:
         """The keys, in the mapping's order."""
@@ -88,17 +89,21 @@ class MappingSource:
         self._value(key)
         return "mapping"
 
-    def spec(self, key: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype under `key`.
+    def spec(self, key: str) -> WeightSpec:
+        """Shape and dtype under `key`; the logical ones of what is packed.
 
         Raises:
             MissingWeightError: no such key.
         """
         value = self._value(key)
+        if isinstance(value, Packed | PackedSpec):
+            return value.spec if isinstance(value, Packed) else value
         return stored_spec(value.shape, value.dtype)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """The array under `key`, or the part that `index` selects as in NumPy; read-only, a view where possible.
+
+        Of what is packed the bytes, and `index` selects of these.
 
         Raises:
             MissingWeightError: no such key.
@@ -106,10 +111,12 @@ class MappingSource:
             WeightError: there is a shape only, or the JAX array is deleted, traced or on other hosts.
             NonFiniteWeightError: NaN in what was read, unless `on_nonfinite` says otherwise.
         """
-        value = self._value(key)
+        given = self._value(key)
+        value = given.data if isinstance(given, Packed) else given
         slices = check_index(index, value.shape, key)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            raise WeightError(f"weight {quote(key)} has a shape only, no values: it was given as a ShapeDtypeStruct")
+        if isinstance(value, WeightSpec):
+            kind = type(value).__name__
+            raise WeightError(f"weight {quote(key)} has a shape only, no values: it was given as a {kind}")
         if isinstance(value, jax.core.Tracer):
             raise WeightError(f"weight {quote(key)} is traced by a JAX transformation; open weights outside of it")
         if isinstance(value, jax.Array) and value.is_deleted():
@@ -120,7 +127,8 @@ class MappingSource:
         part = np.asarray(value[slices] if slices else value)
         part = part.astype(part.dtype.newbyteorder("="), copy=False).view()
         part.flags.writeable = False
-        check_finite(part, key, "mapping", self._on_nonfinite)
+        searched = suspects(part, given.scheme) if isinstance(given, Packed) else part
+        check_finite(searched, key, "mapping", self._on_nonfinite)
         return part
 
     def _value(self, key: str) -> Any:
@@ -137,6 +145,11 @@ class MappingSource:
 def _check_value(key: object, value: Any) -> None:
     if not isinstance(key, str):
         raise WeightError(f"weights: expected strings as keys, got {quote(key)} of type {type(key).__name__}")
+    if isinstance(value, Packed):
+        return check_packed(value, f"weight {quote(key)}")
+    if isinstance(value, PackedSpec):
+        packed_types(value.shape, value.dtype, value.scheme, f"weight {quote(key)}")
+        return
     if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct) or isinstance(value, np.ma.MaskedArray):
         hint = "; flatten nested mappings to dotted keys" if isinstance(value, Mapping) else "; numpy.asarray makes one"
         raise WeightDTypeError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
+from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.weights.manifest import close
 from rlx_jax.weights.safetensors import find
@@ -29,7 +29,7 @@ class RenamedSource:
     def where(self, key: str) -> str:
         return self.source.where(self._name(key))
 
-    def spec(self, key: str) -> jax.ShapeDtypeStruct:
+    def spec(self, key: str) -> WeightSpec:
         return self.source.spec(self._name(key))
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:

@@ -6,7 +6,6 @@ in part. Reading never removes or changes anything.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn, get_args
@@ -22,6 +21,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
+from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.reading import WeightSource as WeightSource
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import refuse_directory, refuse_other_format
@@ -44,7 +44,7 @@ def open_weights(
     """A source of weights. Nothing but names, shapes and dtypes is read yet.
 
     Args:
-        weights: a mapping of checkpoint key → array, `jax.Array` or `jax.ShapeDtypeStruct`; the path of a
+        weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
             `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` tells
             which of its files count); or a source, which is returned as it is.
         strict: a directory whose index and shards disagree about `total_size`, or whose shards hold tensors
@@ -131,6 +131,5 @@ def _check_option(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_total(source: WeightSource, max_bytes: int | None) -> None:
     if max_bytes is None:
         return
-    specs = map(source.spec, source.keys())
-    total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    total = sum(stored_bytes(source.spec(key)) for key in source.keys())
     limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")

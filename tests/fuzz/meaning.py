@@ -30,7 +30,7 @@ from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
-from rlx_jax.ir.param import Cast, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed
+from rlx_jax.ir.param import Cast, Dequantized, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import op_formulas as formula
@@ -326,6 +326,8 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
             return weight(of, weights).astype(dtype)
         case Sliced():
             return weight(program.of, weights)[program.index]
+        case Dequantized():
+            return weight(program.logical, weights)
         case Permuted(of=of, axes=axes):
             return weight(of, weights).transpose(axes)
         case Reshaped(of=of, shape=shape):
