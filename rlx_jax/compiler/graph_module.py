@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
@@ -27,8 +27,9 @@ from rlx_jax.errors import (
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, Param, TypeCache, Value
-from rlx_jax.ir.param import Key, cast, keys_of, stored_keys
-from rlx_jax.ir.reading import WeightSource, read_from
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.param import Dequantized, Key, Program, cast, keys_of, packed_keys, stored_keys
+from rlx_jax.ir.reading import WeightSource, as_stored, read_from
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump
@@ -137,13 +138,26 @@ class GraphModule(Builders[Value]):
         """Declare an input `[batch, seq, hidden]`."""
         return self.input(name, (batch, seq, hidden), dtype)
 
-    def param(self, name: str, shape: Sequence[int], dtype: Any = "f32") -> Value:
-        """Declare a parameter; `name` is its weight key. One of 64 bits enters the program in 32."""
-        stored = Key(name, tensor_type(tuple(shape), dtype, f"param {name}"))
+    def param(self, name: str, shape: Sequence[int], dtype: Any = "f32", *, packed: str | None = None) -> Value:
+        """Declare a parameter; `name` is its weight key. One of 64 bits enters the program in 32.
+
+        With `packed`, a name in `rlx_jax.ir.packed.SCHEMES`, shape and dtype are the logical ones of a packed tensor.
+        What a source has may be of another dtype than what is declared, packed otherwise or not at all.
+
+        Raises:
+            NameCollisionError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
+            WeightShapeError, WeightDTypeError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
+        """
+        where = f"{self.name}: parameter {quote(name)}"
+        if packed is None:
+            stored: Key | Dequantized = Key(name, tensor_type(tuple(shape), dtype, f"param {name}"))
+        else:
+            stored = as_stored(name, PackedSpec(tuple(shape), dtype, packed), where)
+        declared = dict(_kinds(stored))[name]
         for node in self.builder.nodes:
-            for known in stored_keys(node.op.programs[0]) if isinstance(node.op, Param) else ():
-                if known.key == name and known.type != stored.type:
-                    raise NameCollisionError(f"{self.name}: parameter {quote(name)} is {known.type} and {stored.type}")
+            for key, kind in _kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
+                if key == name and kind != declared:
+                    raise NameCollisionError(f"{where} is {kind} and {declared}")
         program = cast(stored, device_dtype(stored.type.dtype))
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
@@ -396,6 +410,13 @@ class GraphModule(Builders[Value]):
             self.name, graph, source, profile, types, self, tuple(keys), left, stage=stage, plan=self.plan,
             captured=captured or Captured(),
         )  # fmt: skip
+
+
+def _kinds(program: Program) -> Iterator[tuple[str, str]]:
+    """The keys that a program reads, and in words what each is."""
+    packed = dict(packed_keys(program))
+    for stored in stored_keys(program):
+        yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
 
 
 def _bind(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:

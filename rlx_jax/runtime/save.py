@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,13 +23,13 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.param import Key, Program, narrows
+from rlx_jax.ir.param import Key, Program, narrows, packed_keys
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.compiling import has_data
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.weights.execute import Piece, fill, pieces, whole
+from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
@@ -61,10 +61,11 @@ def save(
         format: "orbax", which plain orbax restores too, or "safetensors".
         overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
         dtype: of all floating weights: "f32", "bf16", "f16". Without it each has the dtype of its checkpoint, and
-            values that this dtype does not hold are an error.
+            values that this dtype does not hold are an error, and so are weights that are packed there: no format
+            writes packed ones, and with `dtype` the numbers they stand for are written.
 
     Raises:
-        WeightDTypeError: values would be rounded, and `dtype` does not ask for it.
+        WeightDTypeError: values would be rounded, or weights were packed, and `dtype` does not ask for it.
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
         NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
         WeightError: the model has no parameters, or holds one key twice with different values.
@@ -79,6 +80,8 @@ def save(
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     wanted = None if dtype is None else _floating(dtype)
+    if wanted is None:
+        _refuse_packed(programs.layout.leaves.values())
     found = list(_weights(programs.layout.leaves, params, source))
     found = _joined(found)
     _refuse_rounding([w for w in found if wanted is None and not w.survives()])
@@ -131,7 +134,7 @@ class _Weight:
         return Entry(self.key, self.type.with_dtype(dtype), lambda: self._stored(dtype))
 
     def _stored(self, dtype: np.dtype[Any]) -> Any:
-        values = self.values if self.original is None else self.original.read(self.key)
+        values = self.values if self.original is None else read_numbers(self.key, self.original)
         if values.dtype == dtype:
             return values
         values = np.asarray(values)
@@ -211,6 +214,16 @@ def _once(weights: list[_Weight]) -> list[_Weight]:
             raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
         found[weight.key] = wide
     return list(found.values())
+
+
+def _refuse_packed(leaves: Iterable[Program]) -> None:
+    packed = dict(found for program in leaves for found in packed_keys(program))
+    if packed:
+        schemes = " and ".join(dict.fromkeys(packed.values()))
+        raise WeightDTypeError(
+            f"{len(packed)} weights are packed in the checkpoint ({schemes}), and no format writes packed ones: "
+            f"{listing(packed, 8)}; dtype='f32' writes the numbers they stand for"
+        )
 
 
 def _refuse_rounding(weights: list[_Weight]) -> None:

@@ -1,0 +1,326 @@
+"""Models over packed weights: the same as over their numbers, in all that they do but saving."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    NameCollisionError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightShapeError,
+)
+from rlx_jax.ir.packed import Packed, PackedSpec
+from rlx_jax.ir.types import as_dtype
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.packed import BLOCKS, DECODED, damaged, meaning, packed
+
+F32 = np.dtype(np.float32)
+
+
+def mlp() -> rlx.ModelFlow:
+    """Two products, of a weight of each scheme."""
+    flow = rlx.ModelFlow("mlp").input("x", ("batch", 64)).linear("up", bias="up.b")
+    return flow.custom(lambda emit, h: emit.tanh(h)).linear("down")
+
+
+UP, DOWN = packed("gguf_q8_0", (96, 64), 5), packed("gguf_q4_0", (8, 96), 6)
+MIXED: dict[str, Any] = {"up": UP, "up.b": np.ones(96, np.float32), "down": DOWN}
+DENSE: dict[str, np.ndarray] = {"up": meaning(UP), "up.b": MIXED["up.b"], "down": meaning(DOWN)}
+X = np.random.default_rng(7).standard_normal((3, 64)).astype(np.float32)
+
+
+@pytest.mark.parametrize("program", ["forward", "train"])
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_a_model_over_packed_weights(program: str, compute: str, layout: str) -> None:
+    """Computes what it does over their numbers: the same leaves, texts and results."""
+    tables: dict[str, Any] = {"precision": {"compute": compute}, "backend": {"cpu": {"weight_layout": layout}}}
+    profile = rlx.CompileProfile().replace(**tables)
+    one, other = (rlx.compile(mlp(), w, profile=profile, program=program) for w in (MIXED, DENSE))
+    assert one.params is not None and other.params is not None and list(one.params) == list(other.params)
+    for name, leaf in one.params.items():
+        assert leaf.dtype == other.params[name].dtype
+        np.testing.assert_array_equal(leaf, other.params[name])
+    np.testing.assert_array_equal(one(X), other(X))
+    for level in ("hir", "mir"):
+        assert re.sub(r"dequantize\((\w+), gguf_q[48]_0\)", r"\1", one.text(level)) == other.text(level)
+    assert one.report().parameter_bytes == other.report().parameter_bytes
+
+
+def test_what_only_looks_sees_numbers() -> None:
+    """Summaries, shapes by key and messages about shapes; `init` draws numbers of the logical shape."""
+    assert mlp().summary(MIXED) == mlp().summary(DENSE)
+    assert mlp().build(MIXED).params == mlp().build(DENSE).params
+    shapes = {"up": UP.spec, "down": DOWN.spec, "up.b": jax.ShapeDtypeStruct((96,), np.float32)}
+    empty = rlx.compile(mlp(), shapes)
+    dense = rlx.compile(mlp(), {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in DENSE.items()})
+    assert empty.params is None and empty.param_specs() == dense.param_specs()
+    for name, leaf in empty.init(3).items():
+        np.testing.assert_array_equal(leaf, dense.init(3)[name])
+    with pytest.raises(WeightShapeError, match=r"reads weight 'up' \(mapping\), which is f32\[96,64\]"):
+        rlx.ModelFlow("m").input("x", (2, 96)).linear("up").build(MIXED)
+    with pytest.raises(WeightShapeError, match=r"weight 'up' \(mapping\): expected \[64, 96\], got f32\[96,64\]"):
+        rlx.ModelFlow("m").input("x", (2, 96)).custom(lambda emit, x: emit.param("up", (64, 96))).build(MIXED)
+
+
+def layers(count: int) -> rlx.ModelFlow:
+    """`x = tanh(x Aᵀ + x Bᵀ) Cᵀ + x` for each layer: A and B are merged, and all may be stacked."""
+
+    def layer(i: int) -> Any:
+        def run(emit: Any, x: Any) -> Any:
+            h = emit.tanh(emit.linear(x, f"{i}.a") + emit.linear(x, f"{i}.b"))
+            return emit.linear(h, f"{i}.c") + x
+
+        return rlx.blocks.Custom(run, "mix")
+
+    return rlx.ModelFlow("layers").input("x", ("b", "s", 32)).repeat_layers(count, layer)
+
+
+@pytest.mark.parametrize(("program", "merge", "count"), [("forward", True, 6), ("train", False, 3), ("train", True, 2)])
+def test_merged_and_stacked(program: str, merge: bool, count: int, tmp_path: Path) -> None:
+    """Weights of several schemes, and some that are not packed, side by side in one leaf."""
+    keys = [f"{i}.{name}" for i in range(3) for name in "abc"]
+    mixed: dict[str, Any] = {k: packed(DECODED[n % 2], (32, 32), n) for n, k in enumerate(keys)}
+    mixed["1.b"] = meaning(mixed["1.b"])
+    dense = {k: v if isinstance(v, np.ndarray) else meaning(v) for k, v in mixed.items()}
+    x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
+    profile = rlx.CompileProfile().replace(backend={"cpu": {"merge": merge}})
+    one, other = (rlx.compile(layers(3), w, program=program, profile=profile) for w in (mixed, dense))
+    assert one.params is not None and other.params is not None and len(one.params) == count
+    assert list(one.params) == list(other.params)
+    np.testing.assert_array_equal(one(x), other(x))
+    for key, array in one.weights().items():
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, dense[key])
+    rlx.save(one, tmp_path / "m", "safetensors", dtype="f32")
+    source = rlx.open_weights(tmp_path / "m")
+    for key, value in dense.items():
+        np.testing.assert_array_equal(source.read(key), value)
+
+
+def test_a_recipe() -> None:
+    """Llama over a checkpoint that is packed wherever rows are whole blocks, the tied embedding too."""
+    recipe: Any = rlx.recipe_for(FIXTURES / "llama" / "gqa_tied_llama3_v5")
+    source = recipe.weights
+    mixed: dict[str, Any] = {key: source.read(key) for key in source.keys()}
+    for n, (key, value) in enumerate(mixed.items()):
+        if value.ndim == 2 and value.shape[1] % 32 == 0:
+            mixed[key] = packed(DECODED[n % 2], value.shape, n)
+            scales = mixed[key].data.reshape(-1, BLOCKS[DECODED[n % 2]][1])[:, :2]
+            scales[:] = np.array([0.01], "<f2").view(np.uint8)
+    assert sum(isinstance(v, Packed) for v in mixed.values()) > 8
+    dense = {k: meaning(v) if isinstance(v, Packed) else v for k, v in mixed.items()}
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    one, other = (np.asarray(rlx.compile(recipe, w)(tokens)) for w in (mixed, dense))
+    assert np.isfinite(other).all() and other.std() > 0
+    np.testing.assert_array_equal(one, other)
+
+
+def test_gradients() -> None:
+    """Of the numbers: training changes them, not the bytes."""
+    one, other = (rlx.compile(mlp(), w, program="train") for w in (MIXED, DENSE))
+
+    def slopes(model: Any) -> Any:
+        return jax.grad(lambda p: (model.apply(p, X) ** 2).sum())(model.params)
+
+    for name, slope in slopes(one).items():
+        np.testing.assert_array_equal(slope, slopes(other)[name])
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_saving(tmp_path: Path, format: str, compute: str) -> None:
+    """Is an error that names the weights unless a dtype is asked for; then the numbers are written, with all bits."""
+    profile = rlx.CompileProfile().replace(precision={"compute": compute})
+    model = rlx.compile(mlp(), MIXED, profile=profile)
+    with pytest.raises(WeightDTypeError) as caught:
+        rlx.save(model, tmp_path / "m", format)
+    assert str(caught.value) == (
+        "2 weights are packed in the checkpoint (gguf_q8_0 and gguf_q4_0), and no format writes packed ones: "
+        "'up', 'down'; dtype='f32' writes the numbers they stand for"
+    )
+    assert not (tmp_path / "m").exists()
+    rlx.save(model, tmp_path / "m", format, dtype="f32")  # of a model in bf16, too: nobody changed them
+    saved = rlx.open_weights(tmp_path / "m")
+    for key, value in DENSE.items():
+        np.testing.assert_array_equal(saved.read(key), value)
+    for key, array in model.weights().items():
+        want = DENSE[key].astype(as_dtype(compute)).astype(np.float32)
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, want)
+    rlx.save(model, tmp_path / "half", format, dtype="f16")
+    np.testing.assert_array_equal(rlx.open_weights(tmp_path / "half").read("up"), DENSE["up"].astype(np.float16))
+
+    assert model.params is not None
+    trained = model.replace({name: 2 * leaf for name, leaf in model.params.items()})
+    rlx.save(trained, tmp_path / "trained", format, dtype="f32")
+    for key, array in trained.weights().items():
+        np.testing.assert_array_equal(rlx.open_weights(tmp_path / "trained").read(key), array)
+
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+TURNED = packed("gguf_q8_0", (64, 96), 8)
+
+
+def product(packing: str | None) -> rlx.GraphModule:
+    return rlx.GraphModule.define(
+        "m", lambda m: m.linear(m.input("x", (3, 64)), m.param("w", (64, 96), packed=packing))
+    )
+
+
+@pytest.mark.parametrize("packing", [None, *DECODED])
+@pytest.mark.parametrize(
+    "value", [TURNED, packed("gguf_q4_0", (64, 96), 9), meaning(TURNED)], ids=["q8_0", "q4_0", "plain"]
+)
+def test_a_declared_parameter(packing: str | None, value: Any) -> None:
+    """Packed or not, the source says how it is stored; JSON keeps what was declared."""
+    module = rlx.GraphModule.from_json(product(packing).to_json())
+    assert module.to_json() == product(packing).to_json()
+    dense = value if isinstance(value, np.ndarray) else meaning(value)
+    np.testing.assert_array_equal(rlx.compile(module, {"w": value})(X), rlx.compile(product(None), {"w": dense})(X))
+    assert module.build().params == {"w": jax.ShapeDtypeStruct((64, 96), np.float32)}
+
+
+def declared(m: rlx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    return m.linear(m.input("x", (3, 64)), m.param(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda m: declared(m, "w", (96, 60), packed="gguf_q8_0"),
+            WeightShapeError,
+            "m: parameter 'w': gguf_q8_0 packs blocks of 32",
+        ),
+        (
+            lambda m: declared(m, "w", (96, 64), packed="q8_0"),
+            WeightDTypeError,
+            "m: parameter 'w': unknown scheme of packing 'q8_0'; did you mean 'gguf_q8_0'",
+        ),
+        (
+            lambda m: declared(m, "w", (96, 256), packed="gguf_q6k"),
+            UnsupportedError,
+            "m: parameter 'w': gguf_q6k is not decoded yet",
+        ),
+        (lambda m: declared(m, "w", (), packed="gguf_q8_0"), WeightShapeError, "got the scalar"),
+        (lambda m: declared(m, "w", ("n", 64), packed="gguf_q8_0"), WeightShapeError, "expected whole numbers"),
+        (lambda m: declared(m, "w", (96, 64), "i32", packed="gguf_q8_0"), WeightDTypeError, "packs floats"),
+        (
+            lambda m: (m.param("w", (96, 64)), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
+            NameCollisionError,
+            r"m: parameter 'w' is f32\[96,64\] and f32\[96,64\] packed as gguf_q8_0",
+        ),
+        (
+            lambda m: (m.param("w", (96, 64), packed="gguf_q4_0"), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
+            NameCollisionError,
+            "packed as gguf_q4_0 and f32.* packed as gguf_q8_0",
+        ),
+    ],
+)
+def test_what_is_no_declaration(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rlx.GraphModule.define("m", build)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [('"gguf_q8_0"', '"gguf_q9_0"'), ('"gguf_q8_0"', '"gguf_q8k"'), ('"gguf_q8_0"', '"gguf_q4_0"'), ('"u8"', '"i8"')],
+)
+def test_a_module_that_lies(was: str, now: str) -> None:
+    text = product("gguf_q8_0").to_json()
+    assert was in text
+    with pytest.raises((WeightDTypeError, WeightShapeError, UnsupportedError), match=r"dequantize\(w"):
+        rlx.GraphModule.from_json(text.replace(was, now))
+
+
+# -- sources of one's own ------------------------------------------------------------------------
+
+
+class Own:
+    """A source as a format of files would be: specs from a header, bytes when asked."""
+
+    def __init__(self, specs: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+        self.specs, self.data = specs, data
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.specs)
+
+    def has(self, key: str) -> bool:
+        return key in self.specs
+
+    def where(self, key: str) -> str:
+        return "own.gguf"
+
+    def spec(self, key: str) -> Any:
+        return self.specs[key]
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Any:
+        return self.data[key] if index is None else self.data[key][index]
+
+
+FLOW = rlx.ModelFlow("m").input("x", (3, 64)).linear("w")
+
+
+def test_a_source_of_ones_own() -> None:
+    model = rlx.compile(FLOW, Own({"w": UP.spec}, {"w": UP.data}))
+    np.testing.assert_array_equal(model(X), rlx.compile(FLOW, {"w": DENSE["up"]})(X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rlx.compile(FLOW, Own({"w": UP.spec}, {"w": damaged("gguf_q8_0", np.inf).data[:1].repeat(96, 0)}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "data", "error", "message"),
+    [
+        (
+            UP.spec,
+            DENSE["up"],
+            WeightDTypeError,
+            r"weight 'w' \(own.gguf\): read\(\) gives float32, expected a NumPy array of u8\[96,68\]",
+        ),
+        (
+            UP.spec,
+            UP.data[:, :34],
+            WeightShapeError,
+            r"weight 'w' \(own.gguf\) was u8\[96,68\] when the flow was built, is \(96, 34\)",
+        ),
+        (
+            PackedSpec((96, 65), F32, "gguf_q8_0"),
+            None,
+            WeightShapeError,
+            r"w: weight 'w' \(own.gguf\): gguf_q8_0 packs blocks of 32",
+        ),
+        (
+            PackedSpec((96, 64), F32, "gguf_q3"),
+            None,
+            WeightDTypeError,
+            r"^w: weight 'w' \(own.gguf\): unknown scheme of packing 'gguf_q3'; did you mean 'gguf_q3k'",
+        ),
+        (
+            PackedSpec((96, 32), F32, "gguf_q8_0"),
+            None,
+            WeightShapeError,
+            r"weight 'w' \(own.gguf\), which is f32\[96,32\]",
+        ),
+    ],
+)
+def test_a_source_that_lies(spec: Any, data: Any, error: type[Exception], message: str) -> None:
+    """Is an error that names the weight and where it is: in the build if the specs tell, else when it is read."""
+    with pytest.raises(error, match=message):
+        rlx.compile(FLOW, Own({"w": spec}, {"w": data}))
