@@ -19,13 +19,14 @@ from rlx_jax.errors import RecompileError, RequestError
 from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType, symbol
+from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compiling import compile_together
 from rlx_jax.runtime.programs import ProgramKey, open_programs
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.test_ring import VOCAB as RING_VOCAB
 from tests.test_ring import windowed
-from tests.test_serving import PROMPTS, SAMPLERS, VOCAB, compiled, model
+from tests.test_serving import CONFIG, PROMPTS, SAMPLERS, VOCAB, compiled, model, weights
 
 BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [9, 8], [2] * 16]
@@ -282,6 +283,23 @@ def test_flows_share_their_weights() -> None:
         np.testing.assert_array_equal(models[name]([[1, 2]]), alone([[1, 2]]))
     assert models["two"].report().compiles == 2 and {k.flow for k in models["one"].programs.executables} == {*flows}
     assert models["two"].report().parameter_bytes == 4 * (28 + 20 + 12)
+
+
+def test_requests_run_the_programs_of_a_compiled_model() -> None:
+    """A model and a smaller one over its weights generate as each alone does; what they compile is in one place."""
+    flow = Llama32Flow(CONFIG).assemble()
+    draft = rlx.ModelFlow("draft").input("input_ids", ("batch", "seq"), dtype="int32").token_embed()
+    draft = draft.final_norm(1e-6).lm_head(VOCAB, 16, tied=False)
+    models = compile_together([flow, draft], weights())
+    for name, own in ((flow.name, flow), ("draft", draft)):
+        read = {k: v for k, v in weights().items() if name != "draft" or "layers" not in k}
+        lm = rlx.CausalLM(models[name])
+        assert lm.generate(PROMPTS, max_new_tokens=4) == rlx.CausalLM(own, read).generate(PROMPTS, max_new_tokens=4)
+        assert lm.model.programs is models["draft"].programs
+    assert {key.flow for key in models["draft"].programs.executables} == {flow.name, "draft"}
+    with pytest.raises(errors.RequestError, match="draft is compiled already: leave out 'weights', 'strict'"):
+        rlx.CausalLM(models["draft"], weights(), strict=False)
+    assert rlx.Encoder(rlx.load(BERT).model).hidden_states([[1, 2]]).shape[:2] == (1, 2)
 
 
 def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:

@@ -38,7 +38,7 @@ class Encoder:
     """`flow` maps ids `[batch, seq]` and an optional `attention_mask` to hidden states `[batch, seq, hidden]`.
 
     Args:
-        flow: a `ModelFlow` whose first input is the ids, or a recipe.
+        flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
         tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline: mean pooling.
         max_positions: the longest sequence the model knows, in tokens.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.

@@ -58,7 +58,7 @@ class CausalLM:
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
     Args:
-        flow: a `ModelFlow` whose first input is the ids, or a recipe.
+        flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
         weights: as in `rlx_jax.compile`.
         tokenizer: for strings; `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,9 +40,10 @@ def open_token_model(
     programs: tuple[str, ...],
 ) -> tuple[CompiledModel, int]:
     """Compile a flow with merged projections; the model, which takes `max_positions` tokens, and its vocabulary size.
-    Requests run `programs`.
+    Requests run `programs`. A model that is compiled already stays as it is, with all its programs.
 
     Raises:
+        RequestError: an argument that a compiled model has its own of.
         GraphError: the flow's first input does not index an embedding, it has other required inputs, or its output
             is not one row for each token.
     """
@@ -49,10 +51,15 @@ def open_token_model(
         raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
     if max_positions is not None:
         max_positions = whole_number("max_positions", max_positions, 1)
-    opened = open_programs(
-        [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions, serves=programs
-    )
-    (model,) = finish_models(opened).values()
+    if isinstance(flow, CompiledModel):
+        check_untouched(flow, weights, profile, strict, progress, max_positions)
+        model = replace(flow, program="forward")
+    else:
+        opened = open_programs(
+            [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions,
+            serves=programs,
+        )  # fmt: skip
+        (model,) = finish_models(opened).values()
     ids = model.flow.inputs[0].name
     rows = model.template().bounds.ids.get(ids)
     if rows is None:
@@ -67,6 +74,18 @@ def open_token_model(
     if len(shape) != 3:
         raise GraphError(f"{model.name}: expected an output [batch, seq, width], got {list(shape)}")
     return model, rows
+
+
+def check_untouched(model: CompiledModel, weights: Any, profile: Any, strict: Any, progress: Any, positions: Any) -> None:
+    """Nothing is asked of a compiled model that was settled when it was compiled.
+
+    Raises:
+        RequestError: names the arguments.
+    """
+    asked = {"weights": weights, "profile": profile, "progress": progress, "max_positions": positions}
+    given = [name for name, value in asked.items() if value is not None] + ["strict"] * (strict is not True)
+    if given:
+        raise RequestError(f"{model.name} is compiled already: leave out {listing(given)}, or give the flow itself")
 
 
 def check_logits(model: CompiledModel, vocab_size: int) -> None:
