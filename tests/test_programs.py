@@ -18,7 +18,7 @@ from rlx_jax import errors
 from rlx_jax.errors import RecompileError, RequestError
 from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.types import TensorType, symbol
+from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compiling import compile_together
 from rlx_jax.runtime.programs import ProgramKey, open_programs
@@ -364,15 +364,20 @@ def test_a_state_is_copied(plain: Any) -> None:
     assert jax.tree.map(np.shape, bare.copy()) == jax.tree.map(np.shape, bare)
 
 
-def test_a_forward_flow_may_have_state() -> None:
-    """A running sum of each row: no program is derived, and there are no tokens to count."""
+def running_sum() -> Any:
+    """A running sum of each row, as a flow with state, and the leaf."""
     types, t = TypeCache(), TensorType((symbol("batch"), 3), np.dtype(np.float32))
     b = Builder("sum", types)
     leaf = StateLeaf(("total",), "sum")
     x, held = b.leaf(Input("x", type=t)), b.leaf(StateRead(leaf, type=t))
     total = b(Binary("add"), held, x)
     b.inputs, b.writes = [Input("x", type=t)], [(leaf, total)]
-    m = rlx.compile(rlx.GraphModule.from_hir(b.finish([total], ["total"])), {})
+    return rlx.GraphModule.from_hir(b.finish([total], ["total"]))
+
+
+def test_a_forward_flow_may_have_state() -> None:
+    """No program is derived, and there are no tokens to count."""
+    m = rlx.compile(running_sum(), {})
     state = m.init_state(2)
     assert state.length is None and list(state.leaves) == ["total.sum"]
     for n in range(1, 4):
@@ -380,6 +385,18 @@ def test_a_forward_flow_may_have_state() -> None:
         np.testing.assert_array_equal(out, np.full((2, 3), n))
     out, _ = m(np.ones((2, 3), np.float32), state=state)
     np.testing.assert_array_equal(out, np.full((2, 3), 4))
+
+
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"compute": "f16"}, {"mixed": "auto_mixed_bf16"}])
+def test_a_state_keeps_its_precision(precision: dict[str, str]) -> None:
+    """What it is computed from is rounded as the profile says; the state is not, however many steps there are."""
+    m = rlx.compile(running_sum(), {}, profile=rlx.CompileProfile().replace(precision=precision))
+    state, third = m.init_state(1), np.full((1, 3), 1 / 3, np.float32)
+    for _ in range(300):
+        out, state = m(third, state=state)
+    step = np.float64(third.astype(as_dtype(precision.get("compute", "f32"))))  # mixed gives inputs as they are
+    assert state.leaves["total.sum"].dtype == np.float32
+    np.testing.assert_allclose(out, 300 * step, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spare", [0, 3])

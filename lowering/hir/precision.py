@@ -32,6 +32,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import is_float
+from rlx_jax.lowering.carried import carried, written_as_read
 from rlx_jax.lowering.mir.dce import dce
 
 F32 = np.dtype(np.float32)
@@ -42,22 +43,27 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
 
     Some values stay f32 whatever the dtype: logits, rotary tables, masks. Where one of them meets another value,
     elementwise ops and JAX functions run in f32 and return to `dtype`; all other ops take their operands in `dtype`.
-    Constants and parameters follow what they meet.
+    Constants and parameters follow what they meet. What carries a state keeps the dtype of its leaf.
     """
 
     def enter(old: Graph) -> Rewrite:
+        kept = carried(old)
+
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Leaf):
                 return _leaf(b, node.op, dtype)
             if node.op.regions() or (isinstance(node.op, Hir) and node.op.traits.keeps_f32):
                 return None
+            before = [old.nodes[v.node].op for v in node.inputs]
+            if number in kept:
+                return b.add(node.op, *_all_in(b, inputs, before, kept[number]))
             if isinstance(node.op, CastTo | FullLike) and node.op.dtype == F32:
                 return b.add(replace(node.op, dtype=dtype), *inputs)  # written while everything floating was f32
-            return _agree(b, node.op, inputs, [old.nodes[v.node].op for v in node.inputs], dtype)
+            return _agree(b, node.op, inputs, before, dtype)
 
         return fn
 
-    return _outputs_in_f32(rewrite(graph, enter, types, "precision"), types)
+    return _outputs_in_f32(written_as_read(rewrite(graph, enter, types, "precision"), types), types)
 
 
 def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:
@@ -79,11 +85,16 @@ def _agree(
     computed = {b.type(v).dtype for v, f, o in zip(inputs, floats, before, strict=True) if f and not _follows(o)}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
-    operands = [_cast(b, v, o, target) if f else v for v, f, o in zip(inputs, floats, before, strict=True)]
-    results = b.add(op, *operands)
+    results = b.add(op, *_all_in(b, inputs, before, target))
     if widens and computed != {F32}:  # a JAX function may cast to f32 by itself
         return tuple(b(CastTo(dtype), r) if b.type(r).dtype == F32 else r for r in results)
     return results
+
+
+def _all_in(b: Builder, inputs: tuple[Value, ...], before: list[Op], dtype: np.dtype[Any]) -> list[Value]:
+    """The operands, the floating ones in `dtype`."""
+    pairs = zip(inputs, before, strict=True)
+    return [_cast(b, v, op, dtype) if is_float(b.type(v).dtype) else v for v, op in pairs]
 
 
 def _follows(op: Op) -> bool:

@@ -16,6 +16,7 @@ from rlx_jax.ir.graph import Builder, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
+from rlx_jax.lowering.carried import carried
 from rlx_jax.lowering.mir.dce import dce
 
 F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -35,6 +36,7 @@ def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
     dtypes = POLICIES[policy]
 
     def enter(old: Graph) -> Rewrite:
+        kept = carried(old)
         known: dict[tuple[Value, np.dtype[Any]], Value] = {}
 
         def to(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
@@ -49,7 +51,7 @@ def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             op = node.op
-            if not isinstance(op, Mir) or op.traits.numeric == "state":
+            if not isinstance(op, Mir) or number in kept or op.traits.numeric == "state":
                 return None  # a cache is written in place, as it is
             if isinstance(op, CastTo) and op.dtype != F32:
                 return None  # to the dtype of a cache
