@@ -142,7 +142,7 @@ def test_every_op_stands_in_the_table() -> None:
     """A method that is added to the builders is added here."""
     own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level"}
     methods = {n for c in (Ops, Builders) for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
-    assert methods == set(CALLS)
+    assert methods == set(CALLS), "a call of each method stands in CALLS of this file"
 
 
 @pytest.mark.parametrize("name", CALLS)
