@@ -65,7 +65,14 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
     for tokens, lengths in (([[1, 2, 3]], [3]), ([[1, 2, 3], [4, 5, 6]], [3, 2])):
         got, want = (e.hidden_states(tokens, lengths)[-1, : lengths[-1]] for e in (warm, bert))
         assert_close(got, want)
-    assert warm.report().compiles == 4
+    blocks = [np.arange(rows * width).reshape(rows, width) % 9 for rows in (1, 2, 4) for width in (1, 3, 4, 16)]
+    with compiled() as events:  # blocks of a bucket, and those that are cut from one
+        states = [warm.hidden_states(block) for block in blocks]
+    assert not events and (warm.report().compiles, warm.report().recompiles) == (4, 0)
+    for block, got in zip(blocks, states, strict=True):
+        assert_close(got, bert.hidden_states(block))
+    with pytest.raises(RecompileError, match="warm-up was with 'attention_mask', not with .*'token_type_ids'; call it"):
+        warm.hidden_states([[1, 2]], token_type_ids=[[0, 0]])
 
 
 @pytest.mark.parametrize(

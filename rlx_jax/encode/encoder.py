@@ -26,7 +26,7 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
-from rlx_jax.text.padding import Cropped, block_width, bucket, check_buckets, check_sizes, padded_to
+from rlx_jax.text.padding import block_width, bucket, check_buckets, check_sizes, cropped, padded_to
 from rlx_jax.text.requests import Ids, id_list, keep_mask, pad_rows, row_lengths, split_prompts, token_block
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -95,11 +95,11 @@ class Encoder:
                 inputs[name] = keep_mask(value, block.shape)
         if lengths is not None and MASK in inputs:
             raise RequestError(f"lengths and {MASK} say the same; pass one of them")
-        padded = self._sizes(*block.shape) if self.buckets.batch or self.buckets.prompt else block.shape
-        if MASK not in inputs and (lengths is not None or padded != block.shape):
+        pads = bool(self.buckets.batch or self.buckets.prompt)
+        padded = self._sizes(*block.shape) if pads else block.shape
+        if MASK not in inputs and (lengths is not None or pads):  # a block that fills its bucket runs the same program
             inputs[MASK] = np.arange(block.shape[1])[None] < valid[:, None]
-        hidden = self._hidden(block, inputs, *padded)
-        return hidden if padded == block.shape else self.model.programs.call(Cropped(block.shape), hidden)
+        return cropped(self.model.programs, self._hidden(block, inputs, *padded), *block.shape)
 
     def _hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
         """Hidden states `[rows, width, H]` of a block `[B, S]` and inputs like it, padded with tokens that no other
@@ -170,7 +170,7 @@ class Encoder:
 
     def warmup(self) -> None:
         """Run every program once that `embed` can need, whatever the lengths and the number of texts; then none of them
-        compiles. `hidden_states` with `lengths` or a mask runs the same ones.
+        compiles. `hidden_states` runs the same ones, unless it is given `token_type_ids` or `position_ids`.
 
         What compiles later all the same is counted in `report().recompiles`, and is as the profile's
         `buckets.on_recompile` says.

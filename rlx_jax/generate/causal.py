@@ -46,7 +46,7 @@ from rlx_jax.text.opening import (
     open_token_model,
     primary,
 )
-from rlx_jax.text.padding import Cropped, check_buckets, check_sizes, pad_block
+from rlx_jax.text.padding import check_buckets, check_sizes, cropped, pad_block
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block, whole_number
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -124,7 +124,7 @@ class CausalLM:
         block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(block.shape[1], "tokens")
         padded = pad_block(self.buckets, block, self.max_positions) if self._pads else block
-        out = self._cropped(primary(self.model(padded)), *block.shape)
+        out = cropped(self.model.programs, primary(self.model(padded)), *block.shape)
         return self._moved_back(out, starts)
 
     def prefill(
@@ -202,7 +202,7 @@ class CausalLM:
         (out, *_), after = reader({self._ids: padded, "lengths": lengths}, state)
         if reader.key.last_only:
             return self.model.programs.call(LastRows(len(valid)), out), after
-        return self._cropped(out, len(valid), seq), after
+        return cropped(self.model.programs, out, len(valid), seq), after
 
     @functools.cached_property
     def _pads(self) -> bool:
@@ -212,11 +212,6 @@ class CausalLM:
             return bool(self.model.programs.any_template(self.model.name, "prefill"))
         except DeriveError:
             return False
-
-    def _cropped(self, array: jax.Array, *sizes: int) -> jax.Array:
-        """The first entries of each axis, without a copy where that is all of them."""
-        whole = array.shape[: len(sizes)] == sizes
-        return array if whole else self.model.programs.call(Cropped(sizes), array)
 
     def _moved_back(self, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
         """`[B, S, …]` with each row where it began."""

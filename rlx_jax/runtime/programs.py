@@ -213,20 +213,31 @@ class Programs:
         finally:
             self.warming = None
 
-    def refusal(self, key: ProgramKey) -> str:
-        """Why this program should not be compiled now; empty if it may be."""
+    @property
+    def closed(self) -> bool:
+        """Whether warm-up is over and whatever compiles is an error."""
+        return self.warm and self.settings.buckets.on_recompile == "error"
+
+    def refusal(self, key: ProgramKey) -> tuple[str, str]:
+        """Why this program should not be compiled now, and what to do; empty if it may be."""
         buckets, binding = self.settings.buckets, dict(key.binding)
         if key in self.executables or not (self.warm or buckets.foreign(binding)):
-            return ""
+            return "", ""
         sizes = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
         told = ", ".join(text.format(binding[dim]) for dim, text in sizes.items() if dim in binding)
         if not key.last_only and replace(key, last_only=True) in self.executables:
-            return f'{key.flow}: {told}: warm-up was for logits="last", not for those of every position'
+            reason = f'{key.flow}: {told}: warm-up was for logits="last", not for those of every position'
+            return reason, 'ask for logits="last"'
+        other = next((k.given for k in self.executables if replace(k, given=key.given) == key), None)
+        if other is not None:
+            now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, other))
+            return f"{key.flow}: {told}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
         first = self.flows[key.flow].inputs[0].name
-        return (
+        reason = (
             f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"
         )
+        return reason, "ask for sizes that fit"
 
     def check_compiled(self, key: ProgramKey) -> None:
         """Refuse a program that the profile does not want compiled now, before anything runs.
@@ -234,14 +245,16 @@ class Programs:
         Raises:
             RecompileError: `buckets.on_recompile` is `error`.
         """
-        if self.settings.buckets.on_recompile == "error" and (refusal := self.refusal(key)):
-            raise RecompileError(f"{refusal}; ask for sizes that fit, or change the profile's buckets")
+        if self.settings.buckets.on_recompile == "error":
+            reason, remedy = self.refusal(key)
+            if reason:
+                raise RecompileError(f"{reason}; {remedy}, or change the profile's buckets")
 
     def admit(self, key: ProgramKey) -> None:
         """As `check_compiled`, and count or warn of what is compiled all the same."""
         self.check_compiled(key)
-        if self.settings.buckets.on_recompile == "warn" and (refusal := self.refusal(key)):
-            warnings.warn(f"{refusal}; compiling it", RlxWarning, stacklevel=2)
+        if self.settings.buckets.on_recompile == "warn" and (reason := self.refusal(key)[0]):
+            warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
         self.recompiles += self.warm
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets, smallest
 from rlx_jax.errors import ProfileError, RequestError
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.requests import Ids
 
 PROMPT_BUCKET = 16
@@ -48,8 +49,22 @@ class Cropped:
 
     sizes: tuple[int, ...]
 
-    def __call__(self, array: jax.Array) -> jax.Array:
+    def __call__(self, array: Any) -> Any:
         return array[tuple(slice(size) for size in self.sizes)]
+
+
+def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
+    """The first `sizes` entries of an array's first axes, without a copy where that is all of them.
+
+    Each choice of sizes is a small function to compile; where nothing is to be compiled any more, the host cuts.
+    """
+    if array.shape[: len(sizes)] == sizes:
+        return array
+    cut = Cropped(sizes)
+    if programs.closed and not isinstance(array, jax.core.Tracer):
+        return jax.device_put(cut(jax.device_get(array)), array.sharding if array.committed else None)
+    result: jax.Array = programs.call(cut, array)
+    return result
 
 
 def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
