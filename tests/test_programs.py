@@ -91,6 +91,29 @@ def test_what_an_encoder_has_no_bucket_for(request_: Callable[[Any], Any], messa
     assert asked.report().compiles == 0
 
 
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "forward of batch 1, seq 16": lambda lm: lm.logits([[1]]),
+    "prefill of batch 1, context 128, seq 16": lambda lm: lm.prefill([[1]]),
+    "extend of batch 1, context 128, seq 1": lambda lm: lm.extend(lm.prefill([[1]])[1], [[1]]),
+    "extend of batch 2, context 64, seq 1": lambda lm: lm.generate([[1], [2]], 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", RUNS)
+def test_the_report_is_of_the_program_that_ran_last(plain: Any, program: str) -> None:
+    """Whichever of the three it was, with all that the report of a compiled model tells."""
+    RUNS[program](plain)
+    told, of_a_model = plain.report(), rlx.compile(plain.model.flow)
+    assert told.program == program and told.products and told.attention and told.flops
+    of_a_model.replace(of_a_model.init(0))([[1]])
+    assert rows_of(of_a_model.report()) <= rows_of(told)
+
+
+def rows_of(report: Any) -> set[str]:
+    """The first words of its lines, but for passes, which differ between programs."""
+    return {line.split()[0] for line in str(report).splitlines() if not line.endswith(" s")}
+
+
 def test_warm_up_of_an_encoder_is_checked(bert: Any) -> None:
     with pytest.raises(RequestError, match="warmup: the profile has no buckets.prompt and buckets.batch"):
         bert.warmup()

@@ -509,8 +509,9 @@ class CausalLM:
             )
 
     def report(self) -> Report:
-        """What compiling cost, and the last program's needs."""
-        return self.model.report()
+        """What compiling cost, and the needs of the program that ran last: forward, prefill or extend."""
+        key = next(reversed([*self.model.programs.executables]), None)
+        return (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
 
 
 def _last_only(logits: str) -> bool:

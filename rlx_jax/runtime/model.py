@@ -85,6 +85,7 @@ class CompiledModel:
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state)
         if state is not None and self.program == "extend":
+            refuse_consumed({}, values)
             check_room(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
 
@@ -126,6 +127,7 @@ class CompiledModel:
             return self.programs.function(key).run(params, state, inputs)
         leaves = jax.tree.leaves((state, inputs))
         if any(isinstance(v, jax.core.Tracer) for v in leaves):
+            refuse_consumed(params, inputs)  # jax.jit would find out behind our back
             return self.programs.function(key).jitted(params, state, inputs)
         return self.launch(key, params, state, inputs)
 
@@ -159,6 +161,7 @@ class CompiledModel:
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
         self.last = key
+        refuse_consumed(params, values)  # where this is traced, jax.jit would find out behind our back
         try:
             return self._result(self.programs.function(key).jitted(dict(params), arrays, values), key)
         except (RuntimeError, ValueError) as error:
@@ -298,6 +301,7 @@ class CompiledModel:
         if params is None:
             check_params(arrays, self.param_specs())
         check_leaves(arrays, self.programs.layout.leaves)
+        refuse_consumed(arrays, {})
         return by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
@@ -426,6 +430,7 @@ class CompiledModel:
         return Report(
             {**seconds, **executable.seconds},
             **common,
+            program=self.last.text if self.last else "",
             attention=executable.lir.attention(),
             products=executable.lir.products(),
             **asdict(cost(graph)),

@@ -74,6 +74,12 @@ class ProgramKey:
         """The key of its template."""
         return replace(self, binding=(), around=None)
 
+    @property
+    def text(self) -> str:
+        """`prefill of batch 1, seq 16`."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.binding)
+        return f"{self.program} of {sizes}" if sizes else self.program
+
 
 @dataclass(frozen=True)
 class Specialised:
@@ -167,7 +173,7 @@ class Programs:
 
         def make() -> Executable:
             self.admit(key)
-            what = f"compile {key.program} of {', '.join(f'{name} {size}' for name, size in key.binding)}"
+            what = f"compile {key.text}"
             self.tell(what, 0, 1)
             program = self.function(key)
             made = compile_program(program.lir, program.run, params, state, inputs)

@@ -14,8 +14,9 @@ from rlx_jax.lowering.inspect.fusion_report import FusionReport
 class Report:
     """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
 
-    `compiles` counts compiled programs, `evicted` those of them that are not kept any more (`buckets.programs`),
-    `recompiles` those made after warm-up, small functions beside them included.
+    `program` is the one that ran last, with its sizes; what depends on sizes is of it. `compiles` counts compiled
+    programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
+    warm-up, small functions beside them included.
     """
 
     seconds: Mapping[str, float]
@@ -27,6 +28,7 @@ class Report:
     refusals: tuple[str, ...]
     fusion: FusionReport
     device: Device
+    program: str = ""
     loop: Loop | None = None
     attention: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class Report:
         rows += [f"{'parameters':<18} {self.parameter_bytes:,} bytes", f"{'compiles':<18} {self.compiles}"]
         rows += [f"{'evicted':<18} {self.evicted}"] if self.evicted else []
         rows += [f"{'recompiles':<18} {self.recompiles}"] if self.recompiles else []
+        rows += [f"{'program':<18} {self.program}"] if self.program else []
         for name in ("flops", "bytes", "workspace", "donated_bytes", "peak_bytes", "estimated_activation_bytes"):
             if (value := getattr(self, name)) is not None:
                 rows.append(f"{name:<18} {value:,}")
