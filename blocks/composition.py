@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rlx_jax.blocks.control import BlockStage, Repeat, Sequence
 
@@ -49,7 +50,7 @@ class Homogeneous:
 
     def to_flow_stage(self, build: Build) -> BlockStage:
         """A Repeat, so that layers which differ in their parameters only become one region."""
-        return Repeat(self.count, lambda i: build(self.layer_name, i), self.layer_name)
+        return Repeat(self.count, partial(build, self.layer_name), self.layer_name)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
-from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote
+from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.profiles import text
 from rlx_jax.profiles.check import At, Options, Table, build, field_types
 
@@ -279,6 +279,11 @@ class CompileProfile(_Table):
             ProfileError: over a limit, not UTF-8 or TOML (with line and column), or not in the schema.
             UnsupportedError: a known setting that has no effect yet.
         """
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise ProfileError(
+                f"compile profile: path is {shown(path)}; expected that of a *.rlx.toml file "
+                "(from_toml_str reads a text, preset(name) gives a preset, CompileProfile() the defaults)"
+            )
         source = f"compile profile {quote(os.fspath(path))}"
         name = re.sub(r"[^\w.-]", "_", os.path.basename(os.fsdecode(path)).removesuffix(".toml").removesuffix(".rlx"))
         return build(cls, {"name": name[:64] or "custom"} | text.parse(text.read(path), source), At(source))
@@ -298,8 +303,14 @@ class CompileProfile(_Table):
             MissingFileError: there are no such weights.
             ProfileError, StorageError, UnsupportedError: the file is there and wrong, as `from_toml`.
         """
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", family):
+        if not isinstance(family, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", family):
             raise ProfileError(f"profile near weights: family is letters, digits, _ and -, got {quote(family)}")
+        if not isinstance(weights, str | os.PathLike):
+            raise ProfileError(f"profile near weights: weights is {shown(weights)}; expected the path of a checkpoint")
+        if not isinstance(default, str | CompileProfile):
+            raise ProfileError(
+                f"profile near weights: default is {shown(default)}; expected a profile or the name of a preset"
+            )
         place = os.fspath(weights)
         if not os.path.lexists(place):
             raise MissingFileError(f"profile near weights: there is nothing at {quote(place)}")

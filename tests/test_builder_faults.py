@@ -280,6 +280,29 @@ def test_sizes_that_fit() -> None:
     )
 
 
+ARITHMETIC: dict[str, Callable[[Any], Any]] = {
+    "halves": lambda n: n // 2, "a rest": lambda n: n % 2, "both": lambda n: divmod(n, 2)[0] + divmod(n, 2)[1],
+    "a square": lambda n: n**2, "of a whole": lambda n: 7 // n + 7 % n, "both of a whole": lambda n: sum(divmod(7, n)),
+    "a sum": lambda n: 3 + n - 1, "a difference": lambda n: 9 - n, "a product": lambda n: 2 * n, "turned": lambda n: -n,
+    "a size of a size": lambda n: (n * n) // n + n % n,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_sizes_have_the_arithmetic_of_whole_numbers(name: str) -> None:
+    fn, m = ARITHMETIC[name], Graph.hir("m")
+    n = m.shape(m.input("x", ("n",))).shape[0]
+    found = as_expression(fn(n))
+    for size in (1, 2, 5, 8):
+        assert found(size) == fn(size)
+
+
+def as_expression(dim: Any) -> Callable[[int], int]:
+    """What a size is, as a function of `n`: read from what it prints."""
+    names = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}
+    return lambda n: int(eval(str(dim).replace("^", "**"), {"n": n, **names}))
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.io import limits as weight_limits
+from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.llama import Llama32Flow
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
@@ -185,6 +187,19 @@ def request(call: Callable[[World], Any], error: type[RlxError], where: str, *sa
     return row(call, error, where, *says)
 
 
+def sent_gone(name: str, call: Callable[[World, Any], Any]) -> Row:
+    """A call with an array that an earlier one consumed, which the message calls `name`."""
+    return row(lambda t: call(t, gone()), SessionStateError, repr(name), "earlier call")
+
+
+def sized(fn: Callable[[Any], Any]) -> Row:
+    """Arithmetic of a size that is not known."""
+    return row(
+        lambda t: x_of(lambda m, x: fn(m.shape(x).shape[0])), ShapeError, "dimension batch", "//, %, divmod",
+        "static size",
+    )  # fmt: skip
+
+
 WEIGHTS: dict[str, Row] = {
     "a missing weight": row(
         lambda t: t.tensors(renamed), MissingWeightError, UP, "/llama': ", "1 weights", "layers.1",
@@ -256,10 +271,10 @@ WEIGHTS: dict[str, Row] = {
         "limits.MAX_MEMORY_PERCENT = 80",
     ),
     "a path of half a character": row(
-        lambda t: rlx.save(t.mlp, "/tmp/\ud800"), RequestError, "path", "expected the path of a directory",
+        lambda t: rlx.save(t.mlp, t.here / "\ud800"), RequestError, "path", "expected the path of a directory",
     ),
     "a path that orbax cannot name": row(
-        lambda t: rlx.save(t.mlp, "/tmp/\udcff"), UnsupportedError, "UTF-8", "format='safetensors'",
+        lambda t: rlx.save(t.mlp, t.here / "\udcff"), UnsupportedError, "UTF-8", "format='safetensors'",
     ),
     "weights that are no weights": row(lambda t: rlx.open_weights(THREE), WeightError, "weights", "a path, a mapping"),
     "an unknown choice": row(lambda t: rlx.load(LLAMA, links="folow"), WeightError, "links", "did you mean 'follow'"),
@@ -392,6 +407,18 @@ PROFILES: dict[str, Row] = {
         lambda t: rlx.CompileProfile.from_toml("none.rlx.toml"), MissingFileError, "none.rlx.toml", "preset(name)",
     ),
     "a directory": row(lambda t: rlx.CompileProfile.from_toml(t.here), StorageError, "profile", "a regular file"),
+    "a path of a profile that is none": row(
+        lambda t: rlx.CompileProfile.from_toml(NONE), ProfileError, "path is None", "*.rlx.toml", "CompileProfile()",
+    ),
+    "a profile near nothing": row(
+        lambda t: mlp().profile_near(NONE, "a"), ProfileError, "weights is None", "path of a checkpoint",
+    ),
+    "a profile near, of no family": row(
+        lambda t: rlx.CompileProfile.near(LLAMA, NONE), ProfileError, "family", "got 'None'",
+    ),
+    "a profile near, of another default": row(
+        lambda t: rlx.CompileProfile.near(LLAMA, "a", THREE), ProfileError, "default is 3", "preset",
+    ),
     "an unknown preset": row(
         lambda t: rlx.CompileProfile.preset("lama32_decode"), ProfileError, "'lama32_decode'", "mean 'llama32_decode'",
     ),
@@ -437,7 +464,19 @@ TOKENS: dict[str, Row] = {
     ]
 }
 
+GONE: dict[str, Callable[[World, Any], Any]] = {
+    "tokens": lambda t, x: t.lm.logits(x),
+    "lengths": lambda t, x: t.lm.logits(IDS, lengths=x),
+    "attention_mask": lambda t, x: t.enc.hidden_states(IDS, attention_mask=x),
+    "token_type_ids": lambda t, x: t.enc.hidden_states(IDS, token_type_ids=x),
+    "prompts": lambda t, x: t.lm.generate(x),
+    "texts": lambda t, x: t.enc.embed(x),
+    "stop": lambda t, x: t.lm.generate([1], stop=x),
+}
+"""Calls with an array that an earlier call consumed, by what they call it."""
+
 REQUESTS: dict[str, Row] = {
+    **{f"{name} that were consumed": sent_gone(name, call) for name, call in GONE.items()},
     **{
         f"{name} {ids!r}": request(call, TokenIdError, f"{what}[0][1]", says)
         for ids, says in [([1, -1], "id -1"), ([1, 10**9], "id 1000000000"), ([1, 2.0], "2.0"), ([1, True], "True")]
@@ -656,6 +695,28 @@ CALLS: dict[str, Row] = {
     "an input that apply finds consumed": row(
         lambda t: consumed(leaf=False, call=lambda m, x: m.apply(m.params, x)), SessionStateError, "input 'x'",
     ),
+    "a parameter that grad finds consumed": row(
+        lambda t: consumed(leaf=True, call=lambda m, x: jax.grad(lambda p: m.apply(p, x).sum())(m.params)), WeightError,
+        "leaf 'w'", "earlier call",
+    ),
+    "an input that grad finds consumed": row(
+        lambda t: consumed(leaf=False, call=lambda m, x: jax.grad(lambda x: m.apply(m.params, x).sum())(x)),
+        SessionStateError, "input 'x'", "earlier call",
+    ),
+    "an input that vmap finds consumed": row(
+        lambda t: jax.vmap(lambda ids: t.bert.apply(t.bert.params or {}, ids))(gone((1, 2, 3))), SessionStateError,
+        "input 'input_ids'", "earlier call",
+    ),
+    "a parameter that jit finds consumed": row(
+        lambda t: consumed(leaf=True, call=lambda m, x: jax.jit(m)(x)), WeightError, "leaf 'w'", "earlier call",
+    ),
+    "a parameter consumed, by key": row(
+        lambda t: consumed(leaf=True, call=lambda m, x: m.weights()), WeightError, "leaf 'w'", "earlier call",
+    ),
+    "lengths that were consumed": row(
+        lambda t: extended(lambda state: gone((2,))), SessionStateError, "'lengths'", "earlier call",
+    ),
+    "a seed that was consumed": row(lambda t: t.mlp.init(gone((2,))), SessionStateError, "'init'", "earlier call"),
     "a parameter that was consumed": row(lambda t: consumed(leaf=True), WeightError, "leaf 'w'", "earlier call"),
     "an input that was consumed": row(lambda t: consumed(leaf=False), SessionStateError, "input 'x'", "earlier call"),
     "a program": row(lambda t: rlx.compile(mlp(), W, program="decode"), DeriveError, "'decode'", "prefill"),
@@ -802,6 +863,51 @@ MODULES: dict[str, Row] = {
     "the name of a flow": row(lambda t: rlx.ModelFlow(THREE), GraphError, "a flow", "printable", "got '3'"),
     "an output without a name": row(lambda t: mlp().output(""), GraphError, "mlp: output", "printable", "got ''"),
     "an output that colours": row(lambda t: mlp().output("a\x1b[31mb"), GraphError, "mlp: output", "x1b"),
+    "values that stand alone": row(lambda t: x_of(lambda m, x: m.concat(x, 0)), GraphError, "m: concat", "[a, b]"),
+    "an order that is one axis": row(
+        lambda t: x_of(lambda m, x: m.transpose_(x, 0)), GraphError, "m: transpose", "2 axes of f32[batch,4]", "got 0",
+    ),
+    "half an axis": row(lambda t: x_of(lambda m, x: m.sum(x, 1.5)), ShapeError, "m: f32[batch,4]", "no axis 1.5"),
+    "a shape that is one size": row(
+        lambda t: x_of(lambda m, x: m.broadcast_to(x, 4)), GraphError, "m: broadcast_to", "list of sizes", "got 4",
+    ),
+    "a declared shape that is one size": row(
+        lambda t: x_of(lambda m, x: m.add_node(Unary("tanh"), x, out_shape=4)), GraphError, "m: ", "out_shape", "got 4",
+    ),
+    "a parameter of one size": row(lambda t: x_of(lambda m, x: m.param("w", 4)), GraphError, "param w", "got 4"),
+    "a parameter without a key": row(lambda t: x_of(lambda m, x: m.param(THREE, (4,))), GraphError, "m: ", "key", "3"),
+    "pieces that are one size": row(lambda t: x_of(lambda m, x: m.split(x, 2)), GraphError, "m: split", "got 2"),
+    "a scale that is none": row(
+        lambda t: x_of(lambda m, x: m.fused_residual_rms_norm(x, x, m.param("g", (4,)), eps=NONE)), GraphError, "m: ",
+        "eps is None", "expected float",
+    ),
+    "a transpose that is none": row(
+        lambda t: x_of(lambda m, x: m.linear(x, m.param("w", (4, 4)), transpose=NAME)), GraphError, "m: transpose",
+        "'auto'", "True, False or None",
+    ),
+    "a full that is no number": row(
+        lambda t: x_of(lambda m, x: m.full_like(x, [1.0])), GraphError, "m: full_like", "a number",
+    ),
+    "a constant of 64 bits": row(
+        lambda t: x_of(lambda m, x: m.constant([2**40], "i64")), DTypeError, "m: ", "1099511627776",
+        "i64 are held in i32", "f32 holds large whole numbers",
+    ),
+    "a float of 64 bits": row(
+        lambda t: x_of(lambda m, x: m.constant(1e300)), DTypeError, "m: ", "1e+300", "f64 are held in f32", "scale it",
+    ),
+    "a constant that was consumed": row(lambda t: x_of(lambda m, x: m.constant(gone())), GraphError, "m: ", "deleted"),
+    "a captured array that was consumed": row(
+        lambda t: inside(partial(lambda k, a: a + k.astype(a.dtype), gone(()))), GraphError, "mine: ",
+        "earlier call consumed",
+    ),
+    "half a size": sized(lambda n: n / 2),
+    "a part of a size": sized(lambda n: 2 / n),
+    "a size as a power": sized(lambda n: 2**n),
+    "a root of a size": sized(lambda n: n**0.5),
+    "a size by 0": sized(lambda n: n // 0),
+    "the rest of a size by 0": sized(lambda n: n % 0),
+    "a size and a half": sized(lambda n: n + 0.5),
+    "a size and a string": sized(lambda n: n * "a"),
     "side outputs that are none": row(lambda t: mlp().outputs(THREE), GraphError, "mlp: outputs", "list", "got 3"),
 }  # fmt: skip
 
@@ -820,6 +926,12 @@ def module(name: str) -> rlx.GraphModule:
     made = rlx.GraphModule.mir(name)
     made.input("x", (4,))
     return made
+
+
+def x_of(fn: Callable[[Any, Any], Any]) -> Any:
+    """What `fn` makes of a module and its input `[batch, 4]`."""
+    made = rlx.GraphModule.hir("m")
+    return fn(made, made.input("x", ("batch", 4)))
 
 
 def outputs(names: Any = (), count: int = 1, one: bool = False) -> None:
@@ -842,6 +954,13 @@ def consumed(leaf: bool, call: Callable[[Any, Any], Any] = lambda model, x: mode
     assert model.params is not None
     (model.params["w"] if leaf else x).delete()
     return call(model, x)
+
+
+def gone(shape: tuple[int, ...] = (2, 3)) -> Any:
+    """Whole numbers that a jitted call with donation has taken."""
+    array = jnp.ones(shape, jnp.int32)
+    array.delete()
+    return array
 
 
 def in_place(edit: Callable[[Any], Any], call: Callable[[Any], Any] = lambda model: model(X)) -> None:
@@ -964,11 +1083,11 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [LLAMA, SHARDED])
 def test_a_recipe_can_be_pickled(path: Path) -> None:
-    """With the checkpoint that it is bound to, which is opened again; a copy in depth too."""
+    """With the checkpoint that it is bound to, which is opened again; a copy in depth too. And so can its flow."""
     recipe = rlx.recipe_for(path)
     want = rlx.compile(recipe)(IDS)
-    for other in (pickle.loads(pickle.dumps(recipe)), deepcopy(recipe)):
-        assert other.config == recipe.config
+    flow = recipe.assemble()
+    for other in (pickle.loads(pickle.dumps(recipe)), deepcopy(recipe), pickle.loads(pickle.dumps(flow))):
         np.testing.assert_array_equal(rlx.compile(other)(IDS), want)
 
 

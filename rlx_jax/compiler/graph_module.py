@@ -40,6 +40,7 @@ from rlx_jax.lowering.lir.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.emit import input_type
 from rlx_jax.weights.source import open_weights
 
@@ -148,11 +149,14 @@ class GraphModule(Builders[Value]):
             NameCollisionError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
             WeightShapeError, WeightDTypeError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
         """
+        if not isinstance(name, str):
+            raise GraphError(f"{self.name}: a weight key is a string, got {shown(name)}")
         where = f"{self.name}: parameter {quote(name)}"
+        sizes = items_of(shape, where, "a list of sizes")
         if packed is None:
-            stored: Key | Dequantized = Key(name, tensor_type(tuple(shape), dtype, f"param {name}"))
+            stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, where))
         else:
-            stored = as_stored(name, PackedSpec(tuple(shape), dtype, packed), where)
+            stored = as_stored(name, PackedSpec(sizes, dtype, packed), where)
         declared = dict(_kinds(stored))[name]
         for node in self.builder.nodes:
             for key, kind in _kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():

@@ -23,6 +23,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
+from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
@@ -87,6 +88,7 @@ class Encoder:
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block.shape, low=1)
         inputs = {name: value for name, value in inputs.items() if value is not None}
+        refuse_consumed({}, inputs)
         for name, value in inputs.items():
             shape = (value if isinstance(value, jax.Array) else as_host_array(name, value)).shape
             if shape != block.shape:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, shown
+from rlx_jax.runtime.inputs import read_array
 
 TAIL = 32  # tokens without text of their own that may stand in a stop string
 PART = "\ufffd"
@@ -22,7 +23,7 @@ def split_stops(stop: Any) -> tuple[tuple[str, ...], list[Any]]:
         RequestError: neither a string, nor an id, nor several; or an empty string.
     """
     if isinstance(stop, np.ndarray | jax.Array) and not isinstance(stop, jax.core.Tracer):
-        stop = np.asarray(stop).tolist()
+        stop = read_array("stop", stop).tolist()
     single = isinstance(stop, str | int | np.integer)
     if isinstance(stop, bytes | bytearray | Mapping | jax.Array) or not (single or isinstance(stop, Iterable)):
         raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")

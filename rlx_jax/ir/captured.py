@@ -188,3 +188,12 @@ def _names(code: types.CodeType, what: str) -> frozenset[str]:
                 yield from (name for name in walk(inner) if name not in own)
 
     return frozenset(walk(code))
+
+
+def is_consumed(array: Any) -> bool:
+    """Whether an array was donated to an earlier call, or is traced by `jax.grad` or `jax.vmap` and stands for one that
+    was. What `jax.jit` traces has no values to look for.
+    """
+    while isinstance(array, jax.core.Tracer):
+        array = getattr(array, "primal", getattr(array, "val", None))
+    return isinstance(array, jax.Array) and array.is_deleted()

@@ -7,7 +7,8 @@ in one process-wide scope, because JAX refuses to compare dimensions of two `sym
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,28 +298,71 @@ class Dim:
     def __init__(self, expr: DimLike) -> None:
         self.expr = expr
 
-    def _with(self, result: DimLike) -> Dim | int:
+    def _with(self, op: Callable[[DimLike, DimLike], DimLike], left: Any, right: Any) -> Dim | int:
+        """What JAX's own arithmetic of sizes gives.
+
+        Raises:
+            ShapeError: it has none for these; also where Python would ask the other operand.
+        """
+        sizes = (_expr(left), _expr(right))
+        try:
+            if any(not isinstance(s, int | np.integer) and is_static(s) for s in sizes):
+                raise TypeError("sizes go with whole numbers and other sizes")
+            result = op(*sizes)
+        except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+            raise ShapeError(
+                f"symbolic dimension {self.expr}: {op.__name__}({shown(left)}, {shown(right)}) is no size while the "
+                "flow is traced: sizes have +, -, *, //, %, divmod and whole powers, with whole numbers and other "
+                "sizes; or give the input a static size"
+            ) from error
         return int(result) if is_static(result) else Dim(result)
 
     def __add__(self, other: Any) -> Dim | int:
-        return self._with(self.expr + _expr(other))
+        return self._with(operator.add, self, other)
 
     def __sub__(self, other: Any) -> Dim | int:
-        return self._with(self.expr - _expr(other))
+        return self._with(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Dim | int:
+        return self._with(operator.sub, other, self)
 
     def __mul__(self, other: Any) -> Dim | int:
-        return self._with(self.expr * _expr(other))
+        return self._with(operator.mul, self, other)
 
     def __floordiv__(self, other: Any) -> Dim | int:
-        return self._with(self.expr // _expr(other))
+        return self._with(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Dim | int:
+        return self._with(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Dim | int:
+        return self._with(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Dim | int:
+        return self._with(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> tuple[Dim | int, Dim | int]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Dim | int, Dim | int]:
+        return other // self, other % self
+
+    def __pow__(self, other: Any) -> Dim | int:
+        return self._with(operator.pow, self, other)
+
+    def __rpow__(self, other: Any) -> Dim | int:
+        return self._with(operator.pow, other, self)
+
+    def __truediv__(self, other: Any) -> Dim | int:
+        return self._with(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Dim | int:
+        return self._with(operator.truediv, other, self)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __rsub__(self, other: Any) -> Dim | int:
-        return self._with(_expr(other) - self.expr)
-
     def __neg__(self) -> Dim | int:
-        return self._with(-self.expr)
+        return self._with(operator.sub, 0, self)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Dim):

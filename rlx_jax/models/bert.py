@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, Embed, GatherAdd, LayerNorm
+from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, BlockStage, Embed, GatherAdd, LayerNorm
 from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import POSITIONS, ModelFlow
@@ -96,6 +96,10 @@ class BertFlow:
         c, prefix = self.config, bert_layer_prefix(self.prefix, index)
         return BertEncoderLayerSpec.hf(prefix, c.hidden_size, c.num_attention_heads, c.layer_norm_eps, c.activation)
 
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        """The family's own layer."""
+        return BertEncoderLayer(spec)
+
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         c, positions = self.config, self.config.max_position_embeddings
@@ -116,7 +120,7 @@ class BertFlow:
                 GatherAdd("position_ids", f"{p}.position_embeddings.weight", (positions, c.hidden_size)),
                 LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
             )
-            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, lambda i, spec: BertEncoderLayer(spec)))
+            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, self.stage))
             .patch(self.hooks.edit)
             .output("hidden_states")
         )

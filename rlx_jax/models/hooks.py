@@ -72,7 +72,7 @@ class Hooks:
 
     def stack(self, count: int, spec: Callable[[int], Spec], default: Callable[[int, Spec], BlockStage]) -> Edit:
         """An edit that appends the layers, with what stands before and after them."""
-        layers = Repeat(count, lambda i: self.stage(i, spec(i), default))
+        layers = Repeat(count, HookedLayers(self, spec, default))
         return lambda flow: flow.stage(*self.before, layers, *self.after)
 
     def edit(self, flow: ModelFlow) -> ModelFlow:
@@ -82,6 +82,18 @@ class Hooks:
             if not isinstance(flow, ModelFlow):
                 raise GraphError(f"patch_flow: the edit returned {type(flow).__name__}; expected the edited ModelFlow")
         return flow
+
+
+@dataclass(frozen=True)
+class HookedLayers:
+    """Layer i as `Hooks.stage` makes it. A class, so that a flow with it can be pickled and copied."""
+
+    hooks: Hooks
+    spec: Callable[[int], Any]
+    default: Callable[[int, Any], BlockStage]
+
+    def __call__(self, index: int) -> BlockStage:
+        return self.hooks.stage(index, self.spec(index), self.default)
 
 
 class Hooked(Protocol):

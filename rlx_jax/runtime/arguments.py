@@ -18,10 +18,11 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
+from rlx_jax.ir.captured import is_consumed
 
 
-def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception) -> None:
-    """Say which argument of a failed call has no values any more.
+def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = None) -> None:
+    """Say which argument, of a failed call or of one to come, has no values any more.
 
     Raises:
         WeightError, SessionStateError: a parameter or an input was donated to an earlier call.
@@ -30,7 +31,7 @@ def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception) -> None:
     kinds = (("params: leaf", params, WeightError), ("input", inputs, SessionStateError))
     for what, arrays, kind in kinds:
         for name, array in arrays.items():
-            if isinstance(array, jax.Array) and array.is_deleted():
+            if is_consumed(array):
                 raise kind(
                     f"{what} {quote(name)} has no values any more: an earlier call that donates it consumed it; "
                     "pass an array that is still there"

@@ -30,6 +30,7 @@ from rlx_jax.io import limits
 from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_float, is_static, short_name
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
+from rlx_jax.runtime.arguments import refuse_consumed
 
 KEYS = "threefry2x32"
 """The kind of every random key."""
@@ -96,7 +97,7 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(f"input {name}: a masked array, and its mask would be lost; pass .filled(value)")
     try:
-        array = np.asarray(value)
+        array = read_array(f"input {name}", value)
     except jax.errors.TracerArrayConversionError:
         raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
     except (ValueError, TypeError, OverflowError) as error:
@@ -104,6 +105,20 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
         raise DTypeError(f"input {name}: expected numbers, got {array.dtype}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def read_array(what: str, value: Any) -> np.ndarray[Any, Any]:
+    """`numpy.asarray`.
+
+    Raises:
+        SessionStateError: an array of JAX that an earlier call consumed. RequestError: one of another library that
+            refuses.
+    """
+    try:
+        return np.asarray(value)
+    except RuntimeError as error:
+        refuse_consumed({}, {what.removeprefix("input "): value}, error)
+        raise RequestError(f"{what}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -133,7 +148,7 @@ def id_array(
         TokenIdError: ragged, or not integers. RequestError: traced.
     """
     try:
-        array = np.asarray(value)
+        array = read_array(what, value)
     except jax.errors.TracerArrayConversionError:
         raise RequestError(
             f"{what}: traced by jax.jit or the like, and these ids are checked on the host: make this call outside, or "
@@ -265,6 +280,7 @@ def random_key(what: str, seed: Any) -> jax.Array:
             key = jax.random.fold_in(key, jax.device_put(np.uint32(high)))
         return key
     if isinstance(seed, jax.Array):
+        refuse_consumed({}, {what: seed})
         typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         if typed and seed.ndim == 0 and str(jax.random.key_impl(seed)) == KEYS:
             return seed

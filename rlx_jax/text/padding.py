@@ -62,8 +62,9 @@ def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
         return array
     cut = Cropped(sizes)
     if programs.closed and not isinstance(array, jax.core.Tracer):
-        return jax.device_put(cut(jax.device_get(array)), array.sharding if array.committed else None)
-    result: jax.Array = programs.call(cut, array)
+        result: jax.Array = jax.device_put(cut(jax.device_get(array)), array.sharding if array.committed else None)
+    else:
+        result = programs.call(cut, array)
     return result
 
 

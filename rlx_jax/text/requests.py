@@ -19,7 +19,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in
+from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, read_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 LIST_BYTES = 40  # of an id in a list, and about that of a list
@@ -70,7 +70,7 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
     if isinstance(ids, np.ndarray | jax.Array):
         if ids.ndim != 1:
             raise RequestError(f"{what}: expected one sequence of ids, got shape {list(ids.shape)}")
-        ids = np.asarray(ids)
+        ids = read_array(what, ids)
         ids = ids.tolist() if ids.dtype.kind in "iu" else list(ids)
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
@@ -105,7 +105,7 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
         raise RequestError(f"{what}: traced by jax.jit or the like, and prompts are read on the host: call it outside")
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
         limits.fits_in_memory(LIST_BYTES * (prompts.size + len(prompts)), what)
-        return Prompts(None, [prompts] if prompts.ndim == 1 else list(np.asarray(prompts)), prompts.ndim == 1)
+        return Prompts(None, [prompts] if prompts.ndim == 1 else list(read_array(what, prompts)), prompts.ndim == 1)
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"{what}: expected a string, token ids, or a list of them, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, str) for p in prompts):

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rlx_jax.errors import GraphError, LevelError, ShapeError
+import numpy as np
+
+from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp
 from rlx_jax.ir.types import is_static
+from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.ops import Ops, Shape, V, is_number
 
 
@@ -65,6 +68,8 @@ class Builders(Ops[V]):
 
     def _contract(self, w: V | str, transpose: bool | None) -> int:
         """The axis of w that is summed over."""
+        if not isinstance(transpose, bool | None):
+            raise GraphError(f"{self.path}: transpose is {shown(transpose)}; expected True, False or None")
         return int(isinstance(w, str) if transpose is None else transpose)
 
     def linear_fused(
@@ -195,7 +200,8 @@ class Builders(Ops[V]):
         kind = hir.mask_kind(mask)
         found = self.type_of(k)
         width = found.shape[-1:]
-        if head_dim < 1 or not width or not is_static(width[0]) or width[0] % head_dim:
+        whole = isinstance(head_dim, int | np.integer) and head_dim >= 1
+        if not whole or not width or not is_static(width[0]) or width[0] % head_dim:
             raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
         op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
         return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
@@ -220,7 +226,8 @@ class Builders(Ops[V]):
 
     def rope_angles(self, positions: V, inv_freq: Sequence[float], *, factor: float = 1.0) -> tuple[V, V]:
         """cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 inverse frequencies."""
-        cos, sin = self.add_all(hir.RopeAngles(tuple(inv_freq), factor), positions)
+        frequencies = items_of(inv_freq, f"{self.path}: rope_angles", "a list of inverse frequencies")
+        cos, sin = self.add_all(hir.RopeAngles(frequencies, factor), positions)
         return cos, sin
 
     # -- tokens ------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ class Builders(Ops[V]):
 
     def split(self, x: V, sizes: Sequence[int]) -> tuple[V, ...]:
         """Cut the last axis into consecutive `sizes`."""
-        return self.add_all(hir.Split(tuple(sizes)), x)
+        return self.add_all(hir.Split(items_of(sizes, f"{self.path}: split", "a list of sizes")), x)
 
     # -- whole layers, and tensor ops as blocks ----------------------------------------------
 
@@ -259,5 +266,8 @@ class Builders(Ops[V]):
 
     def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
         """A tensor op in a HIR module, labelled as one."""
+        if not isinstance(op, Mir):
+            raise GraphError(f"{self.path}: hir_mir takes a tensor op, got {shown(op)}")
         with self._block(f"mir({op.text()})"):
-            return self.add_node(op, *inputs, out_shape=shape)
+            operands = items_of(inputs, f"{self.path}: {op.name()}", "a list of values")
+            return self.add_node(op, *operands, out_shape=shape)

@@ -17,13 +17,13 @@ operands do not fit, and LevelError for a block in a module that is not at HIR.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, LevelError, ShapeError
+from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError, shown
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
@@ -32,6 +32,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, W
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, SizeOf, Slice, Transpose, reshape_to
 from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, as_dtype, is_static, path_text
+from rlx_jax.trace.checks import check_attributes, items_of
 
 V = TypeVar("V")
 Shape = Sequence[Any]
@@ -97,7 +98,12 @@ class Ops(Generic[V]):
             raise LevelError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
         operands = [self.own(v) for v in values]
         with located(self.builder.here):
-            return tuple(self.wrap(v) for v in self._write(op, *operands))
+            try:
+                return tuple(self.wrap(v) for v in self._write(op, *operands))
+            except (TypeError, ValueError) as error:
+                if not isinstance(error, RlxError):
+                    check_attributes(op)
+                raise
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         return self.builder.add(op, *operands)
@@ -115,7 +121,8 @@ class Ops(Generic[V]):
             raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
         if out_shape is not None:
             found = self.type_of(results[0])
-            dims = tuple(as_dim(d, f"{self.path}: {op.name()}") for d in out_shape)
+            where = f"{self.path}: {op.name()}"
+            dims = tuple(as_dim(d, where) for d in items_of(out_shape, where, "a list of sizes as out_shape"))
             if dims != found.shape:
                 declared = TensorType(dims, found.dtype)
                 raise ShapeError(f"{self.path}: {op.name()}: declared {declared}, inferred {found}")
@@ -148,12 +155,12 @@ class Ops(Generic[V]):
     def _axis(self, value: V, axis: int) -> int:
         """A non-negative axis number; negative ones count from the end."""
         found = self.type_of(value)
-        if isinstance(axis, bool) or not isinstance(axis, int) or not -found.rank <= axis < found.rank:
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -found.rank <= axis < found.rank:
             raise ShapeError(f"{self.path}: {found} has no axis {axis!r}")
-        return axis % found.rank
+        return int(axis) % found.rank
 
     def _axes(self, value: V, axes: Axes) -> tuple[int, ...]:
-        chosen = range(self.type_of(value).rank) if axes is None else (axes,) if isinstance(axes, int) else axes
+        chosen = range(self.type_of(value).rank) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
         return tuple(self._axis(value, axis) for axis in chosen)
 
     # -- arithmetic: NumPy's broadcasting, one dtype -----------------------------------------
@@ -360,7 +367,9 @@ class Ops(Generic[V]):
 
     def transpose(self, x: V, perm: Sequence[int] | None = None) -> V:
         """Permute the axes; without `perm` reverse them."""
-        axes = reversed(range(self.type_of(x).rank)) if perm is None else perm
+        found = self.type_of(x)
+        expected = f"the {found.rank} axes of {found} in their new order, as a list"
+        axes = reversed(range(found.rank)) if perm is None else items_of(perm, f"{self.path}: transpose", expected)
         return self.add_node(Transpose(tuple(self._axis(x, axis) for axis in axes)), x)
 
     transpose_ = transpose
@@ -388,9 +397,10 @@ class Ops(Generic[V]):
 
     def concat(self, values: Sequence[V], axis: int = -1) -> V:
         """Join values along `axis`."""
-        if not values:
+        parts = items_of(values, f"{self.path}: concat", "a list of values, [a, b]")
+        if not parts:
             raise GraphError(f"{self.path}: concat of no values")
-        return self.add_node(Concat(self._axis(values[0], axis)), *values)
+        return self.add_node(Concat(self._axis(parts[0], axis)), *parts)
 
     concat_ = concat
 
@@ -402,7 +412,8 @@ class Ops(Generic[V]):
         """
         refs: list[Value] = []
         target: list[int | SizeOf] = []
-        for dim in (as_dim(d, f"{self.path}: broadcast_to") for d in shape):
+        where = f"{self.path}: broadcast_to"
+        for dim in (as_dim(d, where) for d in items_of(shape, where, "a list of sizes")):
             if is_static(dim):
                 target.append(dim)
                 continue
@@ -441,6 +452,8 @@ class Ops(Generic[V]):
     def full_like(self, x: V, value: float, dtype: Any = None) -> V:
         """`value` in the shape of x, in its dtype or in `dtype`."""
         chosen = self.type_of(x).dtype if dtype is None else as_dtype(dtype)
+        if not is_number(value):
+            raise GraphError(f"{self.path}: full_like takes a number, got {shown(value)}")
         with located(self.builder.here):
             small_constant(value, chosen)  # refuses what the dtype cannot hold
         return self.add_node(FullLike(float(value), chosen), x)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, shown
-from rlx_jax.ir.captured import MAX_CAPTURED
+from rlx_jax.ir.captured import MAX_CAPTURED, is_consumed
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant, first_line, types_of
 from rlx_jax.ir.traits import Types, product_traits
 from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, path_text, short_name
@@ -53,20 +53,29 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
     """
     try:
         given = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: an array of JAX that is consumed
         raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
     if given.size * given.itemsize > MAX_CAPTURED:
         raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {_limit()}")
     whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
     if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc"):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
-    wanted = device_dtype(given.dtype if dtype is None and not whole else as_dtype("i32" if dtype is None else dtype))
+    asked = given.dtype if dtype is None and not whole else as_dtype("i32" if dtype is None else dtype)
+    wanted = device_dtype(asked)
     with np.errstate(all="ignore"):
         misfits = _misfits(given, wanted)
         if misfits.any():
             found = given.reshape(-1)[int(np.argmax(misfits.reshape(-1)))]
-            raise DTypeError(f"a constant of {short_name(wanted)} cannot hold {found}; give it a dtype that does")
+            raise DTypeError(f"a constant of {short_name(wanted)} cannot hold {found}{_way_out(asked, wanted)}")
         return constant(given, wanted)
+
+
+def _way_out(asked: np.dtype[Any], held: np.dtype[Any]) -> str:
+    """What to do where a number of dtype `asked` does not fit the one it is `held` in."""
+    if asked == held:
+        return "; give it a dtype that does"
+    others = "; f32 holds large whole numbers, rounded" if held.kind in "iu" else ": scale it"
+    return f", and numbers of {short_name(asked)} are held in {short_name(held)}: programs have 32 bits{others}"
 
 
 def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -138,6 +147,10 @@ class JaxFn(Mir):
         if not flat or not all(hasattr(o, "shape") and hasattr(o, "dtype") for o in flat):
             raise GraphError(f"{self.text()} returns {type(out).__name__}; expected an array or a tuple of arrays")
         types.captured[self] = tuple(captured_arrays(closed))
+        if any(is_consumed(c) for c in types.captured[self]):
+            raise GraphError(
+                f"{self.text()} captures an array that an earlier call consumed: it has no values any more"
+            )
         captured = sum(c.nbytes for c in types.captured[self])
         if captured > MAX_CAPTURED:
             raise GraphError(f"{self.text()} captures {captured} bytes of constants, {_limit()}")
