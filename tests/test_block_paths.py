@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax import blocks
+from rlx_jax import GraphModule, blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, Repeat, RmsNorm, RopeTables, Sequence
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.types import path_text
@@ -88,6 +88,36 @@ def test_paths(name: str) -> None:
     """The first of a name has it, a later one gets a number."""
     stages, want = CASES[name]
     assert read(*stages) == want
+
+
+MODULES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "blocks": (("a", "a", "b", "a"), ["a", "a_2", "b", "a_3"]),
+    "a name that is taken": (("a", "a_2", "a"), ["a", "a_2", "a_3"]),
+    "inside": (("a.f", "a.f", "f"), ["a.f", "a_2.f", "f"]),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_paths_of_a_module(name: str) -> None:
+    """As those of a flow; also where a finished graph is gone on with."""
+    names, want = MODULES[name]
+    m = GraphModule.hir("m")
+    m.set_outputs([m.input("x", (2,))])
+    graph = blocks_of(m, *names).finish()
+    assert paths(graph) == want
+    again = paths(blocks_of(GraphModule.from_hir(graph), names[0]).finish())
+    assert len(set(again)) == len(want) + 1
+
+
+def blocks_of(m: GraphModule, *names: str) -> GraphModule:
+    """With a block for each of the names behind the output, inside of others where a name has dots."""
+
+    def inside(segments: list[str]) -> Any:
+        return m.named(segments[0], lambda _: inside(segments[1:])) if segments else m.relu(m.outputs[0])
+
+    for name in names:
+        m.set_outputs([inside(name.split("."))])
+    return m
 
 
 def test_a_stage_comes_back_to_its_own_path() -> None:

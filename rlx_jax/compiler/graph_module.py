@@ -33,7 +33,7 @@ from rlx_jax.ir.reading import WeightSource, as_stored, read_from
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import as_dim, as_name, as_names, device_dtype, path_text, tensor_type
+from rlx_jax.ir.types import Path, as_dim, as_name, as_names, device_dtype, path_text, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
@@ -65,6 +65,7 @@ class GraphModule(Builders[Value]):
     policy: str = "direct"
     plan: Plan | None = None
     captured: Captured = field(default_factory=Captured, repr=False)
+    taken: set[Path] = field(default_factory=set, repr=False)  # block paths
 
     def __post_init__(self) -> None:
         as_name(self.name, "a module")
@@ -123,7 +124,10 @@ class GraphModule(Builders[Value]):
             raise GraphError(f"expected a graph, as into_hir and into_graph give it; got {type(graph).__name__}")
         builder = Builder.resume(graph, types or TypeCache())
         verify(graph, stage, "opening", builder.types)
-        return GraphModule(graph.name, stage, builder, list(graph.outputs), graph.output_names, policy, plan)
+        paths = {node.origin.path for _, node in graph.walk()}
+        taken = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+        outputs = list(graph.outputs)
+        return GraphModule(graph.name, stage, builder, outputs, graph.output_names, policy, plan, taken=taken)
 
     # -- building ----------------------------------------------------------------------------
 
@@ -166,8 +170,16 @@ class GraphModule(Builders[Value]):
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
     def named(self, name: str, build: Callable[[GraphModule], Value]) -> Value:
-        """Run `build` inside a block path segment `name`."""
-        with self.builder.at(Origin((*self.builder.origin.path, name))):
+        """Run `build` inside a block path segment `name`; where an earlier block has that path, `name_2` and so on."""
+        if not callable(build):
+            raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
+        around, number = self.builder.origin.path, 1
+        path: Path = (*around, as_name(name, f"{self.name}: named"))
+        while path in self.taken:
+            number += 1
+            path = (*around, f"{name}_{number}")
+        self.taken.add(path)
+        with self.builder.at(Origin(path)):
             return build(self)
 
     @staticmethod
