@@ -266,7 +266,12 @@ class ModelFlow(Stages):
             raise GraphError(f"{self.name}: export_kv: no stage writes causal attention, so there are no keys to give")
         taps = {f"kv.{i}.{kind}": v for i, n in enumerate(found) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
         for name, value in taps.items():
-            emit.output(name, emit.wrap(value))
+            known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
+            if known.value != value:
+                raise NameCollisionError(
+                    f"{self.name}: export_kv gives {quote(name)}, and a stage has a side output of that name and of "
+                    "another value: leave out export_kv, or the stage that taps them"
+                )
         return tuple(taps)
 
     def _primary(self, emit: Emit, last: FlowValue) -> FlowValue:

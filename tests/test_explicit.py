@@ -302,7 +302,8 @@ def test_an_input_that_nothing_reads_is_refused() -> None:
 
 
 def test_export_kv_by_name() -> None:
-    """The outputs are known when the flow is built, so they can be chosen; a stage's own of that name collide."""
+    """The outputs are known when the flow is built, so they can be chosen; a stage's own of that name are the same, or
+    collide."""
     flow = head(llama_layers(tokens_flow(), 2)).export_kv()
     names = ("logits", "kv.0.k", "kv.0.v", "kv.1.k", "kv.1.v")
     assert flow.build(llama_weights(2)).output_names == names
@@ -310,11 +311,14 @@ def test_export_kv_by_name() -> None:
     assert list(chosen) == ["logits", "kv.1.v"]
     assert flow.with_extra_outputs([]).build(llama_weights(2)).output_names == names
     sizes = blocks.Qwen3DecoderSpec(num_heads=4, num_kv_heads=2, head_dim=4)
-    twice = tokens_flow().named_layer("a", blocks.Qwen3Decoder.layer_with_kv(0, sizes))
-    with pytest.raises(NameCollisionError, match=r"kv\.0\.k"):
-        twice.export_kv().build(
-            {**llama_weights(1), **{f"model.layers.0.self_attn.{n}_norm.weight": w(4) for n in "qk"}}
-        )
+    twice = tokens_flow().stage(blocks.qwen3_prefill_layer_fused_kv(0, sizes))
+    weights = {**llama_weights(1), **{f"model.layers.0.self_attn.{n}_norm.weight": w(4) for n in "qk"}}
+    once, both = compiled(twice, weights)(TOKENS), compiled(twice.export_kv(), weights)(TOKENS)
+    assert list(once) == list(both) == ["output", "kv.0.k", "kv.0.v"]
+    for name, value in once.items():
+        np.testing.assert_array_equal(both[name], value)
+    with pytest.raises(NameCollisionError, match=r"kv\.0\.k.*another value: leave out export_kv"):
+        llama_layers(tokens_flow().llama_kv_tap(0, 4), 1).export_kv().build(llama_weights(1))
     with pytest.raises(GraphError, match="no stage writes causal attention"):
         tokens_flow().export_kv().build(EMBEDDING)
 
