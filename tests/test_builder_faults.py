@@ -303,6 +303,39 @@ def as_expression(dim: Any) -> Callable[[int], int]:
     return lambda n: int(eval(str(dim).replace("^", "**"), {"n": n, **names}))
 
 
+ORIENTED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a value": (lambda e, x: e.linear(x, e.param("w")), "fits: transpose=True"),
+    "a key that is turned": (lambda e, x: e.linear(x, "w", transpose=False), "fits: transpose=True"),
+    "a key": (lambda e, x: e.linear(x, "t"), "fits: transpose=False"),
+    "a value that is turned": (lambda e, x: e.linear(x, e.param("t"), transpose=True), "fits: transpose=False"),
+    "one op": (lambda e, x: e.fused_matmul_bias_act(x, e.param("w"), "b"), "fits: transpose=True"),
+    "an operator": (lambda e, x: x @ e.param("w"), "fits: transpose w"),
+    "neither": (lambda e, x: e.linear(x, "n"), r"is 5; it reads weight 'n'"),
+}
+
+
+@pytest.mark.parametrize("name", ORIENTED)
+def test_a_weight_in_the_other_orientation(name: str) -> None:
+    """A key is `[out, in]`, a value `[in, out]`: the message says so where the other one would fit."""
+    fn, message = ORIENTED[name]
+    shapes = {"w": (4, H), "t": (H, 4), "b": (4,), "n": (5, 5)}
+    with pytest.raises(WeightShapeError, match=message):
+        x_flow().custom(fn).build({key: np.ones(shape, np.float32) for key, shape in shapes.items()})
+
+
+def test_a_key_and_a_value_of_a_square_weight() -> None:
+    """Both fit, and are two products; `transpose` makes them one."""
+    w = {"w": RNG.standard_normal((H, H)).astype(np.float32)}
+
+    def run(fn: Callable[[Any, Any], Any]) -> np.ndarray:
+        return np.asarray(compiled(x_flow().custom(fn), w)(X))
+
+    key, value = run(lambda e, x: e.linear(x, "w")), run(lambda e, x: e.linear(x, e.param("w")))
+    np.testing.assert_allclose(key, X @ w["w"].T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(value, X @ w["w"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(run(lambda e, x: e.linear(x, e.param("w"), transpose=True)), key)
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 

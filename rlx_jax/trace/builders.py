@@ -59,9 +59,10 @@ class Builders(Ops[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
     ) -> V:
-        """`act(x · w [+ bias])`: x `[…, in]`, bias `[out]`; a value w is `[in, out]`, with `transpose` `[out, in]`.
+        """`act(x · w [+ bias])`: w is `[in, out]` as a value, and `[out, in]` as a key of the checkpoint.
 
-        A weight by key is `[out, in]`, as checkpoints store it; with `transpose=False` it is `[in, out]`.
+        So `linear(x, key)` is `linear(x, param(key), transpose=True)`: with `transpose` w is `[out, in]`, without it
+        `[in, out]`, whichever it is. A square weight fits both ways. x `[…, in]`, bias `[out]`.
         """
         op = hir.Linear(self._contract(w, transpose), bias=bias is not None, activation=activation)
         return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
@@ -82,11 +83,11 @@ class Builders(Ops[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
     ) -> V:
-        """`act(x · w + bias)`: `linear` with a bias."""
+        """`act(x · w + bias)`: w is `[in, out]` as a value, and `[out, in]` as a key; `linear` with a bias."""
         return self.linear(x, w, bias, activation=activation, transpose=transpose, out_shape=out_shape)
 
     def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
-        """`x · w₁` and `x · w₂`, each of its own width."""
+        """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""
         with self._block("shared_linear_pair[0]"):
             first = self.linear(x, w1, transpose=transpose)
         with self._block("shared_linear_pair[1]"):
@@ -95,7 +96,7 @@ class Builders(Ops[V]):
     def fused_matmul_bias_act(
         self, x: V, w: V | str, bias: V | str, *, activation: str = "", transpose: bool | None = None
     ) -> V:
-        """`act(x · w + bias)` as one tensor op."""
+        """`act(x · w + bias)` as one tensor op: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
         op = FusedMatMulBiasAct(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
 
@@ -165,7 +166,10 @@ class Builders(Ops[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
     ) -> V:
-        """`(silu(x · gate) ⊙ (x · up)) · down`: gate and up `[H, F]`, down `[F, H]`, or turned; see `linear`."""
+        """`(silu(x · gate) ⊙ (x · up)) · down`: as values gate and up are `[H, F]` and down `[F, H]`, as keys turned.
+
+        See `linear`, also for `transpose`.
+        """
         with self._block("swiglu_ffn"):
             gated, wide = self.linear(x, gate, transpose=transpose), self.linear(x, up, transpose=transpose)
             inner = self.gated_ffn(gate=gated, up=wide)

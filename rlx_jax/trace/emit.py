@@ -206,7 +206,9 @@ class Emit(Builders[FlowValue]):
     # -- parameters --------------------------------------------------------------------------
 
     def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
-        """The weight stored under `key`, as stored, or decoded from it. Floating weights enter the program as f32.
+        """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
+
+        `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. A packed one is decoded; floats enter the program as f32.
 
         `shape` is checked against the source, and stands in for it when there is none.
 

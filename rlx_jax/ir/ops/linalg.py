@@ -25,8 +25,10 @@ def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
     if w.rank != 2 or x.rank < 1:
         raise ShapeError(f"{op}: the weight has rank 2, got {w}, and x at least 1, got {x}").of(1)
     if x.shape[-1] != w.shape[contract]:
+        turned = f"transpose={not contract}" if op == "linear" else "transpose w"
+        other = f"; the other orientation of w fits: {turned}" if x.shape[-1] == w.shape[1 - contract] else ""
         raise ShapeError(
-            f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}"
+            f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}{other}"
         ).of(0, 1)
     if x.dtype != w.dtype:
         raise DTypeError(f"{op}: x is {x}, w is {w}; cast one of them")
