@@ -47,7 +47,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, tensor_type, terms_of
+from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, spelled, tensor_type
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
@@ -140,11 +140,7 @@ def encode(value: Any) -> Any:
 
 
 def _dim(dim: Any) -> int | str:
-    if isinstance(dim, int):
-        return dim
-    if terms := terms_of(dim):
-        return " + ".join(terms)
-    raise UnsupportedError(f"dimension {dim}: only sizes, symbols and sums of them can be stored")
+    return dim if isinstance(dim, int) else spelled(dim)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
     ShapeError,
+    UnsupportedError,
     did_you_mean,
     listing,
     number,
@@ -250,12 +251,30 @@ class TensorType:
     def spec(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Symbols go by name: those that are read again are those of the process that reads them."""
+        return _tensor_type_of, (tuple(d if is_static(d) else spelled(d) for d in self.shape), self.dtype)
+
+    def __deepcopy__(self, memo: Any) -> TensorType:
+        return self
+
     def with_dtype(self, dtype: Any) -> TensorType:
         return TensorType(self.shape, as_dtype(dtype))
 
     def bind(self, binding: Mapping[str, int]) -> TensorType:
         """Replace the dimensions that are a bound symbol, or a sum of them."""
         return TensorType(tuple(bound(d, binding) for d in self.shape), self.dtype)
+
+
+def _tensor_type_of(shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> TensorType:
+    return TensorType(tuple(as_dim(d, "a pickled type") if isinstance(d, str) else d for d in shape), dtype)
+
+
+def spelled(dim: DimLike) -> str:
+    """A symbolic dimension as `as_dim` takes it."""
+    if terms := terms_of(dim):
+        return " + ".join(terms)
+    raise UnsupportedError(f"dimension {dim}: only sizes, symbols and sums of them can be stored")
 
 
 def tensor_type(shape: Sequence[Any], dtype: Any, where: str) -> TensorType:
