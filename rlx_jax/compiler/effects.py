@@ -76,38 +76,48 @@ def without(found: Callable[[Facts], bool], reason: str) -> Idle:
 
 
 def has_floats(facts: Facts) -> bool:
+    """Something is computed in floating point: `precision.compute` and `.mixed` say in which."""
     return any(is_float(t.dtype) for node in facts.nodes() for t in node.types)
 
 
 def has_float_parameters(facts: Facts) -> bool:
+    """A weight is floating: `precision.weights` says how it is stored."""
     return any(is_float(param.type.dtype) for param in facts.hir.params())
 
 
 def has_products(facts: Facts) -> bool:
+    """An op has a precision of its own: a matrix product, attention, a function of the user that may hold one."""
     return any(hasattr(node.op, "precision") for node in facts.nodes())
 
 
 def has_attention(facts: Facts) -> bool:
+    """There is attention, for which an implementation is chosen."""
     return any(isinstance(node.op, AttentionOp) for node in facts.nodes())
 
 
 def has_linears(facts: Facts) -> bool:
+    """A stage multiplies with a weight, which is stored one way or the other. Asked of HIR: in MIR a Linear is a
+    product like any other."""
     return any(isinstance(node.op, hir.Linear) for _, node in facts.hir.walk())
 
 
 def caches(facts: Facts) -> bool:
+    """Calls run prefill or extend, whose state holds keys and values. They need not be the program that was built."""
     return not set(CACHED_PROGRAMS).isdisjoint(facts.programs)
 
 
 def repeats(facts: Facts) -> bool:
+    """Layers became a region, which can be scanned, and recomputed as a whole."""
     return any(node.op.regions() for node in facts.nodes())
 
 
 def keeps_state(facts: Facts) -> bool:
+    """A program takes state and returns it: prefill, extend, or one whose stages carry something themselves."""
     return facts.state or caches(facts)
 
 
 def fuses(facts: Facts) -> bool:
+    """A fusion pass is left, whose misses `assert_clean` makes an error."""
     return any(p.kind == "fusion" for p in facts.passes(facts.profile.fusion.disable))
 
 
@@ -120,6 +130,7 @@ def same(first: Graph, second: Graph) -> bool:
 
 
 def policy(value: Any, facts: Facts) -> str:
+    """The policy chooses between two rules for a block, so both ways down are taken and compared."""
     types = facts.built.types
     if same(lower(facts.hir, "direct", types), lower(facts.hir, "fusable", types)):
         return "no block has a better rule than its own expansion"
@@ -127,49 +138,59 @@ def policy(value: Any, facts: Facts) -> str:
 
 
 def disabled(value: Any, facts: Facts) -> str:
+    """Switching off a pass that does not run changes nothing: named one by one, as the others may."""
     running = {p.name for p in facts.passes()}
     idle = [name for name in value if name not in running]
     return f"{listing(idle)} would not run here" if idle else ""
 
 
 def scanned(value: Any, facts: Facts) -> str:
+    """A loop over layers needs a region; `unroll` and `auto` mean something without one. Told with the first reason why
+    layers that look alike are none."""
     if value != "scan" or repeats(facts):
         return ""
     return "; ".join(("no layers repeat", *facts.built.refusals[:1]))
 
 
 def remat(value: Any, facts: Facts) -> str:
+    """Activations are recomputed for gradients, a layer at a time."""
     if "train" not in facts.programs:
         return f"only the program train recomputes anything, and {facts.runs()}"
     return "" if repeats(facts) else "no layers repeat"
 
 
 def cached(value: Any, facts: Facts) -> str:
+    """The dtype of cached keys and values wants a cache, and attention that fills it."""
     if not caches(facts) and "explicit" not in facts.programs:  # whose cache is inputs and outputs
         return f"only prefill, extend and explicit have cached keys and values, and {facts.runs()}"
     return "" if has_attention(facts) else "there is no attention"
 
 
 def stateful(value: Any, facts: Facts) -> str:
+    """What is donated is the state."""
     return "" if keeps_state(facts) else f"there is no state, and {facts.runs()}"
 
 
 def consumed(value: Any, facts: Facts) -> str:
+    """Donated inputs lend their memory on the device to outputs; requests are on the host."""
     # Whether an output can take an input's memory depends on sizes, and is told where they are known.
     return "requests come from the host, and nothing of theirs is on the device" if facts.serves and value else ""
 
 
 def padded(value: Any, facts: Facts) -> str:
+    """Sizes of requests are padded to; a compiled model pads nothing, but its `on_recompile` may refuse other sizes."""
     if not facts.serves and facts.settings.buckets.on_recompile == "allow":
         return "this model pads nothing, and buckets.on_recompile allows every size"
     return ""
 
 
 def padded_cache(value: Any, facts: Facts) -> str:
+    """`buckets.context` are slots of a cache."""
     return padded(value, facts) if keeps_state(facts) else f"only prefill and extend have a cache, and {facts.runs()}"
 
 
 def spared(value: Any, facts: Facts) -> str:
+    """`buckets.spare` are slots of a ring beside its window, and only layers with a window have rings."""
     windows = (node.op.window for node in facts.nodes() if isinstance(node.op, AttentionOp))
     if caches(facts) and all(window is None for window in windows):
         return "no layer attends in a window"
@@ -177,10 +198,12 @@ def spared(value: Any, facts: Facts) -> str:
 
 
 def recompiled(value: Any, facts: Facts) -> str:
+    """Refused is what is in no list, or compiles after warm-up, which only models that serve requests have."""
     return "" if facts.serves or facts.settings.buckets.text() else "no list of buckets says what is foreign"
 
 
 def merged(value: Any, facts: Facts) -> str:
+    """Merging is tried: whether two projections fit together is decided there, place by place."""
     if not value:  # what cannot be merged is kept apart
         return ""
     places = merge_linears(expand_composites(facts.built.hir, facts.built.types), facts.built.types).places
@@ -188,17 +211,20 @@ def merged(value: Any, facts: Facts) -> str:
 
 
 def unfused(value: Any, facts: Facts) -> str:
+    """Regions are taken apart that a pass has found."""
     regions = {"mark_elementwise_regions", "unfuse_elementwise_regions"}
     running = {p.name for p in facts.passes(facts.profile.fusion.disable)}
     return "" if regions & running else "no pass looks for regions"
 
 
 def generated(value: Any, facts: Facts) -> str:
+    """The loop on the device is that of `generate`."""
     generates = facts.serves and caches(facts)
     return "" if generates else f"only a CausalLM generates, and {facts.runs()}"
 
 
 def skipped(value: Any, facts: Facts) -> str:
+    """`skip_fusion` and `fusion.skip` switch off the same passes: one of them is enough."""
     return "fusion.skip is set as well" if facts.profile.fusion.skip else ""
 
 
