@@ -874,7 +874,9 @@ MODULES: dict[str, Row] = {
     "a declared shape that is one size": row(
         lambda t: x_of(lambda m, x: m.add_node(Unary("tanh"), x, out_shape=4)), GraphError, "m: ", "out_shape", "got 4",
     ),
-    "a parameter of one size": row(lambda t: x_of(lambda m, x: m.param("w", 4)), GraphError, "m: parameter 'w'", "got 4"),
+    "a parameter of one size": row(
+        lambda t: x_of(lambda m, x: m.param("w", 4)), GraphError, "m: parameter 'w'", "list of sizes", "got 4",
+    ),
     "a parameter without a key": row(lambda t: x_of(lambda m, x: m.param(THREE, (4,))), GraphError, "m: ", "key", "3"),
     "pieces that are one size": row(lambda t: x_of(lambda m, x: m.split(x, 2)), GraphError, "m: split", "got 2"),
     "a scale that is none": row(

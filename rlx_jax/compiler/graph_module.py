@@ -26,14 +26,14 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, Param, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, cast, keys_of, packed_keys, stored_keys
-from rlx_jax.ir.reading import WeightSource, as_stored, read_from
-from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.reading import as_stored
+from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
-from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import Path, as_dim, as_name, as_names, device_dtype, path_text, tensor_type
+from rlx_jax.ir.text import block_paths, dump
+from rlx_jax.ir.types import Path, as_dim, as_name, as_names, device_dtype, free_path, path_text, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
@@ -124,10 +124,8 @@ class GraphModule(Builders[Value]):
             raise GraphError(f"expected a graph, as into_hir and into_graph give it; got {type(graph).__name__}")
         builder = Builder.resume(graph, types or TypeCache())
         verify(graph, stage, "opening", builder.types)
-        paths = {node.origin.path for _, node in graph.walk()}
-        taken = {path[:end] for path in paths for end in range(1, len(path) + 1)}
-        outputs = list(graph.outputs)
-        return GraphModule(graph.name, stage, builder, outputs, graph.output_names, policy, plan, taken=taken)
+        opened = GraphModule(graph.name, stage, builder, list(graph.outputs), graph.output_names, policy, plan)
+        return replace(opened, taken=block_paths(graph))
 
     # -- building ----------------------------------------------------------------------------
 
@@ -173,11 +171,7 @@ class GraphModule(Builders[Value]):
         """Run `build` inside a block path segment `name`; where an earlier block has that path, `name_2` and so on."""
         if not callable(build):
             raise GraphError(f"{self.name}: named takes a function GraphModule → value, got {shown(build)}")
-        around, number = self.builder.origin.path, 1
-        path: Path = (*around, as_name(name, f"{self.name}: named"))
-        while path in self.taken:
-            number += 1
-            path = (*around, f"{name}_{number}")
+        path = free_path(self.builder.origin.path, as_name(name, f"{self.name}: named"), self.taken)
         self.taken.add(path)
         with self.builder.at(Origin(path)):
             return build(self)
@@ -417,7 +411,7 @@ class GraphModule(Builders[Value]):
         source = None if weights is None else open_weights(weights)
         graph = self.finish()
         if source is not None:
-            graph = _bind(graph, source, self.builder.types)
+            graph = bind_params(graph, source, self.builder.types)
         keys = dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         profile = CompileProfile().replace(fusion={"policy": self.policy})
         types, stage = self.builder.types, self.stage
@@ -433,17 +427,6 @@ def _kinds(program: Program) -> Iterator[tuple[str, str]]:
     packed = dict(packed_keys(program))
     for stored in stored_keys(program):
         yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
-
-
-def _bind(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
-    """Point parameters at what the source stores, cast to the declared dtype."""
-
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if not isinstance(node.op, Param):
-            return None
-        return (b.leaf(Param(tuple(read_from(p, source) for p in node.op.programs), type=node.op.type)),)
-
-    return rewrite(graph, everywhere(fn), types)
 
 
 @dataclass(frozen=True)

@@ -510,7 +510,11 @@ class CausalLM:
 
     def report(self) -> Report:
         """What compiling cost, and the needs of the program that ran last: forward, prefill or extend."""
-        key = next(reversed([*self.model.programs.executables]), None)
+        programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
+        used = [
+            key for key in self.model.programs.executables if key.flow == self.model.name and key.program in programs
+        ]
+        key = used[-1] if used else None
         return (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
 
 

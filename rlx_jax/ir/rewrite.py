@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, TypeCache, Value, located
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Param, TypeCache, Value, located
+from rlx_jax.ir.reading import WeightSource, read_from
 from rlx_jax.ir.types import TensorType
 
 Rewrite = Callable[[Builder, int, Node, tuple[Value, ...]], tuple[Value, ...] | None]
@@ -61,3 +62,14 @@ def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
         made = b.nodes[i]
         if made.op != node.op and by and not isinstance(made.op, Leaf):
             b.nodes[i] = replace(made, origin=replace(made.origin, by=by))
+
+
+def bind_params(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
+    """Point parameters at what the source stores, cast to the declared dtype."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(node.op, Param):
+            return None
+        return (b.leaf(Param(tuple(read_from(p, source) for p in node.op.programs), type=node.op.type)),)
+
+    return rewrite(graph, everywhere(fn), types)

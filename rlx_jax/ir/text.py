@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Program, Stack, leaf_name
-from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.ir.types import Path, TensorType, path_text
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:
@@ -97,6 +97,12 @@ def _tag(node: Node, number: int, mark: str) -> str:
 def _ref(graph: Graph, value: Value, mark: str) -> str:
     several = len(graph.nodes[value.node].types) > 1
     return f"{mark}{value.node}" + (f".{value.index}" if several else "")
+
+
+def block_paths(graph: Graph) -> set[Path]:
+    """The paths of all blocks, those around others too."""
+    paths = {node.origin.path for _, node in graph.walk()}
+    return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
 def summary(graph: Graph) -> str:

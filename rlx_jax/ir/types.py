@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -479,6 +479,15 @@ Path = tuple[str | int | LayerIndex, ...]
 def path_text(path: Path) -> str:
     """`layers.3.self_attn`."""
     return ".".join(str(segment) for segment in path)
+
+
+def free_path(around: Path, name: str, taken: Collection[Path]) -> Path:
+    """The block `name` inside of `around`; where that is taken, `name_2` and so on."""
+    path, number = (*around, name), 1
+    while path in taken:
+        number += 1
+        path = (*around, f"{name}_{number}")
+    return path
 
 
 def bind_path(path: Path, iteration: int | None) -> Path:

@@ -208,7 +208,8 @@ class Emit(Builders[FlowValue]):
     def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
 
-        `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. A packed one is decoded; floats enter the program as f32.
+        `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
+        decoded where they are packed.
 
         `shape` is checked against the source, and stands in for it when there is none.
 
