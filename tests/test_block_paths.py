@@ -169,7 +169,7 @@ def test_rows_of_a_summary() -> None:
     assert "× 2" in rows["layers.{i}.w{i}"] and "× 3" in rows["layers_2.{i}.w{i+2}"]
 
 
-@pytest.mark.parametrize("roll", ["unroll", "scan"])
+@pytest.mark.parametrize("roll", [pytest.param("unroll", marks=pytest.mark.slow), "scan"])
 def test_caches_of_two_stacks(roll: Any) -> None:
     """Each layer of each has its own, whether its stack is a region or not."""
     spec, weights = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1), {}

@@ -235,7 +235,9 @@ def test_taps_cost_nothing(family: str, policy: str) -> None:
         assert tensor_ops(tap, policy, [cse]) == tensor_ops(recipe, policy, [cse])
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.slow), "gemma3"]
+)
 def test_gemmas_named_layers(family: str) -> None:
     """`gemma_decode_layer` and `gemma_prefill_layer_kv` are what is derived from the recipe's own layers."""
     recipe = FAMILIES[family]()

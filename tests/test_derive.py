@@ -160,6 +160,7 @@ def test_sliding_windows_and_periods(roll: str) -> None:
     assert sum(a.shape[0] if a.ndim == 5 else 1 for a in state.leaves.values()) == 10
 
 
+@pytest.mark.slow
 def test_rope_tables_as_data() -> None:
     """Rows of given tables are read at the absolute positions."""
     angles = np.arange(CONTEXT)[:, None] * 20.0 ** (-np.arange(2) / 2)
@@ -167,6 +168,7 @@ def test_rope_tables_as_data() -> None:
     assert_generates(head(llama_layers(flow, 2)), llama_weights(2))
 
 
+@pytest.mark.slow
 def test_learned_positions() -> None:
     """An optional input whose default is "positions" counts on from the state."""
     flow = (
@@ -335,6 +337,7 @@ def test_a_query_of_the_last_token_for_every_row_is_refused() -> None:
             lm.prefill(TOKENS, logits=logits)
 
 
+@pytest.mark.slow
 def test_side_outputs_of_any_layout_are_left() -> None:
     """Generation reads the first output alone."""
 

@@ -177,7 +177,11 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("table", "steps", "early"),
-    [({}, 4, True), ({"steps_per_dispatch": 3}, 3, True), ({"steps_per_dispatch": 2, "stop_early": False}, 2, False)],
+    [
+        ({}, 4, True),
+        pytest.param({"steps_per_dispatch": 3}, 3, True, marks=pytest.mark.slow),
+        pytest.param({"steps_per_dispatch": 2, "stop_early": False}, 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_generating_loop(table: dict[str, Any], steps: int, early: bool) -> None:
     """So many tokens a dispatch, and the same tokens."""

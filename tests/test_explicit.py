@@ -85,7 +85,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", ["composed", *(pytest.param(n, marks=pytest.mark.slow) for n in [*HOOKS][1:])])
 def test_a_layer_hook_has_its_cache(name: str) -> None:
     """Whatever stage writes the attention: cache, side outputs and numbers are those of the family's own layer."""
     stock = rlx.Llama32Flow.for_prefill(CONFIG)
@@ -146,7 +146,10 @@ FLOWS: dict[str, Callable[[], rlx.ModelFlow]] = {
 }
 
 
-@pytest.mark.parametrize("name", FLOWS)
+FEW = ("layers that alternate", "tables of data")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FLOWS])
 def test_any_causal_flow(name: str) -> None:
     """Steps of `explicit` are the forward program."""
     flow = FLOWS[name]()
@@ -185,6 +188,7 @@ def test_mask_and_positions() -> None:
         step(TOKENS[:1, 3:5], mask=mask[:, :4], **past)
 
 
+@pytest.mark.slow
 def test_dtypes_of_the_cache() -> None:
     """`precision.kv` types it, in and out; without, it is f32 like every output, whatever the program computes in."""
     flow, weights = FLOWS["layers that fold"](), llama_weights(2)

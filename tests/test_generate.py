@@ -28,7 +28,7 @@ CASES: list[dict[str, Any]] = json.loads((LLAMA / "chat.json").read_text("utf-8"
 VOCABULARY = 67
 CONTEXT = 16
 
-SLOW = ("gqa_linear_mlpbias_v5", "mha_linear_biases_v4", "mqa_llama3_v4")
+SLOW = ("gqa_plain_attnbias_v5", "gqa_linear_mlpbias_v5", "mha_linear_biases_v4", "mqa_llama3_v4")
 RECORDED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NAMES]
 
 
@@ -165,7 +165,7 @@ def test_record_ends_rows_at_different_steps(plain: Case) -> None:
     [
         "int",
         pytest.param("list", marks=pytest.mark.slow),
-        "generation_config",
+        pytest.param("generation_config", marks=pytest.mark.slow),
         pytest.param("both", marks=pytest.mark.slow),
     ],
 )

@@ -296,6 +296,7 @@ CASES = {
 SLOW_CASES = (
     "llama",  # the default suite has it in QUICK_PLANS
     "attention, ones mask",
+    "gemma, decode",
     "llama, window mask",
     "llama, keep mask",
     "llama, no mask",

@@ -48,7 +48,7 @@ def test_the_table_is_that_of_ggml() -> None:
     assert all(row.name == name for name, row in SCHEMES.items())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     scheme=st.sampled_from(DECODED),
     rows=st.lists(st.integers(1, 4), max_size=3),

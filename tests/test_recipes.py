@@ -45,7 +45,7 @@ def composed_at_1(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
     return ctx.default_stage()
 
 
-@pytest.mark.parametrize("policy", ["fusable", "direct"])
+@pytest.mark.parametrize("policy", [pytest.param("fusable", marks=pytest.mark.slow), "direct"])
 def test_a_layer_replaced_by_its_composed_form(policy: str) -> None:
     """The same numbers: bit by bit under `fusable`, to 2e-6 under `direct`."""
     recipe, tokens = rlx.recipe_for(LLAMA), load_record(LLAMA)["tokens"]

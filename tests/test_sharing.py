@@ -124,7 +124,7 @@ def test_layers_that_share_all_of_it_merge() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), count=st.integers(2, 5), pool=st.integers(1, 5), how=st.sampled_from([{}, *STORED.values()]))
 def test_any_sharing(data: Any, count: int, pool: int, how: dict[str, Any]) -> None:
     """Weights drawn at random for every place in every layer, and for the head."""
