@@ -338,12 +338,14 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
-def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     """A suggestion to append to a message, or the empty string. Case does not count; `alike` is the least ratio.
 
     >>> did_you_mean("polcy", ["policy", "target"])
     "; did you mean 'policy'?"
     """
+    if not isinstance(name, str):
+        return ""
     folded: dict[str, str] = {}
     for k in known:
         folded.setdefault(k.casefold(), k)

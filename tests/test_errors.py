@@ -867,6 +867,7 @@ MODULES: dict[str, Row] = {
     "an order that is one axis": row(
         lambda t: x_of(lambda m, x: m.transpose_(x, 0)), GraphError, "m: transpose", "2 axes of f32[batch,4]", "got 0",
     ),
+    "a function of None": row(lambda t: x_of(lambda m, x: m.activation(None, x)), GraphError, "function 'None'"),
     "half an axis": row(lambda t: x_of(lambda m, x: m.sum(x, 1.5)), ShapeError, "m: f32[batch,4]", "no axis 1.5"),
     "a shape that is one size": row(
         lambda t: x_of(lambda m, x: m.broadcast_to(x, 4)), GraphError, "m: broadcast_to", "list of sizes", "got 4",
