@@ -343,6 +343,10 @@ def test_grad_is_the_finite_difference() -> None:
         want = (loss(up) - loss(down)) / 2e-5
         np.testing.assert_allclose((np.asarray(grads[key]) * step).sum(), want, rtol=1e-4)
     assert jax.grad(lambda x: model.apply(model.params, x).sum())(jnp.asarray(x)).shape == x.shape
+    called = jax.grad(lambda p: (model.replace(p)(x) ** 2).sum())(model.params)  # a call is apply of its parameters
+    jax.tree.map(np.testing.assert_array_equal, called, grads)
+    jitted = jax.jit(lambda p: model.replace(p)(x))(model.params)
+    np.testing.assert_allclose(jitted, model(x), rtol=1e-6)
 
 
 def test_vmap_and_checkpoint() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -70,6 +70,7 @@ class CompiledModel:
     program: str = "forward"
     params: dict[str, Any] | None = field(default=None, repr=False)
     load_seconds: float = 0.0
+    traced: bool = field(default=False, repr=False)  # `params` are of a jax.grad or jax.jit around the call
     last: ProgramKey | None = field(default=None, repr=False)
 
     # -- calling -----------------------------------------------------------------------------
@@ -125,8 +126,7 @@ class CompiledModel:
         """Call the executable of `key`, made if this is its first call."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.programs.function(key).run(params, state, inputs)
-        leaves = jax.tree.leaves((state, inputs))
-        if any(isinstance(v, jax.core.Tracer) for v in leaves):
+        if self.traced or is_traced(jax.tree.leaves((state, inputs))):
             refuse_consumed(params, inputs)  # jax.jit would find out behind our back
             return self.programs.function(key).jitted(params, state, inputs)
         return self.launch(key, params, state, inputs)
@@ -305,13 +305,13 @@ class CompiledModel:
         return by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
-        """The same executables with other numbers.
+        """The same executables with other numbers, which may be traced: `jax.grad(lambda p: f(model.replace(p)(x)))`.
 
         Raises:
             WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
-        return replace(self, params=dict(params))
+        return replace(self, params=dict(params), traced=is_traced(params.values()))
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
         """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed below 2**64.
@@ -438,6 +438,11 @@ class CompiledModel:
             peak_bytes=executable.peak_bytes,
             estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
         )
+
+
+def is_traced(arrays: Iterable[Any]) -> bool:
+    """Whether one of them is traced, by `jax.grad`, `jax.jit` or the like."""
+    return any(isinstance(a, jax.core.Tracer) for a in arrays)
 
 
 @dataclass(frozen=True, eq=False)
