@@ -6,11 +6,12 @@ it is made of.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.ir.graph import Builder, Graph, StateRead, TypeCache
+from rlx_jax.ir.graph import Builder, Graph, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import is_float
 
@@ -18,30 +19,56 @@ from rlx_jax.ir.types import is_float
 def carried(graph: Graph) -> dict[int, np.dtype[Any]]:
     """The numbers of those nodes, without the leaves themselves, with the dtype of what they carry.
 
-    A cache that is written in place has one such node. Where one node carries two leaves, it has the wider dtype.
+    A leaf carries on itself, or leaves carry on each other: from one of them to the next, and around. Of layers that
+    stand on each other, what an earlier one keeps reaches a later one and never comes back, so that a cache that is
+    written in place has one such node. Where one node carries several leaves, it has the widest dtype.
     """
-    reads = {node.op.leaf: i for i, node in enumerate(graph.nodes) if isinstance(node.op, StateRead)}
+    floats = {
+        node.op.leaf: number
+        for number, node in enumerate(graph.nodes)
+        if isinstance(node.op, StateRead) and is_float(node.op.type.dtype)
+    }
+    writes = {leaf: value.node for leaf, value in graph.writes if leaf in floats}
+    behind = {leaf: descendants(graph, floats[leaf]) for leaf in writes}
+    reached = {leaf: {other for other, number in writes.items() if number in behind[leaf]} for leaf in writes}
     found: dict[int, np.dtype[Any]] = {}
-    for leaf, value in graph.writes:
-        first = reads.get(leaf)
-        dtype = graph.nodes[first].types[0].dtype if first is not None else None
-        if first is None or dtype is None or not is_float(dtype):
-            continue
-        for number in between(graph, first, value.node) - {first}:
-            found[number] = max(found.get(number, dtype), dtype, key=lambda d: d.itemsize)
+    for leaf, others in reached.items():
+        for other in others:
+            if leaf not in closure(reached, other):
+                continue
+            dtype = graph.nodes[floats[other]].types[0].dtype
+            for number in ancestors(graph, writes[other]) & behind[leaf] - {floats[leaf]}:
+                found[number] = max(found.get(number, dtype), dtype, key=lambda d: d.itemsize)
     return found
 
 
-def between(graph: Graph, first: int, last: int) -> set[int]:
-    """The nodes on the ways from one to another, both included; empty if no way leads there."""
-    behind = {first}
-    for number in range(first + 1, last + 1):
-        if any(v.node in behind for v in graph.nodes[number].inputs):
-            behind.add(number)
-    found, asked = set(), [last]
+def closure(reached: Mapping[StateLeaf, Set[StateLeaf]], leaf: StateLeaf) -> set[StateLeaf]:
+    """All leaves that one reaches at last, in one step or several."""
+    found: set[StateLeaf] = set()
+    asked = [leaf]
+    while asked:
+        new = reached[asked.pop()] - found
+        found |= new
+        asked += new
+    return found
+
+
+def descendants(graph: Graph, first: int) -> set[int]:
+    """A node and all that is computed from it."""
+    found = {first}
+    for number in range(first + 1, len(graph.nodes)):
+        if any(v.node in found for v in graph.nodes[number].inputs):
+            found.add(number)
+    return found
+
+
+def ancestors(graph: Graph, last: int) -> set[int]:
+    """A node and all that it is computed from."""
+    found: set[int] = set()
+    asked = [last]
     while asked:
         number = asked.pop()
-        if number in behind and number not in found:
+        if number not in found:
             found.add(number)
             asked += [v.node for v in graph.nodes[number].inputs]
     return found

@@ -23,6 +23,7 @@ from rlx_jax.errors import (
     DTypeError,
     GraphError,
     MissingWeightError,
+    RequestError,
     SequenceLengthError,
     ShapeError,
     TokenIdError,
@@ -30,8 +31,10 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.models import bert, llama
+from tests.oracles.checkpoints import FIXTURES
 
 ROOT = Path(__file__).parents[1]
+LLAMA, BERT = FIXTURES / "llama" / "mha_tied_sparse", FIXTURES / "bert" / "bare_v5"
 H, F, V, B, S = 8, 12, 11, 2, 3
 X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(0, V, (B, S)).astype(np.int32)
@@ -347,6 +350,20 @@ def test_grad_is_the_finite_difference() -> None:
     jax.tree.map(np.testing.assert_array_equal, called, grads)
     jitted = jax.jit(lambda p: model.replace(p)(x))(model.params)
     np.testing.assert_allclose(jitted, model(x), rtol=1e-6)
+
+
+def test_requests_of_traced_parameters() -> None:
+    """What reads its results is refused by name; logits and hidden states go through."""
+    lm, enc = rlx.load(LLAMA), rlx.load(BERT)
+    grads = jax.grad(lambda p: rlx.CausalLM(lm.model.replace(p)).logits([[1, 2]]).sum())(lm.model.params)
+    assert grads.keys() == lm.model.params.keys()
+    for model, ask in (
+        (lm.model, lambda m: rlx.CausalLM(m).prefill([[1, 2]])[0].sum()),
+        (lm.model, lambda m: rlx.CausalLM(m).generate([[1, 2]], 2)),
+        (enc.model, lambda m: rlx.Encoder(m).embed([[1, 2]]).sum()),
+    ):
+        with pytest.raises(RequestError, match="parameters are traced .*differentiate logits"):
+            jax.grad(lambda p, model=model, ask=ask: ask(model.replace(p)))(model.params)
 
 
 def test_vmap_and_checkpoint() -> None:

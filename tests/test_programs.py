@@ -17,7 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.errors import RecompileError, RequestError
 from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
-from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compiling import compile_together
@@ -336,6 +336,8 @@ def test_requests_run_the_programs_of_a_compiled_model(plain: Any) -> None:
     assert {key.flow for key in models["draft"].programs.executables} == {flow.name, "draft"}
     with pytest.raises(errors.RequestError, match="draft is compiled already: leave out 'weights', 'strict'"):
         rlx.CausalLM(models["draft"], weights(), strict=False)
+    with pytest.raises(errors.GraphError, match="this CausalLM is compiled already: pass its .model"):
+        rlx.CausalLM(lm)
     assert rlx.Encoder(rlx.load(BERT).model).hidden_states([[1, 2]]).shape[:2] == (1, 2)
 
 
@@ -434,6 +436,31 @@ def test_a_state_keeps_its_precision(precision: dict[str, str]) -> None:
     step = np.float64(third.astype(as_dtype(precision.get("compute", "f32"))))  # mixed gives inputs as they are
     assert state.leaves["total.sum"].dtype == np.float32
     np.testing.assert_allclose(out, 300 * step, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}, {"mixed": "always_f16"}])
+def test_states_that_carry_each_other_keep_their_precision(precision: dict[str, str]) -> None:
+    """a ← b + x, b ← a; and a leaf in bf16 that is written and read apart stays in bf16."""
+    types, t = TypeCache(), TensorType((symbol("batch"), 3), np.dtype(np.float32))
+    b, half = Builder("turns", types), t.with_dtype("bf16")
+    a_leaf, b_leaf, last = (StateLeaf((name,), "s") for name in ("a", "b", "last"))
+    x = b.leaf(Input("x", type=t))
+    a, other, seen = (b.leaf(StateRead(n, type=d)) for n, d in ((a_leaf, t), (b_leaf, t), (last, half)))
+    b.inputs = [Input("x", type=t)]
+    b.writes = [(a_leaf, b(Binary("add"), other, x)), (b_leaf, a), (last, b(CastTo(half.dtype), x))]
+    flow = rlx.GraphModule.from_hir(b.finish([a, b(CastTo(t.dtype), seen)], ["a", "last"]))
+    m = rlx.compile(flow, {}, profile=rlx.CompileProfile().replace(precision=precision))
+    state, third = m.init_state(1), np.full((1, 3), 1 / 3, np.float32)
+    for _ in range(301):
+        out, state = m(third, state=state)
+    step = np.float64(third.astype(as_dtype(precision.get("compute", "f32"))))
+    assert {n: v.dtype.name for n, v in state.leaves.items()} == {
+        "a.s": "float32",
+        "b.s": "float32",
+        "last.s": "bfloat16",
+    }
+    np.testing.assert_allclose(np.asarray(state.leaves["a.s"]), 151 * step, rtol=1e-5)
+    np.testing.assert_allclose(out["last"], third, rtol=1e-2)
 
 
 @pytest.mark.parametrize("spare", [pytest.param(0, marks=pytest.mark.slow), 3])

@@ -16,7 +16,7 @@ from rlx_jax.ir.graph import Builder, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.carried import carried
+from rlx_jax.lowering.carried import carried, written_as_read
 from rlx_jax.lowering.mir.dce import dce
 
 F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -63,4 +63,4 @@ def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
         return fn
 
     # Where every reader takes the narrow value, the cast back is dead.
-    return dce(rewrite(graph, enter, types, f"mixed_{policy}"), types)
+    return dce(written_as_read(rewrite(graph, enter, types, f"mixed_{policy}"), types), types)

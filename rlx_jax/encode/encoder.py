@@ -126,6 +126,7 @@ class Encoder:
             RequestError: not strings or id lists. TokenIdError: an id out of range.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
         """
+        self.model.refuse_traced()
         asked = split_prompts(texts, "texts", flat=False)
         rows = self._rows(asked.texts) if asked.texts is not None else []
         for i, ids in enumerate(asked.ids or []):

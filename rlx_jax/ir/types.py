@@ -255,6 +255,9 @@ class TensorType:
         """Symbols go by name: those that are read again are those of the process that reads them."""
         return _tensor_type_of, (tuple(d if is_static(d) else spelled(d) for d in self.shape), self.dtype)
 
+    def __copy__(self) -> TensorType:
+        return self
+
     def __deepcopy__(self, memo: Any) -> TensorType:
         return self
 

@@ -16,6 +16,7 @@ from rlx_jax.errors import (
     DTypeError,
     GraphError,
     MissingWeightError,
+    RequestError,
     RlxError,
     did_you_mean,
     quote,
@@ -79,7 +80,8 @@ class CompiledModel:
         """Run the program. One output is returned as an array, several as a dict by name.
 
         Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
-        for the device. A program with state takes `state=` (donated: not to be used again) and returns
+        for the device, and an array of the host is not to be overwritten before the result is here: JAX may read it
+        until then. A program with state takes `state=` (donated: not to be used again) and returns
         `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens that do not fit its slots; under
         `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are dropped.
         """
@@ -291,6 +293,18 @@ class CompiledModel:
             )
         return self.params
 
+    def refuse_traced(self) -> None:
+        """Requests read what comes out, and traced parameters give nothing to read.
+
+        Raises:
+            RequestError: says what can be differentiated.
+        """
+        if self.traced:
+            raise RequestError(
+                f"{self.name}: the parameters are traced by jax.grad or the like, and requests read results on the "
+                "host: differentiate logits, hidden_states or model.apply"
+            )
+
     def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every leaf."""
         return {name: t.spec for name, t in self.programs.layout.types().items()}
@@ -458,6 +472,7 @@ class BoundProgram:
         return self.key in self.model.programs.executables
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> tuple[tuple[Any, ...], StateArrays]:
+        self.model.refuse_traced()
         run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
         return run(self.key, self.model.require_params("generation"), state, inputs)
 

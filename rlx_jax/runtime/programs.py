@@ -374,6 +374,8 @@ def as_flow(flow: Any) -> Buildable:
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
         raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
+    if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
+        raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
     if callable(getattr(flow, "assemble", None)):
         return as_flow(flow.assemble())
     if callable(flow):

@@ -53,7 +53,7 @@ def open_token_model(
         max_positions = whole_number("max_positions", max_positions, 1)
     if isinstance(flow, CompiledModel):
         check_untouched(flow, weights, profile, strict, progress, max_positions)
-        model = replace(flow, program="forward")
+        model = flow if flow.program == "forward" else replace(flow, program="forward", last=None)
     else:
         opened = open_programs(
             [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions,
