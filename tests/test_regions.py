@@ -135,12 +135,10 @@ def test_depth_does_not_grow_the_program() -> None:
     assert len(sizes) == 1
 
 
-@pytest.mark.slow
-def test_a_llama_is_one_region() -> None:
-    """Fused and composed layers, under their own names, whose path is the index."""
+def llama_weights(layers: int) -> dict[str, np.ndarray]:
+    """Those of layers with two heads of 4 on one, other numbers in each."""
     weights = {}
-    spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)
-    for i in range(4):
+    for i in range(layers):
         p = f"model.layers.{i}"
         for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
             weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
@@ -148,6 +146,13 @@ def test_a_llama_is_one_region() -> None:
             weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
         for n in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+    return weights
+
+
+@pytest.mark.slow
+def test_a_llama_is_one_region() -> None:
+    """Fused and composed layers, under their own names, whose path is the index."""
+    spec, weights = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1), llama_weights(4)
     for make in (blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed):
         built = assert_alike(4, functools.partial(make, spec=spec), weights)
         (repeat,) = regions(built.hir)
@@ -341,15 +346,7 @@ def test_layers_that_read_an_earlier_one_are_a_region_behind_it() -> None:
 
 def test_state_of_a_split_region() -> None:
     """Every layer has caches of its own, under its own number, and decodes as it computes."""
-    weights = {}
-    for i in range(5):
-        p = f"model.layers.{i}"
-        for n, shape in (("q", (8, H)), ("k", (4, H)), ("v", (4, H)), ("o", (H, 8))):
-            weights[f"{p}.self_attn.{n}_proj.weight"] = w(*shape, seed=i)
-        for n, shape in (("gate", (9, H)), ("up", (9, H)), ("down", (H, 9))):
-            weights[f"{p}.mlp.{n}_proj.weight"] = w(*shape, seed=i)
-        for n in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{p}.{n}.weight"] = 1 + w(H, seed=i)
+    weights = llama_weights(5)
 
     def layer(i: int) -> BlockStage:
         stage = blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1))

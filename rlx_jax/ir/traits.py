@@ -7,7 +7,7 @@ or counts it by a rule that was never meant for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlx_jax.ir.types import TensorType
@@ -81,35 +81,17 @@ ELEMENTWISE = Traits(
     "elementwise", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
     view=no_view, writes=(), stored=True,
 )  # fmt: skip
-REDUCTION = Traits(
-    "reduction", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
-    view=no_view, writes=(), stored=True,
-)  # fmt: skip
-NORM = Traits(
-    "reduction", narrows=None, widens=False, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
-    view=no_view, writes=(), stored=True,
-)  # fmt: skip
-MOVEMENT = Traits(
-    "movement", narrows=None, widens=True, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
-    view=no_view, writes=(), stored=True,
-)  # fmt: skip
-TOKENS = Traits(
-    "movement", narrows=None, widens=False, pinned=False, flops=nothing, bytes=results_moved, workspace=nothing,
-    view=no_view, writes=(), stored=True,
-)  # fmt: skip
-STATE = Traits(
-    "state", narrows=0, widens=False, pinned=False, flops=nothing, bytes=each_once, workspace=nothing,
-    view=no_view, writes=((0, 0),), stored=True,
-)  # fmt: skip
+REDUCTION = replace(ELEMENTWISE, numeric="reduction")
+NORM = replace(REDUCTION, widens=False)
+MOVEMENT = replace(ELEMENTWISE, numeric="movement")
+TOKENS = replace(MOVEMENT, widens=False, bytes=results_moved)
+STATE = replace(ELEMENTWISE, numeric="state", narrows=0, widens=False, writes=((0, 0),))
 """Facts that several ops share; an op may replace some (`dataclasses.replace`)."""
 
 
 def product_traits(flops: Count) -> Traits:
     """A product with a field `precision`."""
-    return Traits(
-        "compute", narrows=None, widens=False, pinned=True, flops=flops, bytes=each_once, workspace=nothing,
-        view=no_view, writes=(), stored=True,
-    )  # fmt: skip
+    return replace(ELEMENTWISE, numeric="compute", widens=False, pinned=True, flops=flops)
 
 
 @dataclass(frozen=True)
