@@ -11,6 +11,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+jax.config.update("jax_num_cpu_devices", 8)  # what runs on one device runs on the first of them
+
 # An op that leans on implicit promotion works here and fails in a user's strict program.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
