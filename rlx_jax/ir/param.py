@@ -22,6 +22,10 @@ from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
 
+Roles = tuple[str | None, ...]
+"""What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
+
+
 class ProgramStep(Protocol):
     """What every program is: one step over the programs in `parts`. One more is a class with these members."""
 
@@ -53,6 +57,9 @@ class ProgramStep(Protocol):
     def name(self, *names: str) -> str:
         """What messages call it, of the names of its parts."""
 
+    def roles(self, *parts: Roles) -> Roles:
+        """What its axes are, of what those of its parts are."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -81,6 +88,9 @@ class Key:
 
     def name(self, *names: str) -> str:
         return self.key
+
+    def roles(self, *parts: Roles) -> Roles:
+        return (None,) * self.type.rank
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,9 @@ class Sliced:
 
     def name(self, *names: str) -> str:
         return str(self)
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,9 @@ class Dequantized:
     def name(self, *names: str) -> str:
         return str(self.logical)
 
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
 
 @dataclass(frozen=True)
 class Transposed:
@@ -242,6 +258,9 @@ class Transposed:
 
     def name(self, *names: str) -> str:
         return f"{names[0]}.T"
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0][::-1]
 
 
 @dataclass(frozen=True)
@@ -281,6 +300,9 @@ class Permuted:
     def name(self, *names: str) -> str:
         return f"{names[0]}.permute({','.join(map(str, self.axes))})"
 
+    def roles(self, *parts: Roles) -> Roles:
+        return tuple(parts[0][axis] for axis in self.axes)
+
 
 @dataclass(frozen=True)
 class Reshaped:
@@ -318,6 +340,9 @@ class Reshaped:
     def name(self, *names: str) -> str:
         return f"{names[0]}.reshape({','.join(map(str, self.shape))})"
 
+    def roles(self, *parts: Roles) -> Roles:
+        return (None,) * len(self.shape)
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -354,6 +379,9 @@ class Cast:
     def name(self, *names: str) -> str:
         return names[0]
 
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -387,6 +415,9 @@ class Joined:
 
     def name(self, *names: str) -> str:
         return braced(list(names))
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]  # what is divided in another way is not merged
 
 
 @dataclass(frozen=True)
@@ -426,6 +457,9 @@ class Stack:
 
     def name(self, *names: str) -> str:
         return braced(list(names))
+
+    def roles(self, *parts: Roles) -> Roles:
+        return (None, *parts[0])
 
 
 Program = Key | Sliced | Dequantized | Transposed | Permuted | Reshaped | Cast | Joined | Stack

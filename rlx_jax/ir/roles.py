@@ -1,0 +1,71 @@
+"""What the axes of parameters, states and values are. One table maps these roles to the axes of a mesh of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
+from rlx_jax.ir.param import Key, Program, Roles
+from rlx_jax.ir.types import TensorType
+
+ROLES: Mapping[str, str] = {
+    "batch": "rows of a request, or of a training batch",
+    "sequence": "tokens of a row",
+    "heads": "query heads, packed or not",
+    "kv_heads": "key and value heads, packed or not",
+    "ffn": "inside of a feed-forward block",
+    "vocab": "rows of an output head, and of an embedding that it is tied to",
+    "embedding": "rows of a table that ids look up",
+    "hidden": "width of the values between blocks, as an axis of a matrix",
+    "experts": "experts of a mixture",
+    "channel": "the only axis of a vector: norms, and biases of what is as wide as the values between blocks",
+}
+"""Every role, and what has it."""
+
+
+def check_roles(roles: Sequence[str | None], t: TensorType, where: str) -> Roles:
+    """A role, or None, for every axis.
+
+    Raises:
+        GraphError: another number of axes than `t` has, an unknown role, or one that stands twice.
+    """
+    if isinstance(roles, str) or not isinstance(roles, Sequence):
+        raise GraphError(f"{where}: roles are one name, or None, for each axis; got {shown(roles)}")
+    for role in roles:
+        if role is not None and role not in ROLES:
+            close = did_you_mean(role, ROLES) if isinstance(role, str) else ""
+            raise GraphError(f"{where}: there is no role {shown(role)}; roles are {listing(ROLES, len(ROLES))}{close}")
+    named = [role for role in roles if role is not None]
+    if len(roles) != t.rank or len(set(named)) < len(named):
+        raise GraphError(f"{where}: {t} needs one role, or None, for each of its axes, each once; got {shown(roles)}")
+    return tuple(roles)
+
+
+def agreed(first: Roles, second: Roles, where: str) -> Roles:
+    """What two uses of one weight say of its axes. A table that ids look up, and that is the head too, is a head.
+
+    Raises:
+        GraphError: they contradict each other.
+    """
+    found: list[str | None] = []
+    for one, other in zip(first, second, strict=True):
+        if {one, other} == {"embedding", "vocab"}:
+            found.append("vocab")
+        elif one == other or one is None or other is None:
+            found.append(one or other)
+        else:
+            raise GraphError(f"{where}: an axis is {quote(one)} in one place and {quote(other)} in another")
+    return tuple(found)
+
+
+def of_program(program: Program, known: Mapping[str, Roles]) -> Roles:
+    """The roles of a parameter's axes, from those of the tensors that it is made of: `known`, by checkpoint key."""
+    if isinstance(program, Key):
+        return known.get(program.key, (None,) * program.type.rank)
+    return program.roles(*(of_program(part, known) for part in program.parts))
+
+
+def of_dims(t: TensorType) -> Roles:
+    """The roles that the dims of a value have by their names: `batch` and `seq` have meaning."""
+    meaning = {"batch": "batch", "seq": "sequence"}
+    return tuple(meaning.get(str(dim)) for dim in t.shape)
