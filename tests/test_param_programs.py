@@ -13,11 +13,13 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import WeightError, WeightShapeError
-from rlx_jax.ir.graph import Param
+from rlx_jax.ir.boxes import slices
+from rlx_jax.ir.graph import Graph, Node, Origin, Param
 from rlx_jax.ir.param import (
     Cast,
     Joined,
     Key,
+    Padded,
     Permuted,
     Program,
     Reshaped,
@@ -27,9 +29,12 @@ from rlx_jax.ir.param import (
     cast,
     leaf_name,
     narrows,
+    padded,
+    sliced,
 )
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.lowering.lir.layout import layout_of
 from rlx_jax.weights.execute import fill, load_leaf, pieces
 from rlx_jax.weights.mapping import MappingSource
 
@@ -53,6 +58,22 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Permuted(A, (2, 0, 1)), lambda s: s["a.w"].transpose(2, 0, 1), "a.w.permute(2,0,1)"),
     (Reshaped(A, (6, 4)), lambda s: s["a.w"].reshape(6, 4), "a.w.reshape(6,4)"),
     (Joined((A, B), 1), lambda s: np.concatenate([s["a.w"], s["b.w"]], 1), "{a,b}.w"),
+    (Padded(A, 1, 5), lambda s: np.pad(s["a.w"], ((0, 0), (0, 2), (0, 0))), "a.w"),
+    (
+        Transposed(Padded(Joined((key("m.0"), key("m.1")), 0), 0, 16)),
+        lambda s: np.concatenate([s["m.0"], s["m.1"], np.zeros((4, 4), np.float32)]).T,
+        "m.{0..1}.T",
+    ),
+    (
+        Joined(tuple(sliced(key(name), 0, *edges) for edges in ((0, 3), (3, 6)) for name in ("m.0", "m.1")), 0),
+        lambda s: np.concatenate([s[name][half] for half in np.s_[:3, 3:] for name in ("m.0", "m.1")]),
+        "m.{0..1}",
+    ),
+    (
+        Joined(tuple(sliced(Transposed(key(name)), 1, i, i + 2) for i in (4, 0, 2) for name in ("m.1", "m.0")), 1),
+        lambda s: np.concatenate([s[name][i : i + 2].T for i in (4, 0, 2) for name in ("m.1", "m.0")], 1),
+        "m.{1,0}.T",
+    ),
     (Stack((A, B, C)), lambda s: np.stack([s["a.w"], s["b.w"], s["c.w"]]), "{a,b,c}.w"),
     (Stack.of_keys("m.{}", 2, key("m.0").type), lambda s: np.stack([s["m.0"], s["m.1"]]), "m.{0..1}"),
     (
@@ -96,8 +117,9 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
 @pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 def test_a_program_read_backwards_is_what_was_stored(library: Any, program: Program, meaning: Any, name: str) -> None:
-    for stored, piece, sliced in pieces(program, library.asarray(expected(meaning))):
-        np.testing.assert_array_equal(piece, STORED[stored.key] if sliced is None else sliced.join(STORED[stored.key]))
+    for stored, piece, part in pieces(program, library.asarray(expected(meaning))):
+        whole = STORED[stored.key]
+        np.testing.assert_array_equal(piece, whole if part is None else whole[slices(part.place)])
 
 
 @pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
@@ -136,13 +158,69 @@ def test_join_is_the_value(program: Program, meaning: Any, name: str) -> None:
         (lambda: Sliced(A, 1, 2, 4), r"a.w\[:, 2:4\]: f32\[2,3,4\] has no such part along axis 1"),
         (lambda: Sliced(A, 3, 0, 1), "no such part along axis 3"),
         (lambda: Sliced(A, 0, 1, 1), "no such part"),
-        (lambda: Sliced(A, 0, 0, 1).over(Transposed(key("m.0"))), "a part of a stored tensor is taken"),
+        (lambda: sliced(A, 3, 0, 1), "0:1 of .* along axis 3: there is no such part"),
+        (
+            lambda: sliced(Transposed(key("m.0")), 1, 2, 7),
+            r"m.0.: 2:7 of f32\[4,6\] along axis 1: there is no such part",
+        ),
+        (lambda: sliced(Reshaped(A, (6, 4)), 0, 1, 3), r"1:3 of .* cuts rows of a reshape; take whole ones"),
+        (lambda: Padded(A, 1, 3), r"pad\(a.w; axis=1, 3\): f32\[2,3,4\] cannot be padded to 3 along axis 1"),
+        (lambda: padded(A, 3, 5), "cannot be padded to 5 along axis 3"),
         (lambda: Reshaped(A, (5, 5)), r"reshape\(a.w\): f32\[2,3,4\] has not the elements of \[5, 5\]"),
     ],
 )
 def test_what_is_no_program(make: Any, message: str) -> None:
     with pytest.raises(WeightShapeError, match=message):
         make()
+
+
+SLICED: list[tuple[Program, tuple[int, int, int], str]] = [
+    (A, (1, 0, 3), "a.w"),
+    (A, (1, 0, 2), "a.w[:, 0:2]"),
+    (Sliced(A, 1, 1, 3), (1, 1, 2), "a.w[:, 2:3]"),
+    (Sliced(A, 1, 1, 3), (0, 1, 2), "a.w[1:2][:, 1:3]"),
+    (Cast(A, BF16), (2, 0, 2), "cast(a.w[:, :, 0:2], bf16)"),
+    (Transposed(key("m.0")), (1, 2, 4), "transpose(m.0[2:4])"),
+    (Permuted(A, (2, 0, 1)), (0, 1, 3), "permute(a.w[:, :, 1:3]; 2, 0, 1)"),
+    (Stack((A, B, C)), (0, 1, 3), "stack(b.w, c.w)"),
+    (Stack((A, B)), (1, 1, 2), "stack(a.w[1:2], b.w[1:2])"),
+    (Joined((A, B), 1), (1, 2, 5), "concat(a.w[:, 2:3], b.w[:, 0:2]; axis=1)"),
+    (Joined((A, B), 1), (1, 3, 5), "b.w[:, 0:2]"),
+    (Padded(A, 1, 5), (1, 1, 4), "pad(a.w[:, 1:3]; axis=1, 3)"),
+    (Padded(A, 1, 5), (0, 1, 2), "pad(a.w[1:2]; axis=1, 5)"),
+    (Padded(A, 1, 5), (1, 1, 3), "a.w[:, 1:3]"),
+    (Padded(A, 1, 5), (1, 3, 4), "zeros(f32[2,1,4])"),
+    (Reshaped(A, (6, 4)), (0, 3, 6), "reshape(a.w[1:2]; 3, 4)"),
+    (Reshaped(key("m.0"), (3, 2, 4)), (0, 1, 3), "reshape(m.0[2:6]; 2, 2, 4)"),
+]
+
+
+@pytest.mark.parametrize(("program", "part", "text"), SLICED, ids=[text for *_, text in SLICED])
+def test_a_part_of_a_program(program: Program, part: tuple[int, int, int], text: str) -> None:
+    """Is the same steps over parts of what it is made of, and its numbers are those of the whole."""
+    axis, start, stop = part
+    found, source = sliced(program, axis, start, stop), MappingSource(STORED)
+    assert str(found) == text
+    index = (slice(None),) * axis + (slice(start, stop),)
+    np.testing.assert_array_equal(load_leaf(found, source), np.asarray(load_leaf(program, source))[index])
+
+
+def test_leaves_of_one_name_stay_two() -> None:
+    """A merge in the order of devices has the name of the plain one, and both may be leaves of a model."""
+    a, b = key("m.0"), key("m.1")
+    ordered = [Joined(tuple(sliced(k, 0, i, i + n) for i in range(0, 6, n) for k in (a, b)), 0) for n in (3, 2)]
+    leaves = [Joined((a, b), 0), *ordered, cast(ordered[0], BF16)]
+    nodes = tuple(Node(Param((p,), type=p.type), (), (p.type,), Origin(("g",))) for p in leaves)
+    graph = Graph("g", nodes, ())
+    found = list(layout_of([graph], scan=False).leaves)
+    assert found == [f"m.{{0..1}}{end}" for end in ("", " (f32)", " (2)", " (bf16)")]
+
+
+def test_what_a_padded_leaf_learnt_is_dropped() -> None:
+    """Padding is no part of the checkpoint."""
+    (piece,) = pieces(Padded(A, 0, 4), np.arange(48, dtype=np.float32).reshape(4, 3, 4))
+    np.testing.assert_array_equal(piece.values, np.arange(24).reshape(2, 3, 4))
+    assert padded(A, 0, 2) is A and padded(A, 0, 4) == Padded(A, 0, 4)
 
 
 def fused(parts: Sequence[tuple[int, int]], dtype: str = "f32") -> rlx.GraphModule:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError
@@ -80,8 +81,15 @@ def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
     """The layout that the forward programs of a model's flows ask for."""
     leaves: dict[str, Program] = {}
     for program in programs_of(graphs, scan):
-        name = leaf_name(program)
-        if name in leaves:
-            name = f"{name} ({short_name(program.type.dtype)})"
-        leaves[name] = program
+        leaves[_free_name(program, leaves)] = program
     return Layout(leaves)
+
+
+def _free_name(program: Program, taken: Collection[str]) -> str:
+    """The name of a leaf; beside another of that name with its dtype, and with a number where that is no difference."""
+    name = leaf_name(program)
+    if name not in taken:
+        return name
+    typed = f"{name} ({short_name(program.type.dtype)})"
+    numbered = (f"{name} ({n})" for n in itertools.count(2))
+    return next(free for free in itertools.chain([typed], numbered) if free not in taken)

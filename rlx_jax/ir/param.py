@@ -9,223 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.errors import WeightShapeError
+from rlx_jax.ir.boxes import Box, before_reshape, crossed, full, moved, side_by_side, sizes
 from rlx_jax.ir.braces import braced
-from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
+from rlx_jax.ir.stored import Cut as Cut
+from rlx_jax.ir.stored import Dequantized as Dequantized
+from rlx_jax.ir.stored import Key as Key
+from rlx_jax.ir.stored import Roles as Roles
+from rlx_jax.ir.stored import Sliced as Sliced
+from rlx_jax.ir.stored import cut_to, part_of
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
-
-
-Roles = tuple[str | None, ...]
-"""What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
-
-
-class ProgramStep(Protocol):
-    """What every program is: one step over the programs in `parts`. One more is a class with these members."""
-
-    @property
-    def type(self) -> TensorType:
-        """Shape and dtype of the value."""
-
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        """What it is made of, in order."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether this step may lose bits of a float. (Integers are checked against their range when loaded.)"""
-
-    @property
-    def in_place(self) -> bool:
-        """Whether `cut` gives views of a NumPy array, so that who fills them fills it."""
-
-    def over(self, *parts: Program) -> Program:
-        """The same step over other parts."""
-
-    def join(self, *values: Any) -> Any:
-        """The value, of those of the parts: arrays of NumPy or JAX."""
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        """`join` backwards: what of a value each part has, in the value's dtype; views where possible."""
-
-    def name(self, *names: str) -> str:
-        """What messages call it, of the names of its parts."""
-
-    def roles(self, *parts: Roles) -> Roles:
-        """What its axes are, of what those of its parts are."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """The tensor stored under a checkpoint key, as it is."""
-
-    key: str
-    type: TensorType
-    parts: ClassVar[tuple[Program, ...]] = ()
-    lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = True
-
-    def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
-        return hash(self.key)
-
-    def __str__(self) -> str:
-        return self.key
-
-    def over(self, *parts: Program) -> Program:
-        return self
-
-    def join(self, *values: Any) -> Any:
-        return values[0]  # what is stored is the value
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return ()
-
-    def name(self, *names: str) -> str:
-        return self.key
-
-    def roles(self, *parts: Roles) -> Roles:
-        return (None,) * self.type.rank
-
-
-@dataclass(frozen=True)
-class Sliced:
-    """`start` to `stop` along an axis of a stored tensor: one projection of several that are stored as one.
-
-    Only what it holds is read. Read backwards, it is a piece of its key.
-    """
-
-    of: Key
-    axis: int
-    start: int
-    stop: int
-    lossy: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        shape = self.of.type.shape
-        if not (0 <= self.axis < len(shape) and 0 <= self.start < self.stop <= shape[self.axis]):
-            raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Where it stands in the stored tensor."""
-        return (*(slice(None),) * self.axis, slice(self.start, self.stop))
-
-    @property
-    def type(self) -> TensorType:
-        shape = list(self.of.type.shape)
-        shape[self.axis] = self.stop - self.start
-        return TensorType(tuple(shape), self.of.type.dtype)
-
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
-
-    def __str__(self) -> str:
-        return f"{self.of}[{':, ' * self.axis}{self.start}:{self.stop}]"
-
-    def over(self, *parts: Program) -> Program:
-        (part,) = parts
-        if isinstance(part, Cast):  # a part of a cast is the cast of a part
-            return cast(self.over(part.of), part.dtype)
-        if isinstance(part, Dequantized):
-            return part.sliced(self.axis, self.start, self.stop)
-        if not isinstance(part, Key):
-            raise WeightShapeError(f"{self}: a part of a stored tensor is taken, not of {part}")
-        return Sliced(part, self.axis, self.start, self.stop)
-
-    def join(self, *values: Any) -> Any:
-        return values[0][self.index]
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
-    def name(self, *names: str) -> str:
-        return str(self)
-
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
-
-
-@dataclass(frozen=True)
-class Dequantized:
-    """The numbers of a packed tensor, decoded row by row and rounded to `dtype`, a floating one.
-
-    The type of `of` is that of the bytes, uint8 `[..., k / elements · bytes]`; the type of this is the logical one,
-    `[..., k]`. Lossy: read backwards it is numbers, under the key and in the logical type; they are not packed again.
-    """
-
-    of: Key | Sliced
-    scheme: str
-    dtype: np.dtype[Any]
-    lossy: ClassVar[bool] = True
-    in_place: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        decoder_of(self.scheme, f"dequantize({self.of})")
-        logical, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
-        begins = self.of.start if isinstance(self.of, Sliced) and self.of.axis == logical.rank - 1 else 0
-        if self.of.type != stored or begins % SCHEMES[self.scheme].bytes:
-            raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {logical}, got {self.of.type}")
-
-    @property
-    def type(self) -> TensorType:
-        *rows, last = self.of.type.shape or (0,)
-        scheme = SCHEMES[self.scheme]
-        return TensorType((*rows, last // scheme.bytes * scheme.elements), self.dtype)
-
-    @property
-    def logical(self) -> Key | Sliced:
-        """What is decoded, as blocks see it: the key or the part of it, with the logical type."""
-        if isinstance(self.of, Key):
-            return Key(self.of.key, self.type)
-        whole, part, scheme = self.over(self.of.of), self.of, SCHEMES[self.scheme]
-        per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
-        start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
-        return Sliced(Key(part.of.key, whole.type), part.axis, start, stop)
-
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return (self.of,)
-
-    def __str__(self) -> str:
-        return f"dequantize({self.of}, {self.scheme})"
-
-    def over(self, *parts: Program) -> Dequantized:
-        (part,) = parts
-        if not isinstance(part, Key | Sliced):
-            raise WeightShapeError(f"{self}: a stored tensor is decoded, or a part of one, not {part}")
-        return Dequantized(part, self.scheme, self.dtype)
-
-    def sliced(self, axis: int, start: int, stop: int) -> Dequantized:
-        """`start` to `stop` along a logical axis: whole blocks of a key. Only their bytes are read."""
-        if not isinstance(self.of, Key):
-            raise WeightShapeError(f"{self}: a part of a stored tensor is taken, not of a part")
-        if axis == self.of.type.rank - 1:
-            scheme, size = SCHEMES[self.scheme], SCHEMES[self.scheme].elements
-            if start % size or stop % size:
-                what = f"{self}: {start}:{stop} of {self.type} along axis {axis}"
-                raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
-            start, stop = start // size * scheme.bytes, stop // size * scheme.bytes
-        return self.over(Sliced(self.of, axis, start, stop))
-
-    def join(self, *values: Any) -> Any:
-        return decoded(values[0], self.scheme).astype(self.dtype)
-
-    def cut(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: numbers are not packed again")
-
-    def name(self, *names: str) -> str:
-        return str(self.logical)
-
-    def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
 
 
 @dataclass(frozen=True)
@@ -249,6 +49,9 @@ class Transposed:
 
     def over(self, *parts: Program) -> Program:
         return Transposed(parts[0])
+
+    def box(self, box: Box) -> Program:
+        return Transposed(boxed(self.of, box[::-1]))
 
     def join(self, *values: Any) -> Any:
         return values[0].T
@@ -289,6 +92,9 @@ class Permuted:
 
     def over(self, *parts: Program) -> Program:
         return Permuted(parts[0], self.axes)
+
+    def box(self, box: Box) -> Program:
+        return Permuted(boxed(self.of, tuple(box[self.axes.index(axis)] for axis in range(len(box)))), self.axes)
 
     def join(self, *values: Any) -> Any:
         return values[0].transpose(self.axes)
@@ -331,6 +137,13 @@ class Reshaped:
     def over(self, *parts: Program) -> Program:
         return Reshaped(parts[0], self.shape)
 
+    def box(self, box: Box) -> Program:
+        """Of axes that were one or become one, whole rows are read, and cut where the box has less of them."""
+        source, covers = before_reshape(self.of.type.shape, self.shape, box)
+        rows = Reshaped(boxed(self.of, source), sizes(covers))
+        found: Program = cut_to(rows, moved(box, [-start for start, _ in covers]))
+        return found
+
     def join(self, *values: Any) -> Any:
         return values[0].reshape(self.shape)
 
@@ -370,6 +183,9 @@ class Cast:
     def over(self, *parts: Program) -> Program:
         return cast(parts[0], self.dtype)
 
+    def box(self, box: Box) -> Program:
+        return cast(boxed(self.of, box), self.dtype)
+
     def join(self, *values: Any) -> Any:
         return values[0].astype(self.dtype)
 
@@ -405,6 +221,11 @@ class Joined:
     def over(self, *parts: Program) -> Program:
         return Joined(parts, self.axis)
 
+    def box(self, box: Box) -> Program:
+        lengths = [part.type.shape[self.axis] for part in self.parts]
+        found = tuple(boxed(self.parts[number], inside) for number, inside in crossed(box, self.axis, lengths))
+        return found[0] if len(found) == 1 else Joined(found, self.axis)
+
     def join(self, *values: Any) -> Any:
         return jnp.concatenate(values, self.axis)
 
@@ -414,7 +235,16 @@ class Joined:
         return tuple(value[(slice(None),) * self.axis + (slice(start, end),)] for start, end in cuts)
 
     def name(self, *names: str) -> str:
-        return braced(list(names))
+        """Where all of every sliced key is there, in whatever order, the names of the keys."""
+        cuts = list(itertools.chain.from_iterable(map(_slices, self.parts)))
+        if not cuts or not all(_is_whole(key, cuts) for key in {cut.stored for cut in cuts}):
+            return braced(list(names))
+        wholes = []
+        for part, name in zip(self.parts, names, strict=True):
+            for cut in _slices(part):
+                name = name.replace(str(cut), cut.stored.key, 1)
+            wholes.append(name)
+        return braced(list(dict.fromkeys(wholes)))
 
     def roles(self, *parts: Roles) -> Roles:
         return parts[0]  # what is divided in another way is not merged
@@ -449,6 +279,10 @@ class Stack:
     def over(self, *parts: Program) -> Program:
         return Stack(parts)
 
+    def box(self, box: Box) -> Program:
+        first, stop = box[0]
+        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[first:stop]))
+
     def join(self, *values: Any) -> Any:
         return jnp.stack(values)
 
@@ -462,7 +296,97 @@ class Stack:
         return (None, *parts[0])
 
 
-Program = Key | Sliced | Dequantized | Transposed | Permuted | Reshaped | Cast | Joined | Stack
+@dataclass(frozen=True)
+class Zeros:
+    """Zeros that stand in no checkpoint."""
+
+    type: TensorType
+    parts: ClassVar[tuple[Program, ...]] = ()
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"zeros({self.type})"
+
+    def over(self, *parts: Program) -> Program:
+        return self
+
+    def box(self, box: Box) -> Program:
+        return Zeros(TensorType(sizes(box), self.type.dtype))
+
+    def join(self, *values: Any) -> Any:
+        return np.zeros(self.type.shape, self.type.dtype)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return ()
+
+    def name(self, *names: str) -> str:
+        return str(self)
+
+    def roles(self, *parts: Roles) -> Roles:
+        return (None,) * self.type.rank
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A program with zeros behind it along an axis, up to `size`: a vocabulary that devices share evenly.
+
+    Read backwards the padding is dropped, whatever it holds by then, so that what is stored keeps its shape.
+    """
+
+    of: Program
+    axis: int
+    size: int
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        inner = self.of.type
+        if not (0 <= self.axis < inner.rank and self.size > inner.shape[self.axis]):
+            raise WeightShapeError(f"{self}: {inner} cannot be padded to {self.size} along axis {self.axis}")
+
+    def _with(self, size: int) -> TensorType:
+        """The type of `of` with another size along the axis."""
+        inner = self.of.type
+        return TensorType((*inner.shape[: self.axis], size, *inner.shape[self.axis + 1 :]), inner.dtype)
+
+    @property
+    def type(self) -> TensorType:
+        return self._with(self.size)
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        return self.of, Zeros(self._with(self.size - self.of.type.shape[self.axis]))
+
+    def __str__(self) -> str:
+        return f"pad({self.of}; axis={self.axis}, {self.size})"
+
+    def over(self, *parts: Program) -> Program:
+        return Padded(parts[0], self.axis, self.size)
+
+    def box(self, box: Box) -> Program:
+        found = [
+            boxed(self.parts[number], inside)
+            for number, inside in crossed(box, self.axis, [part.type.shape[self.axis] for part in self.parts])
+        ]
+        return found[0] if len(found) == 1 else Padded(found[0], self.axis, sizes(box)[self.axis])
+
+    def join(self, *values: Any) -> Any:
+        return jnp.concatenate(values, self.axis)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        rows = (slice(None),) * self.axis
+        real = self.of.type.shape[self.axis]
+        return value[(*rows, slice(real))], value[(*rows, slice(real, None))]
+
+    def name(self, *names: str) -> str:
+        return names[0]
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
+Program = Key | Sliced | Dequantized | Cut | Transposed | Permuted | Reshaped | Cast | Joined | Stack | Zeros | Padded
 
 
 def stored_keys(program: Program) -> Iterator[Key]:
@@ -502,7 +426,9 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
         return program
     if isinstance(program, Cast) and widens(program.of.type.dtype, program.type.dtype):
         return cast(program.of, dtype)
-    if isinstance(program, Joined | Stack):
+    if isinstance(program, Zeros):
+        return Zeros(program.type.with_dtype(dtype))
+    if isinstance(program, Joined | Stack | Padded):
         return program.over(*(cast(part, dtype) for part in program.parts))
     return Cast(program, dtype)
 
@@ -519,6 +445,57 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
         if part.type.dtype != first.dtype or any(a != b for a, b in rest):
             raise WeightShapeError(f"cannot merge {parts[0]} {first} with {part} {part.type} along axis {axis}")
     return Joined(parts, axis)
+
+
+def boxed(program: Program, box: Box) -> Program:
+    """The program of a box of the value of `program`: what one device of several holds of a leaf.
+
+    Run, it gives the same numbers, and reads what they are made of alone; of a packed tensor whole blocks, and of a
+    reshape whole rows. `box` lies inside of the shape.
+    """
+    return program if box == full(program.type.shape) else program.box(box)
+
+
+def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
+    """`start` to `stop` of a program along an axis, as a program that can stand in a leaf: read backwards, it is a part
+    of the keys that `program` is made of. All of an axis is `program` itself.
+
+    >>> from rlx_jax.ir.types import tensor_type
+    >>> q = Key("q", tensor_type((8, 4), "bf16", "doc"))
+    >>> str(sliced(Transposed(Cast(q, np.dtype(np.float32))), 1, 0, 2))
+    'transpose(cast(q[0:2], f32))'
+
+    Raises:
+        WeightShapeError: there is no such part, or it cuts a packed block or the rows of a reshape.
+    """
+    found: Program = part_of(program, axis, start, stop)
+    return found
+
+
+def padded(program: Program, axis: int, size: int) -> Program:
+    """`program` with zeros behind it along an axis, up to `size`; itself where it has that size.
+
+    Raises:
+        WeightShapeError: it is larger, or has no such axis.
+    """
+    shape = program.type.shape
+    return program if 0 <= axis < len(shape) and shape[axis] == size else Padded(program, axis, size)
+
+
+def _slices(program: Program) -> Iterator[Sliced]:
+    """The parts of keys that a program reads, in order; of packed ones the logical parts."""
+    if isinstance(program, Dequantized):
+        program = program.logical
+    if isinstance(program, Sliced):
+        yield program
+    else:
+        for part in program.parts:
+            yield from _slices(part)
+
+
+def _is_whole(key: Key, cuts: Sequence[Sliced]) -> bool:
+    """Whether parts of keys have all of `key` among them, none of it twice."""
+    return side_by_side(key.type.shape, [cut.place for cut in cuts if cut.stored == key]) is not None
 
 
 def leaf_name(program: Program) -> str:

@@ -62,7 +62,7 @@ def read_from(program: Program, source: WeightSource) -> Program:
 def _over_stored(program: Key | Sliced | Dequantized, source: WeightSource) -> Program:
     """The same over what the source has, without a cast to what was declared."""
     declared = program.logical if isinstance(program, Dequantized) else program
-    return _stored(declared, source) if isinstance(declared, Key) else declared.over(_stored(declared.of, source))
+    return _stored(declared, source) if isinstance(declared, Key) else declared.over(_over_stored(declared.of, source))
 
 
 def _stored(declared: Key, source: WeightSource) -> Key | Dequantized:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx_jax.device import check_space
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
+from rlx_jax.ir.boxes import side_by_side
 from rlx_jax.ir.packed import PackedSpec, decoded
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
@@ -104,13 +105,18 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
     """Write the program's value into `out`, a view of the right shape in the leaf's dtype."""
     if isinstance(program, Key | Sliced | Dequantized):
         out[...] = _read(program, source)
-    elif isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Dequantized):
-        out[...] = _converted(program.of, out.dtype, source)
+    elif isinstance(program, Cast):
+        out[...] = _rounded(_value(program.of, source), program, out.dtype, source)
     elif program.in_place:
         for part, view in zip(program.parts, program.cut(out), strict=True):
             fill(view, part, source)
     else:
-        out[...] = program.join(*(_filled(part, source) for part in program.parts))
+        out[...] = program.join(*(_value(part, source) for part in program.parts))
+
+
+def _value(program: Program, source: WeightSource) -> HostArray:
+    """The program's value: what the source gives, or a new array."""
+    return _read(program, source) if isinstance(program, Key | Sliced | Dequantized) else _filled(program, source)
 
 
 def _filled(program: Program, source: WeightSource) -> HostArray:
@@ -132,8 +138,8 @@ def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray
     if isinstance(stored, Dequantized):
         numbers: HostArray = decoded(_read(stored.of, source), stored.scheme)
         return numbers if numbers.dtype == stored.dtype else _rounded(numbers, stored, stored.dtype, source)
-    key, index = (stored, None) if isinstance(stored, Key) else (stored.of, stored.index)
-    data = source.read(key.key, index)
+    key = stored.stored
+    data = source.read(key.key, _index(stored))
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
         raise WeightDTypeError(
@@ -147,18 +153,22 @@ def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray
     return data
 
 
-def _converted(stored: Key | Sliced | Dequantized, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
-    """A stored tensor as `dtype`; floats that only the wider type can hold become infinite, with a warning.
+def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
+    """Where it stands in its tensor, as `WeightSource.read` takes it: None for all, no axes behind the last one cut."""
+    edges = zip(stored.place, stored.stored.type.shape, strict=True)
+    index = [slice(None) if edge == (0, size) else slice(*edge) for edge, size in edges]
+    while index and index[-1] == slice(None):
+        index.pop()
+    return tuple(index) or None
+
+
+def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
+    """A value of stored numbers as `dtype`; floats that only the wider type can hold become infinite, with a warning.
 
     Raises:
         WeightDTypeError: integers that the narrower type cannot hold.
     """
-    return _rounded(_read(stored, source), stored, dtype, source)
-
-
-def _rounded(data: HostArray, stored: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
-    """What was read of a stored tensor as `dtype`."""
-    (key,) = stored_keys(stored)
+    key = next(stored_keys(program))
     if dtype.kind in "iu":
         _check_range(data, dtype, key, source)
     with np.errstate(over="ignore"):
@@ -214,7 +224,7 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
     elif isinstance(program, Dequantized):
         yield from pieces(program.logical, leaf)  # numbers, which are not packed again
     elif isinstance(program, Sliced):
-        yield Piece(program.of, leaf, program)
+        yield Piece(program.stored, leaf, program)
     else:
         for part, piece in zip(program.parts, program.cut(leaf), strict=True):
             yield from pieces(part, piece)
@@ -229,14 +239,13 @@ def whole(held: Sequence[Piece]) -> Any:
     for piece in held:
         if piece.sliced is None:
             return piece.values
-    parts = {p.sliced: p.values for p in reversed(held) if p.sliced is not None}
-    ordered = sorted(parts, key=lambda part: part.start)
-    key, axis = held[0].key, ordered[0].axis
-    ends = [0, *(part.stop for part in ordered)]
-    if [*(part.start for part in ordered), key.type.shape[axis]] != ends or any(p.axis != axis for p in ordered):
-        there = ", ".join(map(str, ordered))
+    parts = {p.sliced.place: p for p in reversed(held) if p.sliced is not None}
+    key, ordered = held[0].key, [parts[place] for place in sorted(parts)]
+    axis = side_by_side(key.type.shape, list(parts))
+    if axis is None:
+        there = ", ".join(str(part.sliced) for part in ordered)
         raise WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {there}")
-    values = [parts[part] for part in ordered]
+    values = [part.values for part in ordered]
     join = np.concatenate if all(isinstance(v, np.ndarray) for v in values) else jnp.concatenate
     return join(values, axis)
 

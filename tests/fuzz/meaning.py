@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.ir import hir
+from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
@@ -30,7 +31,19 @@ from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
-from rlx_jax.ir.param import Cast, Dequantized, Key, Permuted, Program, Reshaped, Sliced, Stack, Transposed
+from rlx_jax.ir.param import (
+    Cast,
+    Cut,
+    Dequantized,
+    Key,
+    Permuted,
+    Program,
+    Reshaped,
+    Sliced,
+    Stack,
+    Transposed,
+    Zeros,
+)
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import op_formulas as formula
@@ -334,7 +347,12 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
             return weight(of, weights).reshape(shape)
         case Stack(parts=parts):
             return np.stack([weight(p, weights) for p in parts])
-    return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)
+        case Zeros(type=t):
+            return np.zeros(t.shape, t.dtype)
+        case Cut(inside=inside):
+            (part,) = program.parts
+            return weight(part, weights)[slices(inside)]
+    return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)  # zeros, too: Padded
 
 
 @dataclass

@@ -1,0 +1,320 @@
+"""What parameter programs begin with: stored tensors, parts of them, and their numbers where they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.ir.boxes import Box, along, full, moved, sizes, slices
+from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
+from rlx_jax.ir.types import TensorType
+
+Roles = tuple[str | None, ...]
+"""What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
+
+
+class ProgramStep(Protocol):
+    """What every program is: one step over the programs in `parts`. One more is a class with these members."""
+
+    @property
+    def type(self) -> TensorType:
+        """Shape and dtype of the value."""
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The programs that it is made of, in order."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether this step may lose bits of a float. (Integers are checked against their range when loaded.)"""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `cut` gives views of a NumPy array, so that who fills them fills it."""
+
+    def over(self, *parts: Any) -> Any:
+        """The same step over other parts."""
+
+    def box(self, box: Box) -> Any:
+        """The program of a box of the value, which reads no more than it has to. `rlx_jax.ir.param.boxed` asks."""
+
+    def join(self, *values: Any) -> Any:
+        """The value, of those of the parts: arrays of NumPy or JAX."""
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        """`join` backwards: what of a value each part has, in the value's dtype; views where possible."""
+
+    def name(self, *names: str) -> str:
+        """What messages call it, of the names of its parts."""
+
+    def roles(self, *parts: Roles) -> Roles:
+        """What its axes are, of what those of its parts are."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The tensor stored under a checkpoint key, as it is."""
+
+    key: str
+    type: TensorType
+    parts: ClassVar[tuple[Any, ...]] = ()
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+
+    def __hash__(self) -> int:  # the generated one would hash the type too, and builds hash keys by the thousand
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        return self.key
+
+    @property
+    def stored(self) -> Key:
+        return self
+
+    @property
+    def place(self) -> Box:
+        """Where it stands in the stored tensor: all of it."""
+        return full(self.type.shape)
+
+    def over(self, *parts: Any) -> Key:
+        return self
+
+    def box(self, box: Box) -> Key | Sliced:
+        found: Key | Sliced = self
+        for axis, (edges, size) in enumerate(zip(box, self.type.shape, strict=True)):
+            found = found if edges == (0, size) else Sliced(found, axis, *edges)
+        return found
+
+    def join(self, *values: Any) -> Any:
+        return values[0]  # what is stored is the value
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return ()
+
+    def name(self, *names: str) -> str:
+        return self.key
+
+    def roles(self, *parts: Roles) -> Roles:
+        return (None,) * self.type.rank
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """`start` to `stop` along an axis of a stored tensor, or of such a part: one projection of several that are stored
+    as one.
+
+    Only what it holds is read. Read backwards, it is a piece of its key.
+    """
+
+    of: Key | Sliced
+    axis: int
+    start: int
+    stop: int
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        shape = self.of.type.shape
+        if not (0 <= self.axis < len(shape) and 0 <= self.start < self.stop <= shape[self.axis]):
+            raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
+
+    @property
+    def stored(self) -> Key:
+        """The key that it is a part of."""
+        return self.of.stored
+
+    @property
+    def place(self) -> Box:
+        """Where it stands in the stored tensor."""
+        around = self.of.place
+        first = around[self.axis][0]
+        return (*around[: self.axis], (first + self.start, first + self.stop), *around[self.axis + 1 :])
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it stands in what it is a part of."""
+        return (*(slice(None),) * self.axis, slice(self.start, self.stop))
+
+    @property
+    def type(self) -> TensorType:
+        shape = list(self.of.type.shape)
+        shape[self.axis] = self.stop - self.start
+        return TensorType(tuple(shape), self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.of,)
+
+    @property
+    def suffix(self) -> str:
+        """What its name has behind that of the whole."""
+        return f"[{':, ' * self.axis}{self.start}:{self.stop}]"
+
+    def __str__(self) -> str:
+        return f"{self.of}{self.suffix}"
+
+    def over(self, *parts: Any) -> Any:
+        (part,) = parts
+        if isinstance(part, Key | Sliced):
+            return Sliced(part, self.axis, self.start, self.stop)
+        return part_of(part, self.axis, self.start, self.stop)
+
+    def box(self, box: Box) -> Key | Sliced:
+        return self.stored.box(moved(box, [start for start, _ in self.place]))
+
+    def join(self, *values: Any) -> Any:
+        return values[0][self.index]
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def name(self, *names: str) -> str:
+        return str(self)
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The numbers of a packed tensor, decoded row by row and rounded to `dtype`, a floating one.
+
+    The type of `of` is that of the bytes, uint8 `[..., k / elements · bytes]`; the type of this is the logical one,
+    `[..., k]`. Lossy: read backwards it is numbers, under the key and in the logical type; they are not packed again.
+    """
+
+    of: Key | Sliced
+    scheme: str
+    dtype: np.dtype[Any]
+    lossy: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        decoder_of(self.scheme, f"dequantize({self.of})")
+        _, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
+        if self.of.type != stored or self.of.place[-1][0] % SCHEMES[self.scheme].bytes:
+            raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {self.type}, got {self.of.type}")
+
+    @property
+    def type(self) -> TensorType:
+        *rows, last = self.of.type.shape or (0,)
+        scheme = SCHEMES[self.scheme]
+        return TensorType((*rows, last // scheme.bytes * scheme.elements), self.dtype)
+
+    @property
+    def logical(self) -> Key | Sliced:
+        """What is decoded, as blocks see it: the key or the part of it, with the logical type."""
+        if isinstance(self.of, Key):
+            return Key(self.of.key, self.type)
+        part, scheme = self.of, SCHEMES[self.scheme]
+        per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
+        start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
+        return Sliced(self.over(part.of).logical, part.axis, start, stop)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"dequantize({self.of}, {self.scheme})"
+
+    def over(self, *parts: Any) -> Dequantized:
+        (part,) = parts
+        if not isinstance(part, Key | Sliced):
+            raise WeightShapeError(f"{self}: a stored tensor is decoded, or a part of one, not {part}")
+        return Dequantized(part, self.scheme, self.dtype)
+
+    def box(self, box: Box) -> Dequantized | Cut:
+        """Of the blocks that it begins or ends inside of, the rest is cut off the numbers."""
+        scheme, (*rows, (start, stop)) = SCHEMES[self.scheme], box
+        first, last = start // scheme.elements, -(-stop // scheme.elements)
+        blocks = self.over(self.of.box((*rows, (first * scheme.bytes, last * scheme.bytes))))
+        begins = first * scheme.elements
+        found: Dequantized | Cut = cut_to(blocks, (*full(sizes(tuple(rows))), (start - begins, stop - begins)))
+        return found
+
+    def join(self, *values: Any) -> Any:
+        return decoded(values[0], self.scheme).astype(self.dtype)
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: numbers are not packed again")
+
+    def name(self, *names: str) -> str:
+        return str(self.logical)
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A box of a value that is made whole: inside of a packed block, or across the rows of a reshape.
+
+    Only `box` makes one, for reading. No leaf is one, as nothing reads it backwards.
+    """
+
+    of: ProgramStep
+    inside: Box
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(sizes(self.inside), self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.of,)
+
+    def __str__(self) -> str:
+        return f"{self.of}[{', '.join(f'{start}:{stop}' for start, stop in self.inside)}]"
+
+    def over(self, *parts: Any) -> Cut:
+        return Cut(parts[0], self.inside)
+
+    def box(self, box: Box) -> Cut:
+        return Cut(self.of, moved(box, [start for start, _ in self.inside]))
+
+    def join(self, *values: Any) -> Any:
+        return values[0][slices(self.inside)]
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: what was cut off is not known, so it cannot be written")
+
+    def name(self, *names: str) -> str:
+        return str(self)
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
+def cut_to(program: Any, box: Box) -> Any:
+    """A box of a program that can only be made whole."""
+    return program if box == full(program.type.shape) else Cut(program, box)
+
+
+def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
+    """`start` to `stop` of a program along an axis, as `rlx_jax.ir.param.sliced` says."""
+    shape, what = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
+    if not (0 <= axis < len(shape) and 0 <= start < stop <= shape[axis]):
+        raise WeightShapeError(f"{what}: there is no such part")
+    if (start, stop) == (0, shape[axis]):
+        return program
+    found = program.box(along(shape, axis, start, stop))
+    whole = _made_whole(found)
+    if isinstance(whole, Dequantized):
+        size = SCHEMES[whole.scheme].elements
+        raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
+    if whole is not None:
+        raise WeightShapeError(f"{what} cuts rows of a reshape; take whole ones")
+    return found
+
+
+def _made_whole(program: ProgramStep) -> ProgramStep | None:
+    """What a program makes whole and cuts."""
+    if isinstance(program, Cut):
+        return program.of
+    return next((found for part in program.parts if (found := _made_whole(part)) is not None), None)
