@@ -241,7 +241,7 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     if not exchange:
         monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
     write(tmp_path / "it", 1, format)
-    real, found = {name: getattr(atomic, name) for name in ("_sync", "_rename2", "_commit")}, set()
+    real, found = {name: getattr(atomic, name) for name in ("sync", "_rename2", "_commit")}, set()
     real["digest"] = manifest.digest
     for name, function in real.items():
         for count in range(1, 40, 1 if format == "safetensors" else 7):

@@ -22,19 +22,21 @@ from typing import Literal
 from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, TargetExistsError, quote
 
 NEW, OLD = "new", "old"
+_WORK = re.compile(r"\.(.+)\.rlx-save-\d+-[0-9a-f]{8}", re.DOTALL)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 @contextmanager
-def replacing(target: str, overwrite: bool, nbytes: int) -> Iterator[str]:
+def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None) -> Iterator[str]:
     """Where to make a directory that becomes `target` when the block ends without an exception.
 
     Args:
         target: the directory to make. Its parent must exist.
         overwrite: replace what is there; the caller has made sure that it may.
         nbytes: about how much will be written, in bytes.
+        kept: what errors say is still good; without it, that `target` is as it was.
 
     Raises:
         TargetExistsError: `target` exists and `overwrite` is false.
@@ -42,9 +44,9 @@ def replacing(target: str, overwrite: bool, nbytes: int) -> Iterator[str]:
         SaveFailedError: the system refused something. What was at `target` is still there.
     """
     parent, name = os.path.split(target)
-    kept = f"{quote(target)} is as it was"
-    with _storage_errors(target, kept):
-        _remove_abandoned(parent, name)
+    kept = kept or f"{quote(target)} is as it was"
+    with storage_errors(target, kept):
+        remove_abandoned(parent, name)
         if not overwrite and os.path.lexists(target):
             raise _exists(target)
         free = shutil.disk_usage(parent).free
@@ -52,14 +54,14 @@ def replacing(target: str, overwrite: bool, nbytes: int) -> Iterator[str]:
             raise NoSpaceError(f"{quote(target)}: about {nbytes} bytes to write, {free} are free; {kept}")
         work, lock = _make_work(parent, name)
     try:
-        with _storage_errors(target, kept):
+        with storage_errors(target, kept):
             new = os.path.join(work, NEW)
             yield new
             sync_tree(new)
             _commit(work, target, overwrite)
-        with _storage_errors(target, "the new content is there, but a power failure may still undo it"):
-            _sync(work)
-            _sync(parent)
+        with storage_errors(target, "the new content is there, but a power failure may still undo it"):
+            sync(work)
+            sync(parent)
     finally:
         try:
             _discard(work, target)
@@ -81,6 +83,11 @@ def abandoned_old(target: str) -> str | None:
     return next((old for work in works if os.path.isdir(old := os.path.join(work, OLD))), None)
 
 
+def being_saved(parent: str) -> set[str]:
+    """The names of targets in a directory that have work directories, of the living and of the dead."""
+    return {work[1] for entry in os.listdir(parent) if (work := _WORK.fullmatch(entry))}
+
+
 def write_synced(path: str, content: bytes) -> None:
     """A new file with this content, on disk when the call returns."""
     with open(path, "xb", buffering=0) as file:
@@ -90,17 +97,36 @@ def write_synced(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def remove(target: str) -> None:
+    """Remove a directory that others read: gone in one step, whatever ends the process.
+
+    Raises:
+        SaveFailedError: the system refused; `target` may still be there.
+    """
+    parent, name = os.path.split(target)
+    with storage_errors(target, "it may still be there"):
+        work, lock = _make_work(parent, name)
+        try:
+            os.rename(target, os.path.join(work, NEW))
+            sync(parent)
+        finally:
+            try:
+                _discard(work, target)
+            finally:
+                os.close(lock)
+
+
 def sync_tree(directory: str) -> None:
     """Everything below a directory is on disk when the call returns."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
-            _sync(os.path.join(folder, name))
-        _sync(folder)
+            sync(os.path.join(folder, name))
+        sync(folder)
 
 
 @contextmanager
-def _storage_errors(target: str, kept: str) -> Iterator[None]:
-    """System errors as ours; interrupts and our own errors pass."""
+def storage_errors(target: str, kept: str) -> Iterator[None]:
+    """System errors as ours, which say that `kept` is still good; interrupts and our own errors pass."""
     try:
         yield
     except RlxError:
@@ -126,7 +152,8 @@ def _exists(target: str) -> TargetExistsError:
     return TargetExistsError(f"{quote(target)} exists; pass overwrite=True to replace what rlx_jax.save wrote there")
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+    """What a file holds, or which names a directory has, is on disk when the call returns."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -170,11 +197,11 @@ def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
 
 
 def _works(parent: str, name: str) -> list[str]:
-    pattern = re.compile(re.escape(f".{name}.rlx-save-") + r"\d+-[0-9a-f]{8}")
-    return [os.path.join(parent, entry) for entry in sorted(os.listdir(parent)) if pattern.fullmatch(entry)]
+    found = [(entry, _WORK.fullmatch(entry)) for entry in sorted(os.listdir(parent))]
+    return [os.path.join(parent, entry) for entry, work in found if work and work[1] == name]
 
 
-def _remove_abandoned(parent: str, name: str) -> None:
+def remove_abandoned(parent: str, name: str) -> None:
     """Remove the work directories of saves to the same target that have ended without removing them."""
     target = os.path.join(parent, name)
     for work in _works(parent, name):
@@ -193,7 +220,7 @@ def _discard(work: str, target: str) -> None:
     old = os.path.join(work, OLD)
     if os.path.isdir(old) and not os.path.lexists(target):
         os.rename(old, target)
-        _sync(os.path.dirname(target))
+        sync(os.path.dirname(target))
     for _ in range(20):  # threads of a save that failed may still be writing
         shutil.rmtree(work, ignore_errors=True)
         if not os.path.lexists(work):

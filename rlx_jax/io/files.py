@@ -33,6 +33,15 @@ def list_directory(directory: str) -> list[str]:
         raise storage_error(cause, quote(directory)) from cause
 
 
+def files_below(directory: str) -> list[str]:
+    """Files and links below a directory, relative to it."""
+    found = []
+    for folder, inside, names in os.walk(directory):
+        links = [name for name in inside if os.path.islink(os.path.join(folder, name))]
+        found += [os.path.relpath(os.path.join(folder, name), directory) for name in (*names, *links)]
+    return sorted(found)
+
+
 def open_regular(path: str, where: str, error: type[FormatError]) -> int:
     """A descriptor of the regular file `path`, for reading. The caller closes it.
 

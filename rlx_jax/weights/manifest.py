@@ -46,10 +46,13 @@ _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads 
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One weight: its type, and the SHA-256 of its bytes in row-major, little-endian order."""
+    """One weight: its type, and the SHA-256 of its bytes in row-major, little-endian order.
+
+    A step of a training run has none: several processes may have written one array, and its files have theirs.
+    """
 
     type: TensorType
-    sha256: str
+    sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,17 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
         raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")
     try:
         weights = {
-            key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), str(entry["sha256"]))
+            key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), _text_or_none(entry["sha256"]))
             for key, entry in content["weights"].items()
         }
         files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
     return Manifest(weights, files)
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _type(entry: Mapping[str, Any], where: str) -> TensorType:
@@ -148,6 +155,27 @@ def check_lengths(directory: str, files: Mapping[str, FileEntry]) -> None:
             wrong.append(f"{name}: {size} bytes, expected {entry.nbytes}")
     if wrong:
         raise IntegrityError(f"{quote(directory)}: {len(wrong)} files differ from {NAME}: {listing(wrong)}; {_ADVICE}")
+
+
+def check_files(directory: str, files: Mapping[str, FileEntry], links: Links = "follow") -> None:
+    """Every file of the manifest has its digest. All of them are read.
+
+    Raises:
+        IntegrityError: lists those that differ.
+        PathEscapeError: one is a link that `files.resolve` refuses.
+        StorageError: the system refuses to read one.
+    """
+    wrong = []
+    for name, entry in files.items():
+        path = resolve(directory, name, links)
+        try:
+            if file_digest(path) != entry:
+                wrong.append(name)
+        except OSError as cause:
+            raise storage_error(cause, quote(path)) from cause
+    if wrong:
+        where = f"{quote(directory)}: {len(wrong)} files differ from their digests in {NAME}"
+        raise IntegrityError(f"{where}: {listing(wrong)}; {_ADVICE}")
 
 
 @contextmanager
@@ -201,7 +229,7 @@ class SupportsClose(Protocol):
 
 
 class VerifiedSource:
-    """A source whose every read is compared with the manifest's digest."""
+    """A source whose every read is compared with the manifest's digest, where the weight has one."""
 
     def __init__(self, source: WeightSource, manifest: Manifest, directory: str) -> None:
         check_weights(source, manifest.weights, quote(directory))
@@ -229,7 +257,8 @@ class VerifiedSource:
         """
         with explained(self._directory, self._manifest):
             values = self.source.read(key)
-        if digest(values) != self._manifest.weights[key].sha256:
+        expected = self._manifest.weights[key].sha256
+        if expected is not None and digest(values) != expected:
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
         return values[check_index(index, values.shape, key)] if index else values
@@ -267,6 +296,8 @@ def open_verified(
     manifest = None if verify == "metadata" else read_manifest(directory, links)
     if manifest is not None:
         check_lengths(directory, manifest.files)
+        if any(entry.sha256 is None for entry in manifest.weights.values()):
+            check_files(directory, manifest.files, links)
     elif verify == "full":
         raise IntegrityError(f'{quote(directory)}: no {NAME} to verify with; verify="auto" loads it as it is')
     with explained(directory, manifest):

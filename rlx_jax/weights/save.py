@@ -21,6 +21,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io.atomic import replacing, write_synced
+from rlx_jax.io.files import files_below
 from rlx_jax.weights import formats, manifest
 from rlx_jax.weights.format import Entry, Format, OpenOptions
 from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, manifest_of, read_manifest
@@ -41,7 +42,7 @@ def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], for
     weights: dict[str, WeightEntry] = {}
     with replacing(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
         known[format].write(new, [replace(e, values=partial(_values, e, weights)) for e in entries])
-        found = manifest_of(new, weights, _files_below(new))
+        found = manifest_of(new, weights, files_below(new))
         _read_back(new, known[format], found)
         write_synced(os.path.join(new, manifest.NAME), found.to_json())
         for name in kept:
@@ -73,16 +74,7 @@ def _files_to_keep(target: str) -> list[str]:
             f"{quote(target)} {found}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
     ours = {*old.files, manifest.NAME}
-    return [name for name in _files_below(target) if name not in ours]
-
-
-def _files_below(directory: str) -> list[str]:
-    """Files and links below a directory, relative to it."""
-    found = []
-    for folder, inside, names in os.walk(directory):
-        links = [name for name in inside if os.path.islink(os.path.join(folder, name))]
-        found += [os.path.relpath(os.path.join(folder, name), directory) for name in (*names, *links)]
-    return sorted(found)
+    return [name for name in files_below(target) if name not in ours]
 
 
 def _read_back(directory: str, format: Format, expected: Manifest) -> None:
