@@ -38,10 +38,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlx_jax import nnx as nnx
+    from rlx_jax import train as train
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """`rlx_jax.nnx` needs flax, so it is imported when it is first used."""
-        if name == "nnx":
-            return importlib.import_module("rlx_jax.nnx")
+        """`rlx_jax.nnx` needs flax, and who runs a model needs no `rlx_jax.train`: imported when first used."""
+        if name in ("nnx", "train"):
+            return importlib.import_module(f"rlx_jax.{name}")
         raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")

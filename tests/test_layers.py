@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "rlx_jax"
 
 ROOMS = (
     "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler",
-    "flow", "runtime", "models", "text", "encode", "generate", "surface",
+    "flow", "runtime", "train", "models", "text", "encode", "generate", "surface",
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
@@ -78,8 +78,8 @@ def test_imports_point_upwards(name: str) -> None:
     assert wrong == []
 
 
-LAZY = {"rlx_jax": {"rlx_jax.nnx"}}
-"""What is imported when it is first used: the one module that needs flax."""
+LAZY = {"rlx_jax": {"rlx_jax.nnx", "rlx_jax.train"}}
+"""What is imported when it is first used: the one module that needs flax, and what only training needs."""
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -97,14 +97,14 @@ def write_synced(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def remove(target: str) -> None:
+def remove(target: str, kept: str) -> None:
     """Remove a directory that others read: gone in one step, whatever ends the process.
 
     Raises:
-        SaveFailedError: the system refused; `target` may still be there.
+        SaveFailedError: the system refused; the message says that `kept` is still good.
     """
     parent, name = os.path.split(target)
-    with storage_errors(target, "it may still be there"):
+    with storage_errors(target, kept):
         work, lock = _make_work(parent, name)
         try:
             os.rename(target, os.path.join(work, NEW))

@@ -173,14 +173,13 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
         if not _is_committed(directory) and not _is_committed(os.path.dirname(os.path.realpath(directory))):
             raise _incomplete(directory, _NO_MARKER)
         return directory, subtree
-    items = _items(directory)
-    if items:
-        if not _is_committed(directory):
-            raise _incomplete(directory, _NO_MARKER)
+    items, steps = _items(directory), usable_steps(directory)
+    if items and _is_committed(directory):
         return _choose_item(directory, items, subtree)
+    if items and not steps:  # a step that is its own only item is no item of the run
+        raise _incomplete(directory, _NO_MARKER)
     if _is_old(directory):
         raise UnsupportedError(f"{quote(directory)}: a checkpoint of before 2023; save it again with a newer orbax")
-    steps = usable_steps(directory)
     if not steps:
         raise _incomplete(directory, "no finished checkpoint in it")
     return find_item(os.path.join(directory, steps[max(steps)]), subtree)

@@ -1,0 +1,137 @@
+"""Messages between the processes of a run: who failed, who is done, what process 0 chose.
+
+They go through the key-value store of `jax.distributed`, not through the devices: a thread in the background may
+wait for one while the run computes, and waiting ends after a stated time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import distributed  # the store has no public name; orbax takes it from here too
+
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    IntegrityError,
+    LimitError,
+    MissingFileError,
+    NoSpaceError,
+    PathEscapeError,
+    RequestError,
+    RlxError,
+    SaveFailedError,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+    WeightError,
+    quote,
+)
+
+_OPENED = itertools.count()
+_CLASSES: dict[str, type[RlxError]] = {
+    cls.__name__: cls
+    for cls in (
+        CheckpointFormatError, CheckpointIncompleteError, IntegrityError, LimitError, MissingFileError, NoSpaceError,
+        PathEscapeError, RequestError, SaveFailedError, TargetExistsError, UnsupportedError, WeightError,
+    )
+}  # fmt: skip
+
+
+class Processes:
+    """The processes of `jax.distributed`, or this one alone.
+
+    All of them make their `Processes` in the same order, and call its methods with the same topics: a topic is one
+    question, and is used once.
+
+    Args:
+        timeout_s: how long one waits for another's answer, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._prefix, self._timeout_s, self._told = f"rlx_jax/{next(_OPENED)}", timeout_s, list[str]()
+
+    @property
+    def index(self) -> int:
+        """The number of this process."""
+        return int(jax.process_index())
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(jax.process_count())
+
+    def first(self, topic: str, work: Callable[[], str]) -> str:
+        """What `work` gives in process 0. The others only wait for it.
+
+        Raises:
+            RlxError: `work` failed; every process raises an error of the same class.
+            SaveFailedError: process 0 did not answer in time.
+        """
+        if self.index:
+            return _opened(self._hear(topic, 0), 0)
+        return self._try(topic, work)
+
+    def all(self, topic: str, work: Callable[[], str]) -> list[str]:
+        """What `work` gives in every process, in their order.
+
+        Raises:
+            RlxError: `work` failed in one of them; every process raises an error of the same class.
+            SaveFailedError: one did not answer in time.
+        """
+        mine = self._try(topic, work)
+        heard = {other: self._hear(topic, other) for other in range(self.count) if other != self.index}
+        self._forget(topic)
+        return [mine if n == self.index else _opened(heard[n], n) for n in range(self.count)]
+
+    def _try(self, topic: str, work: Callable[[], str]) -> str:
+        """The result of `work`, after the others have been told of it, or of its failure."""
+        try:
+            result = work()
+        except BaseException as error:
+            self._tell(topic, {"error": type(error).__name__, "message": str(error) or type(error).__name__})
+            raise
+        self._tell(topic, {"result": result})
+        return result
+
+    def _tell(self, topic: str, message: dict[str, str]) -> None:
+        if self.count > 1:
+            key = f"{self._prefix}/{topic}/{self.index}"
+            _store().key_value_set(key, json.dumps(message))
+            self._told.append(key)
+
+    def _hear(self, topic: str, process: int) -> dict[str, str]:
+        try:
+            text = _store().blocking_key_value_get(f"{self._prefix}/{topic}/{process}", int(self._timeout_s * 1000))
+        except Exception as cause:  # the library's own classes are not public
+            problem = f"process {process} of {self.count} did not answer within {self._timeout_s:g} s"
+            raise SaveFailedError(f"{problem}, asked about {topic!r}; has it died? {quote(cause)}") from cause
+        message: dict[str, str] = json.loads(text)
+        return message
+
+    def _forget(self, topic: str) -> None:
+        """Remove what this process told before `topic`: whoever has answered that has heard all that was before."""
+        old = [key for key in self._told if not key.startswith(f"{self._prefix}/{topic}/")]
+        for key in old:
+            _store().key_value_delete(key)
+        self._told = [key for key in self._told if key not in old]
+
+
+def _store() -> Any:
+    return distributed.global_state.client
+
+
+def _opened(message: dict[str, str], process: int) -> str:
+    """The result in another process's message.
+
+    Raises:
+        RlxError: the message tells of a failure; of the same class, if it is one of ours.
+    """
+    if "error" not in message:
+        return message["result"]
+    found = _CLASSES.get(message["error"], StorageError)
+    raise found(f"in process {process}: {message['message']}")

@@ -1,0 +1,164 @@
+"""The directory of one step: an orbax checkpoint of a flat tree, and the manifest that vouches for its files.
+
+12/
+  _METADATA, manifest.ocdbt, d/…    what orbax writes; `ocdbt.process_1/…` is by process 1
+  commit_success.txt                orbax's mark of a finished checkpoint
+  rlx_manifest.json                 the leaves, and a SHA-256 of each file: written last
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import (
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    IntegrityError,
+    RlxError,
+    SaveFailedError,
+    quote,
+)
+from rlx_jax.io import limits
+from rlx_jax.io.atomic import sync, sync_tree, write_synced
+from rlx_jax.io.files import files_below
+from rlx_jax.ir.types import TensorType
+from rlx_jax.train.leaves import Leaf
+from rlx_jax.weights import manifest
+from rlx_jax.weights.manifest import FileEntry, Manifest, WeightEntry, check_lengths, check_weights, read_manifest
+from rlx_jax.weights.orbax import OrbaxSource
+from rlx_jax.weights.orbax_tree import COMMITTED, read_tree
+
+_ENDING = ".process_"  # orbax: `ocdbt.process_1/` holds what process 1 wrote
+
+
+def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
+    """Copy the arrays to the host and begin to write this process's part of them.
+
+    Returns:
+        a function that waits until all of it is written.
+    """
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    handler = ocp.StandardCheckpointHandler()
+    futures = asyncio.run(handler.async_save(epath.Path(directory), args=ocp.args.StandardSave(arrays)))
+
+    def wait() -> None:
+        for future in futures or ():
+            future.result()
+
+    return wait
+
+
+def own_files(directory: str, process: int) -> dict[str, FileEntry]:
+    """The files that one process alone wrote, which are on disk when the call returns, with their digests."""
+    parts = [name for name in os.listdir(directory) if name.endswith(f"{_ENDING}{process}")]
+    for part in parts:
+        sync_tree(os.path.join(directory, part))
+    names = [os.path.join(part, name) for part in parts for name in files_below(os.path.join(directory, part))]
+    return {name: manifest.file_digest(os.path.join(directory, name)) for name in names}
+
+
+def finish(directory: str, leaves: Sequence[Leaf], written: Iterable[str]) -> None:
+    """Join what the processes wrote, look at it as a reader would, and vouch for it. Process 0 does this.
+
+    Args:
+        written: `own_files` of each process, as `spelled`.
+
+    Raises:
+        SaveFailedError: what was written is not what was to be written.
+    """
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    ocp.StandardCheckpointHandler().finalize(epath.Path(directory))
+    write_synced(os.path.join(directory, COMMITTED), b"rlx_jax")
+    known = {name: FileEntry(**entry) for text in written for name, entry in json.loads(text).items()}
+    rest = [name for name in files_below(directory) if name not in known]
+    files = known | {name: manifest.file_digest(os.path.join(directory, name)) for name in rest}
+    made = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
+    try:
+        check_lengths(directory, files)
+        _describe(directory, made)
+    except RlxError as cause:
+        raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
+    write_synced(os.path.join(directory, manifest.NAME), made.to_json())
+    sync(directory)
+
+
+def spelled(files: dict[str, FileEntry]) -> str:
+    """Files and their digests as one text."""
+    return json.dumps({name: asdict(entry) for name, entry in files.items()})
+
+
+def read_leaves(directory: str) -> Manifest:
+    """The manifest of a step.
+
+    Raises:
+        CheckpointIncompleteError: it has none. IntegrityError: it is damaged.
+    """
+    found = read_manifest(directory)
+    if found is None:
+        raise CheckpointIncompleteError(f"{quote(directory)}: no {manifest.NAME}: not a step that was saved whole")
+    return found
+
+
+def check_step(directory: str, found: Manifest, share: Iterable[str]) -> None:
+    """Lengths of all files, the digests of those in `share`, and the metadata of all arrays.
+
+    Raises:
+        IntegrityError: files differ from the manifest, or arrays do.
+        CheckpointFormatError: shapes or chunks contradict each other.
+        PathEscapeError: a file leads out of the directory.
+    """
+    check_lengths(directory, found.files)
+    manifest.check_files(directory, {name: found.files[name] for name in share})
+    try:
+        _describe(directory, found)
+    except CheckpointFormatError as cause:  # with the right digests it is a manifest that was changed too
+        raise IntegrityError(f"{cause}; use another step") from cause
+
+
+def _describe(directory: str, found: Manifest) -> None:
+    """Names, shapes, dtypes and chunks, before native code may allocate what they say."""
+    check_weights(OrbaxSource(read_tree(directory)), found.weights, quote(directory))
+
+
+def read_arrays(directory: str, like: Sequence[Leaf]) -> list[Any]:
+    """The leaves of a step that was checked, each where and as `like` has it."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    on_host = sum(_host_bytes(leaf) for leaf in like)
+    limits.fits_in_memory(on_host, f"{quote(directory)}: what this process restores into its memory")
+    target = {leaf.name: _target(leaf.type, leaf.sharding) for leaf in like}
+    try:
+        found = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
+    except Exception as cause:
+        raise CheckpointFormatError(f"{quote(directory)}: orbax cannot restore it: {quote(cause)}") from cause
+    return [leaf.restored(found[leaf.name]) for leaf in like]
+
+
+def _target(type: TensorType, sharding: jax.sharding.Sharding | None) -> Any:
+    """What orbax is asked for: an array in a sharding, or one of NumPy."""
+    if sharding is None:
+        return np.broadcast_to(np.zeros((), type.dtype), type.shape)  # one element, whatever the shape
+    return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding)
+
+
+def _host_bytes(leaf: Leaf) -> int:
+    """What a leaf takes of this machine's memory in this process, where that is where it stays."""
+    if leaf.sharding is None:
+        return leaf.type.nbytes
+    devices: set[Any] = leaf.sharding.addressable_devices
+    here = [device for device in devices if device.platform == "cpu"]
+    shard = TensorType(leaf.sharding.shard_shape(leaf.type.shape), leaf.type.dtype)
+    return shard.nbytes * len(here)

@@ -1,0 +1,528 @@
+"""Checkpoints of training: across divisions over devices, in the background, damaged, kept and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    CheckpointIncompleteError,
+    IntegrityError,
+    MissingFileError,
+    NoSpaceError,
+    PathEscapeError,
+    RequestError,
+    RlxError,
+    SaveFailedError,
+    SessionStateError,
+    TargetExistsError,
+    UnsupportedError,
+    WeightError,
+)
+from rlx_jax.io import atomic
+from rlx_jax.io.files import files_below
+from rlx_jax.train import Checkpoints, step_files
+from rlx_jax.weights import manifest
+
+
+class Moments(NamedTuple):
+    count: Any
+    mu: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Run:
+    step: Any
+    params: dict[str, Any]
+    optimizer: tuple[Any, ...]
+
+
+def over(count: int, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+    """A sharding over the first devices, in two rows where there are more than one."""
+    shape = (2, count // 2) if count > 1 else (1, 1)
+    devices = np.array(jax.devices()[:count]).reshape(shape)
+    return NamedSharding(jax.sharding.Mesh(devices, ("data", "model")), PartitionSpec(*spec))
+
+
+def run_on(count: int, seed: int = 0) -> Run:
+    """A state of every kind of leaf, divided over `count` devices along two axes."""
+    rng = np.random.default_rng(seed)
+    w = jax.device_put(rng.normal(size=(16, 8)).astype("f4"), over(count, "data", "model"))
+    half = jax.device_put(rng.normal(size=(8, 16)).astype(jnp.bfloat16), over(count, None, ("model", "data")))
+    ids = jax.device_put(rng.integers(-9, 9, (4, 24)).astype("i4"), over(count, "model"))
+    count_ = jax.device_put(jnp.int32(seed + 7), over(count))
+    moments = Moments(count_, {"a.weight": w + 1, "b/weight": half})
+    return Run(seed + 3, {"a.weight": w, "b": [half, ids]}, (moments, None, np.arange(5.0) + seed, np.float32(seed)))
+
+
+def bits(tree: Any) -> list[tuple[str, bytes]]:
+    return [(str(np.asarray(leaf).dtype), np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+def specs_of(tree: Any) -> Any:
+    """The same without values."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x, tree
+    )
+
+
+def ones(step: int) -> dict[str, Any]:
+    return {"w": jnp.full((4, 4), step, jnp.float32), "b": jnp.full(3, step, jnp.int32)}
+
+
+# -- what comes back ---------------------------------------------------------------------------
+
+
+def test_any_division_over_devices(tmp_path: Path) -> None:
+    """8 → 4 → 1 → 8 devices: equal to the last bit, and each time where `like` is."""
+    with Checkpoints(tmp_path / "run", keep=None) as checkpoints:
+        state, expected = run_on(8, 1), bits(run_on(8, 1))
+        for step, (count, spec) in enumerate([(4, True), (1, False), (8, True)]):
+            checkpoints.save(step, state)
+            like = specs_of(run_on(count)) if spec else run_on(count)
+            state = checkpoints.restore(like)
+            assert bits(state) == expected and str(jax.tree.structure(state)) == str(jax.tree.structure(like))
+            for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+                assert type(found) is type(wanted) or isinstance(wanted, jax.ShapeDtypeStruct)
+                assert not isinstance(found, jax.Array) or found.sharding == wanted.sharding
+        assert state.step == 4 and state.optimizer[3].dtype == np.float32
+
+
+def test_another_spec_over_the_same_devices(tmp_path: Path) -> None:
+    w = jax.device_put(np.arange(128, dtype="f4").reshape(16, 8), over(8, "data", "model"))
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, w)  # a state that is one leaf
+        for sharding in (
+            over(8, "model", "data"),
+            over(4, None, "model"),
+            over(8),
+            SingleDeviceSharding(jax.devices()[5]),
+        ):
+            found = checkpoints.restore(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding))
+            assert found.sharding == sharding and bits(found) == bits(w)
+
+
+def test_what_was_put_nowhere_stays_so(tmp_path: Path) -> None:
+    """A scalar that jit may move is restored as one; a committed copy on device 0 would not go with sharded ones."""
+    state = {"w": jax.device_put(jnp.arange(8.0), over(8, "data")), "scale": jnp.float32(2)}
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, state)
+        found = checkpoints.restore(state)
+    assert not found["scale"].committed and found["w"].committed
+    assert bits(jax.jit(lambda s: s["w"] * s["scale"])(found)) == bits(jnp.arange(8.0) * 2)
+
+
+def test_orbax_and_open_weights_read_a_step(tmp_path: Path) -> None:
+    """It is an orbax checkpoint of a flat tree, and its params are weights."""
+    import orbax.checkpoint as ocp
+
+    state = run_on(8)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(12, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        names = set(checkpointer.metadata(tmp_path / "run" / "12").item_metadata)
+    assert {"step", "params.a.weight", "params.b.0", "optimizer.0.mu.b/weight", "optimizer.0.count"} <= names
+    source = rlx.open_weights(tmp_path / "run", subtree="params", verify="full")  # the newest step of a run
+    assert source.keys() == ("a.weight", "b.0", "b.1") and bits(source.read("a.weight")) == bits(
+        state.params["a.weight"]
+    )
+    file = max((tmp_path / "run" / "12").rglob("d/*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(IntegrityError, match="digest"):
+        rlx.open_weights(tmp_path / "run", subtree="params")
+
+
+# -- in the background -------------------------------------------------------------------------
+
+
+def test_values_are_those_of_the_call(tmp_path: Path) -> None:
+    """The arrays are donated and the host's changed while the writing has not begun."""
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 - 1, t), donate_argnums=0)
+    rng = np.random.default_rng(0)
+    on_devices = {
+        f"{n}": jax.device_put(rng.normal(size=(64, 64)).astype("f4"), over(8, *spec))
+        for n, spec in enumerate([("data", "model"), (), ("model",)])
+    } | {"one": jnp.asarray(rng.normal(size=(512, 512)).astype("f4"))}
+    host = np.arange(6)
+    expected = bits((on_devices, host))
+    like, gate, real = specs_of((on_devices, np.zeros(6, int))), threading.Event(), step_files.own_files
+
+    def late(*args: Any) -> Any:
+        assert gate.wait(60)
+        return real(*args)
+
+    with Checkpoints(tmp_path / "run") as checkpoints, mock.patch.object(step_files, "own_files", late):
+        checkpoints.save(0, (on_devices, host))
+        assert checkpoints.steps() == ()  # not before it is whole
+        host[:] = -1
+        for _ in range(3):
+            on_devices = step(on_devices)
+        jax.block_until_ready(on_devices)
+        gate.set()
+        checkpoints.wait()
+        assert checkpoints.steps() == (0,) and bits(checkpoints.restore(like)) == expected
+
+
+ASKED: dict[str, Callable[[Checkpoints], Any]] = {
+    "wait": lambda c: c.wait(),
+    "save": lambda c: c.save(3, ones(3)),
+    "restore": lambda c: c.restore(ones(0)),
+    "close": lambda c: c.close(),
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_a_failure_in_the_background_is_told_once(tmp_path: Path, how: str) -> None:
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(1, ones(1))
+    checkpoints.wait()
+    with mock.patch.object(step_files, "own_files", side_effect=OSError(28, "No space left on device")):
+        checkpoints.save(2, ones(2))
+        with pytest.raises(NoSpaceError, match="2' failed; the newest whole step is 1: 'No space left"):
+            ASKED[how](checkpoints)
+    assert os.listdir(tmp_path / "run") == ["1"]
+    if how != "close":
+        checkpoints.save(2, ones(2))
+        checkpoints.close()
+        assert os.listdir(tmp_path / "run") in (["1", "2"], ["2", "1"])
+
+
+def test_a_failure_beside_an_exception_is_a_note_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with Checkpoints(tmp_path / "run") as checkpoints:
+            with mock.patch.object(step_files, "finish", side_effect=OSError(5, "Input/output error")):
+                checkpoints.save(2, ones(2))
+                while not checkpoints._pending[0].done():
+                    pass
+            raise ZeroDivisionError
+    assert "there is no whole step yet: 'Input/output error'" in caught.value.__notes__[0]
+
+
+LEFT_OPEN = """
+import sys
+import jax.numpy as jnp
+from rlx_jax.train import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": jnp.zeros((512, 512))})
+"""
+
+
+def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
+    """The step is whole, or it is absent and stderr says so: Python starts no threads any more at its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+    )
+    whole, told = os.listdir(tmp_path / "run") == ["1"], "a save in the background failed" in done.stderr
+    assert done.returncode == 0 and whole != told, done.stderr
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def edit_manifest(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = place / manifest.NAME
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def largest(place: Path) -> Path:
+    return max(place.rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def lie(place: Path, shape: list[int], dtype: str) -> None:
+    """The array `w` is of another type, in what orbax says and in a manifest with the digests of that."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{place}/"}).result()
+    array = json.loads(store["w/.zarray"])
+    store["w/.zarray"] = json.dumps(array | {"shape": shape, "dtype": dtype}).encode()
+    files = {name: manifest.file_digest(str(place / name)) for name in files_below(str(place)) if name != manifest.NAME}
+    told = {name: {"nbytes": e.nbytes, "sha256": e.sha256} for name, e in files.items()}
+    edit_manifest(place, lambda content: content.update(files=told))
+
+
+def link_out(place: Path) -> None:
+    file = largest(place)
+    shutil.move(file, place.parent / "elsewhere")
+    file.symlink_to(place.parent / "elsewhere")
+
+
+def empty(place: Path) -> None:
+    shutil.rmtree(place)
+    place.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], type[RlxError], str]] = {
+    "a flipped byte": (lambda p: flip(largest(p), 40), IntegrityError, "1 files differ from their digests"),
+    "a flipped byte of orbax's names": (lambda p: flip(p / "_METADATA"), IntegrityError, "_METADATA"),
+    "a flipped byte of the manifest": (lambda p: flip(p / manifest.NAME, 2), IntegrityError, manifest.NAME),
+    "a file cut short": (lambda p: largest(p).write_bytes(b""), IntegrityError, "0 bytes, expected"),
+    "a missing file": (lambda p: (p / "manifest.ocdbt").unlink(), IntegrityError, "manifest.ocdbt: missing"),
+    "a file of another step": (
+        lambda p: shutil.copy(p.parent / "1/_sharding", p / "_METADATA"),
+        IntegrityError,
+        "bytes",
+    ),
+    "no manifest": (lambda p: (p / manifest.NAME).unlink(), CheckpointIncompleteError, "2'.*; whole steps are '1'"),
+    "an empty directory": (empty, CheckpointIncompleteError, "whole steps are '1'"),
+    "a link out of it": (link_out, PathEscapeError, "outside its directory"),
+    "a lying shape": (lambda p: lie(p, [2**26, 64], "<f4"), IntegrityError, "chunks"),
+    "a lying dtype": (lambda p: lie(p, [4, 4], "<i4"), IntegrityError, "w: .*int32"),
+    "a manifest of another shape": (
+        lambda p: edit_manifest(p, lambda m: m["weights"]["w"].update(shape=[2, 8])),
+        WeightError,
+        r"w: f32\[2,8\] in the step, f32\[4,4\] in `like`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_step(tmp_path: Path, case: str) -> None:
+    """It is named as what it is, and no other step is taken in its place when it was asked for."""
+    damage, error, message = DAMAGE[case]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, ones(step))
+        checkpoints.wait()
+        damage(tmp_path / "run" / "2")
+        with pytest.raises(error, match=message):
+            checkpoints.restore(ones(0), 2)
+        assert bits(checkpoints.restore(ones(0), 1)) == bits(ones(1))
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """A flip anywhere in any file of a step is found, or what is restored is what was saved."""
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, ones(1))
+        checkpoints.wait()
+        found = 0
+        for path in sorted(path for path in (tmp_path / "run" / "1").rglob("*") if path.is_file()):
+            for at in range(0, path.stat().st_size, 97):
+                flip(path, at)
+                try:
+                    assert bits(checkpoints.restore(ones(0), 1)) == bits(ones(1))
+                except RlxError:
+                    found += 1
+                flip(path, at)
+    assert found > 30
+
+
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "a missing leaf": ({"w": jnp.zeros((4, 4))}, r"1 leaves .* 'b: i32\[3\] in the step, not in `like`'"),
+    "an extra leaf": (ones(0) | {"c": jnp.zeros(2)}, r"1 leaves .* 'c: f32\[2\] in `like`, not in the step'"),
+    "a renamed leaf": ({"v": jnp.zeros((4, 4)), "b": ones(0)["b"]}, "2 leaves .*'w: .*'v: "),
+    "a shape": (ones(0) | {"w": jnp.zeros((4, 5))}, r"'w: f32\[4,4\] in the step, f32\[4,5\] in `like`'"),
+    "a dtype": (ones(0) | {"b": jnp.zeros(3)}, r"'b: i32\[3\] in the step, f32\[3\] in `like`'"),
+    "all at once": ([jnp.zeros(1), jnp.zeros(2), jnp.zeros(3)], "5 leaves .*'b: .*'w: .*'0: .*'1: .*'2: "),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one step."""
+    path = tmp_path_factory.mktemp("checkpoints") / "run"
+    with Checkpoints(path) as checkpoints:
+        checkpoints.save(1, ones(1))
+    return path
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_another_state(saved: Path, case: str) -> None:
+    like, message = DIFFERENT[case]
+    with mock.patch.object(step_files, "read_arrays", side_effect=AssertionError("read before it was compared")):
+        with Checkpoints(saved) as checkpoints, pytest.raises(WeightError, match=f"(?s)step 1 in .*{message}"):
+            checkpoints.restore(like)
+
+
+# -- which steps there are ---------------------------------------------------------------------
+
+
+def test_old_steps_go_after_a_new_one_is_whole(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run", keep=2) as checkpoints:
+        for step in (1, 5, 3):
+            checkpoints.save(step, ones(step))
+        checkpoints.wait()
+        assert checkpoints.steps() == (3, 5)  # the one just saved, and the highest of the others
+        with mock.patch.object(atomic, "_commit", side_effect=OSError(28, "No space left on device")):
+            checkpoints.save(6, ones(6))
+            with pytest.raises(NoSpaceError, match="the newest whole step is 5"):
+                checkpoints.wait()
+        assert checkpoints.steps() == (3, 5)
+        checkpoints.save(6, ones(6))
+        checkpoints.wait()
+        assert checkpoints.steps() == (5, 6) and checkpoints.newest() == 6
+        assert sorted(os.listdir(tmp_path / "run")) == ["5", "6"]
+        assert bits(checkpoints.restore(ones(0))) == bits(ones(6))
+
+
+def test_a_step_is_not_replaced_by_chance(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, ones(1))
+        with pytest.raises(TargetExistsError, match="overwrite=True"):
+            checkpoints.save(1, ones(2))
+        assert bits(checkpoints.restore(ones(0))) == bits(ones(1))
+        checkpoints.save(1, ones(2), overwrite=True)
+        assert bits(checkpoints.restore(ones(0))) == bits(ones(2))
+        (tmp_path / "run" / "7").mkdir()
+        with pytest.raises(TargetExistsError, match="7' is no step that was saved here"):
+            checkpoints.save(7, ones(7), overwrite=True)
+
+
+def test_what_dead_saves_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    """Of any step, where its process is gone. Other names are not steps."""
+    root = tmp_path / "run"
+    dead = [".3.rlx-save-1-00000000", ".9.rlx-save-1-00000000"]
+    others = [".notes.rlx-save-1-00000000", "007", "-1", "latest", "11"]
+    for name in (*dead, *others):
+        (root / name / "new").mkdir(parents=True)
+    alive, lock = atomic._make_work(str(root), "4")
+    (root / "12").symlink_to(root / "11")
+    (root / "11" / manifest.NAME).write_text("{}")
+    with Checkpoints(root) as checkpoints:
+        assert checkpoints.steps() == (11,) and len(os.listdir(root)) == 9  # a reader removes nothing
+        checkpoints.save(13, ones(13))
+    assert set(os.listdir(root)) == {*others, "12", "13", os.path.basename(alive)}
+    os.close(lock)
+
+
+def test_killed_while_it_replaced_a_step(tmp_path: Path) -> None:
+    """Where two directories cannot be exchanged, the old one stands aside for a moment: it is found, and put back."""
+    root = tmp_path / "run"
+    with Checkpoints(root) as checkpoints:
+        checkpoints.save(1, ones(1))
+        checkpoints.wait()
+        (root / ".1.rlx-save-1-00000000").mkdir()
+        (root / "1").rename(root / ".1.rlx-save-1-00000000" / "old")
+        assert checkpoints.steps() == (1,) and bits(checkpoints.restore(ones(0))) == bits(ones(1))
+        checkpoints.save(2, ones(2))
+        checkpoints.wait()
+        assert sorted(os.listdir(root)) == ["1", "2"]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == () and checkpoints.newest() is None
+        with pytest.raises(MissingFileError, match="no whole step in it"):
+            checkpoints.restore(ones(0))
+        with pytest.raises(CheckpointIncompleteError, match="there are no whole steps"):
+            checkpoints.restore(ones(0), 3)
+    assert not (tmp_path / "run").exists()
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
+    "no leaves": ({"a": None}, RequestError, "without leaves"),
+    "text": ({"a": "x"}, RequestError, "leaf 'a': expected an array or a number, got 'x'"),
+    "two of one name": ({"a.b": 1, "a": {"b": 2}}, RequestError, "leaf 'a.b': two leaves"),
+    "an empty array": ({"a": jnp.zeros((0, 2))}, UnsupportedError, "no empty arrays"),
+    "a random key": (
+        {"key": jax.random.key(0)},
+        UnsupportedError,
+        "leaf 'key' is a random key; store",
+    ),
+    "a dtype": ({"a": jnp.zeros(3, jnp.int4)}, UnsupportedError, "leaf 'a' cannot be stored: .*int4"),
+    "objects": ({"a": np.array([None])}, UnsupportedError, "object"),
+    "a large number": ({"a": 2**70}, UnsupportedError, "leaf 'a' cannot be stored"),
+    "a name that is no text": ({"\ud800": 1}, UnsupportedError, "text of at most"),
+    "a long name": ({"x" * 1025: 1}, UnsupportedError, "1024 bytes"),
+    "a shape without values": ({"a": jax.ShapeDtypeStruct((2,), "f4")}, RequestError, "leaf 'a' has no values"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_saved(tmp_path: Path, case: str) -> None:
+    state, error, message = REFUSED[case]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        with pytest.raises(error, match=message):
+            checkpoints.save(1, state)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments(tmp_path: Path) -> None:
+    for keep in (0, -1, True, 2.0, "3"):
+        with pytest.raises(RequestError, match="keep is"):
+            Checkpoints(tmp_path, keep)  # type: ignore[arg-type]
+    for timeout in (0, -1.0, "1", float("nan")):
+        with pytest.raises(RequestError, match="timeout_s is"):
+            Checkpoints(tmp_path, timeout_s=timeout)  # type: ignore[arg-type]
+    for path in (3, "a\0b", b"\xff", "\udcff"):
+        with pytest.raises(RequestError, match="directory is"):
+            Checkpoints(path)  # type: ignore[arg-type]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (-1, True, 1.0, "1", None, 10**18):
+            with pytest.raises(RequestError, match="step is"):
+                checkpoints.save(step, ones(0))  # type: ignore[arg-type]
+        gone = jnp.zeros(3)
+        gone.delete()
+        with pytest.raises(RequestError, match="leaf 'a' has no values: traced, or donated"):
+            checkpoints.save(0, {"a": gone})
+        checkpoints.save(np.int32(0), ones(0))  # type: ignore[arg-type]
+    checkpoints.close()
+    for call in (checkpoints.wait, lambda: checkpoints.save(1, ones(1)), lambda: checkpoints.restore(ones(0))):
+        with pytest.raises(SessionStateError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EACCES", "EIO"])
+def test_the_disk_refuses(tmp_path: Path, code: str) -> None:
+    """An error at the n-th sync, for every n: the step before is whole, and nothing stays behind."""
+    import errno
+
+    number = getattr(errno, code)
+    expected = NoSpaceError if code == "ENOSPC" else SaveFailedError
+    real, count, failed = os.fsync, 0, 0
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, ones(1))
+        checkpoints.wait()
+        while 2 not in checkpoints.steps():
+            count += 1
+            calls = iter(range(1, 10**6))
+
+            def fsync(descriptor: int, calls: Any = calls, count: int = count) -> None:
+                if next(calls) == count:
+                    raise OSError(number, os.strerror(number))
+                real(descriptor)
+
+            with mock.patch.object(os, "fsync", fsync):
+                checkpoints.save(2, ones(2))
+                try:
+                    checkpoints.wait()
+                except expected as error:
+                    failed += 1
+                    assert "the newest whole step is 1" in str(error) or "the new content is there" in str(error)
+            assert set(os.listdir(tmp_path / "run")) in ({"1"}, {"1", "2"})
+            assert bits(checkpoints.restore(ones(0), 1)) == bits(ones(1))
+        assert failed > 10 and bits(checkpoints.restore(ones(0), 2)) == bits(ones(2))
+
+
+def test_import_is_light() -> None:
+    code = "import sys, rlx_jax; assert 'rlx_jax.train' not in sys.modules; rlx_jax.train.Checkpoints; " + (
+        "assert 'orbax' not in sys.modules and 'optax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
