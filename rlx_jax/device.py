@@ -159,14 +159,15 @@ def check_fits(nbytes: int, what: str) -> None:
         raise DeviceOutOfMemoryError(f"{what} needs {nbytes:,} bytes, the device has {limit:,}; use smaller sizes")
 
 
-def check_space(nbytes: int, what: str, on_host: int = 0) -> None:
+def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> None:
     """Refuse new arrays of `nbytes` that do not fit the device beside what is there; making them takes `on_host` bytes
-    of the host's memory.
+    of the host's memory. Of several devices `nbytes` are those of the fullest one, and `together` those of all.
 
     Raises:
         DeviceOutOfMemoryError: the device is smaller. LimitError: over `limits.MAX_MEMORY_PERCENT` of the host's.
     """
-    limits.fits_in_memory(nbytes + on_host if running_device().kind == "cpu" else on_host, what)
+    here = max(nbytes, together) if running_device().kind == "cpu" else 0  # devices that are the host share its memory
+    limits.fits_in_memory(here + on_host, what)
     check_fits(nbytes, what)
 
 

@@ -1,6 +1,7 @@
 """Run parameter programs on a weight source, and read them backwards.
 
-Leaves are filled piece by piece: a leaf on its way holds itself and one checkpoint tensor of the host's memory.
+Leaves are filled piece by piece: what is on its way, a leaf or the box of one that a device holds, takes itself and one
+checkpoint tensor, or the part of one that it needs, of the host's memory.
 """
 
 from __future__ import annotations
@@ -8,21 +9,23 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.boxes import side_by_side
+from rlx_jax.ir.boxes import Box, side_by_side
 from rlx_jax.ir.packed import PackedSpec, decoded
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, stored_keys
+from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, boxed, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
-from rlx_jax.ir.types import is_float, short_name
+from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.weights.finite import all_finite
 
 HostArray = np.ndarray[Any, Any]
@@ -33,23 +36,27 @@ READERS = 4
 def load_leaves(
     leaves: Mapping[str, Program],
     source: WeightSource,
-    device: Any,
+    placement: Mapping[str, Sharding] | Any,
     tell: Callable[[str, int, int], None],
     given_up: threading.Event,
 ) -> dict[str, jax.Array]:
-    """The array of every leaf on `device` (None: the default one), several read at a time.
+    """The array of every leaf, several read at a time.
 
-    Leaves that are on their way take host memory of at most a tenth of the model's bytes and the largest leaf. `tell`
-    hears ("load", bytes read, bytes in all) after each, in order. Ends early once it is `given_up`.
+    `placement` is where they go: a device (None: the default one), or a mapping with the sharding of each leaf. Of a
+    sharded leaf each box that devices of this process hold is read alone, and once: `boxed` says what it is made of.
+
+    What is on its way takes host memory of at most a tenth of the bytes that this process reads and the largest box.
+    `tell` hears ("load", bytes read, bytes in all) after each leaf, in order. Ends early once it is `given_up`.
 
     Raises:
         LimitError, DeviceOutOfMemoryError: there is no room for them; nothing was read.
+        WeightShapeError: a sharding does not divide its leaf evenly.
     """
-    sizes = {name: program.type.nbytes for name, program in leaves.items()}
-    needs = {name: bytes_to_fill(program) for name, program in leaves.items()}
-    total, done = sum(sizes.values()), 0
+    plan = {name: _plan(name, program, placement) for name, program in leaves.items()}
+    needs = {name: max((bytes_to_fill(share.program) for share in p.shares), default=0) for name, p in plan.items()}
+    total, done = sum(p.nbytes for p in plan.values()), 0
     limit = total // 10 + max(needs.values(), default=0)
-    check_space(total, "the weights", limit)
+    _check_space(plan.values(), limit)
     arrays: dict[str, jax.Array] = {}
     pending: dict[str, Future[jax.Array]] = {}
 
@@ -59,15 +66,15 @@ def load_leaves(
         while pending and sum(needs[name] for name in pending) > room:
             name = next(iter(pending))
             arrays[name] = pending.pop(name).result()
-            tell("load", done := done + sizes[name], total)
+            tell("load", done := done + plan[name].nbytes, total)
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         try:
-            for name, program in leaves.items():
+            for name, planned in plan.items():
                 collect(limit - needs[name])
                 if given_up.is_set():
                     break
-                pending[name] = pool.submit(load_leaf, program, source, device)
+                pending[name] = pool.submit(planned.load, source)
             if not given_up.is_set():
                 collect(-1)
         except BaseException:
@@ -76,25 +83,89 @@ def load_leaves(
     return arrays
 
 
+class Share(NamedTuple):
+    """What is read once of a leaf: the program of a box, and the devices that hold it; None: the default one."""
+
+    program: Program
+    devices: tuple[Any, ...]
+
+
+class Plan(NamedTuple):
+    """How a leaf is loaded: what of it is read here, and its sharding, if it has one."""
+
+    type: TensorType
+    shares: tuple[Share, ...]
+    sharding: Sharding | None
+
+    @property
+    def nbytes(self) -> int:
+        """What is read: replicas share one read."""
+        return sum(share.program.type.nbytes for share in self.shares)
+
+    def load(self, source: WeightSource) -> jax.Array:
+        """The array. Its shares are read and put in place one after the other."""
+        if self.sharding is None:
+            ((program, (device,)),) = self.shares
+            return load_leaf(program, source, device)
+        held: list[jax.Array] = []
+        for program, devices in self.shares:
+            homes = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
+            shared = isinstance(program, Key | Sliced)  # what a source gives may be the caller's memory
+            first = jax.device_put(_value(program, source), homes[0], may_alias=False if shared else None)
+            held += [first.block_until_ready(), *(jax.device_put(first, home) for home in homes[1:])]
+        shape, dtype = self.type.shape, jax.dtypes.canonicalize_dtype(self.type.dtype)
+        leaf: jax.Array = jax.make_array_from_single_device_arrays(shape, self.sharding, held, dtype=dtype)
+        return leaf.block_until_ready()
+
+
+def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> Plan:
+    """How a leaf is loaded."""
+    if not isinstance(placement, Mapping):
+        return Plan(program.type, (Share(program, (placement,)),), None)
+    sharding, shape = placement[name], program.type.shape
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as cause:
+        raise WeightShapeError(
+            f"leaf {quote(name)}: {program.type} is not divided evenly by {sharding}; pad it or shard another axis"
+        ) from cause
+    boxes: dict[Box, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        edges = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        boxes.setdefault(tuple(edges), []).append(device)
+    shares = (Share(boxed(program, box), tuple(devices)) for box, devices in boxes.items())
+    return Plan(program.type, tuple(shares), sharding)
+
+
+def _check_space(plans: Iterable[Plan], on_host: int) -> None:
+    """Whether each device has room for its shares, and the host for what it holds meanwhile."""
+    held: Counter[Any] = Counter()
+    for plan in plans:
+        for share in plan.shares:
+            held.update(dict.fromkeys(share.devices, share.program.type.nbytes))
+    check_space(max(held.values(), default=0), "the weights", on_host, together=held.total())
+
+
 def bytes_to_fill(program: Program) -> int:
     """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of.
 
     Of a packed tensor that is its bytes and, as float32, the numbers that are decoded from them.
     """
-    return program.type.nbytes + (0 if isinstance(program, Key) else _largest_read(program))
+    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _largest_read(program))
 
 
 def _largest_read(program: Program) -> int:
-    if isinstance(program, Key):
+    if isinstance(program, Key | Sliced):
         return program.type.nbytes
     numbers = 4 * program.type.size if isinstance(program, Dequantized) else 0
-    return numbers + max((_largest_read(part) for part in program.parts), default=0)
+    whole = program.of.type.nbytes if isinstance(program, Cut) else 0
+    return numbers + whole + max((_largest_read(part) for part in program.parts), default=0)
 
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
     """The leaf's array, there on `device` (None: the default one)."""
     with jax.default_device(device):
-        if isinstance(program, Key):
+        if isinstance(program, Key | Sliced):
             leaf = jnp.array(_read(program, source))  # a copy: jnp.asarray may share the caller's memory
         else:
             leaf = jnp.asarray(_filled(program, source))
@@ -201,9 +272,24 @@ def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """
     found: dict[str, list[Piece]] = {}
     for program, array in leaves.items():
-        for piece in pieces(program, array):
+        for piece in pieces(program, _free_to_cut(array)):
             found.setdefault(piece.key.key, []).append(piece)
     return {name: _as_stored(whole(held), held[0].key.type.dtype) for name, held in found.items()}
+
+
+def _free_to_cut(array: jax.Array) -> jax.Array:
+    """The same array where XLA may choose how pieces of it are divided.
+
+    Outside of `jax.jit`, JAX does not cut an array along an axis that an explicit axis of a mesh divides.
+    """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return array
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    free: jax.Array = jax.device_put(array, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
+    return free
 
 
 class Piece(NamedTuple):

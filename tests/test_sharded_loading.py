@@ -1,0 +1,252 @@
+"""Leaves that lie on several devices: each box is read alone, and the whole is what one device would hold."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlx_jax.errors import LimitError, WeightDTypeError, WeightShapeError
+from rlx_jax.io import limits
+from rlx_jax.ir.boxes import Box, sizes, slices
+from rlx_jax.ir.param import (
+    Joined,
+    Key,
+    Padded,
+    Permuted,
+    Program,
+    Reshaped,
+    Stack,
+    Transposed,
+    boxed,
+    cast,
+    narrows,
+    sliced,
+)
+from rlx_jax.ir.reading import read_from
+from rlx_jax.ir.types import as_dtype, tensor_type
+from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaves
+from rlx_jax.weights.mapping import MappingSource
+from tests.oracles.packed import packed
+
+RNG = np.random.default_rng(0)
+BF16 = as_dtype("bf16")
+VALUES: dict[str, Any] = {
+    "q": RNG.normal(size=(16, 8)).astype(np.float32),
+    "k": RNG.normal(size=(8, 8)).astype(np.float32),
+    "h": RNG.normal(size=(16, 8)).astype(BF16),
+    "ids": RNG.integers(-99, 99, (4, 6, 8)).astype(np.int32),
+    "q8": packed("gguf_q8_0", (4, 128), 1),
+    "q4": packed("gguf_q4_0", (4, 128), 2),
+}
+
+
+class Counting(MappingSource):
+    """Counts what is read."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        super().__init__(arrays)
+        self.reads: Counter[str] = Counter()
+        self.bytes = 0
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+        found = super().read(key, index)
+        self.reads[key] += 1
+        self.bytes += found.nbytes
+        return found
+
+
+def key(name: str, dtype: str | None = None) -> Program:
+    """What is stored under a name, in a dtype of the model's."""
+    spec = MappingSource(VALUES).spec(name)
+    return read_from(Key(name, tensor_type(spec.shape, dtype or spec.dtype, name)), MappingSource(VALUES))
+
+
+def value(program: Program) -> np.ndarray[Any, Any]:
+    out = np.empty(program.type.shape, program.type.dtype)
+    fill(out, program, MappingSource(VALUES))
+    return out
+
+
+def spread(spec: PartitionSpec, kind: AxisType = AxisType.Auto) -> NamedSharding:
+    """Over eight devices, two by four."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind), devices=jax.devices()[:8])
+    return NamedSharding(mesh, spec)
+
+
+def load(program: Program, source: Any, placement: Any) -> jax.Array:
+    given = {"leaf": placement} if isinstance(placement, NamedSharding) else placement
+    return load_leaves({"leaf": program}, source, given, lambda *_: None, threading.Event())["leaf"]
+
+
+Q, K, H, IDS = (key(name) for name in ("q", "k", "h", "ids"))
+BY_DEVICE = Joined(tuple(sliced(p, 0, i * n, (i + 1) * n) for i in range(4) for p, n in ((Q, 4), (K, 2))), 0)
+P = PartitionSpec
+# A program, how it is divided, how often each key is read, and the bytes that are read in all: those that are stored.
+DIVIDED: list[tuple[Program, PartitionSpec, dict[str, int], int]] = [
+    (Q, P(), {"q": 1}, 512),
+    (Q, P("model"), {"q": 4}, 512),
+    (Q, P(None, "model"), {"q": 4}, 512),
+    (Q, P("model", "data"), {"q": 8}, 512),
+    (Q, P(("data", "model")), {"q": 8}, 512),
+    (Transposed(Q), P("model"), {"q": 4}, 512),
+    (cast(Q, BF16), P("model"), {"q": 4}, 512),
+    (Transposed(key("h", "f32")), P(None, "model"), {"h": 4}, 256),
+    (Joined((Q, K), 0), P("data"), {"q": 2, "k": 1}, 768),  # 24 rows: the half of q is 12 of 16
+    (BY_DEVICE, P("model"), {"q": 4, "k": 4}, 768),
+    (Transposed(BY_DEVICE), P("data", "model"), {"q": 8, "k": 8}, 768),
+    (Stack((Q, Transposed(Transposed(Q)))), P("data"), {"q": 2}, 1024),
+    (Stack((K, K)), P(None, "model"), {"k": 8}, 512),
+    (Permuted(IDS, (2, 0, 1)), P("model", None, "data"), {"ids": 8}, 768),
+    (Reshaped(Q, (4, 4, 8)), P("model"), {"q": 4}, 512),
+    (Reshaped(IDS, (24, 8)), P("model", "data"), {"ids": 8}, 768),
+    (Padded(K, 0, 12), P("model"), {"k": 3}, 256),  # the last device holds padding alone
+    (Transposed(Padded(K, 0, 20)), P(None, "model"), {"k": 2}, 256),
+    (key("q8"), P("model"), {"q8": 4}, 4 * 136),
+    (key("q4"), P(None, "model"), {"q4": 4}, 4 * 72),
+    (Transposed(key("q4", "bf16")), P("model"), {"q4": 4}, 4 * 72),
+    (key("q8"), P(None, ("data", "model")), {"q8": 8}, 2 * 4 * 136),  # half blocks: each is read for both devices
+    (Padded(key("q8"), 1, 256), P("data", "model"), {"q8": 4}, 4 * 136),
+]
+
+
+@pytest.mark.parametrize(("program", "spec", "reads", "nbytes"), DIVIDED, ids=[f"{p}-{s}" for p, s, *_ in DIVIDED])
+def test_each_device_reads_its_box(program: Program, spec: PartitionSpec, reads: dict[str, int], nbytes: int) -> None:
+    """And replicas share one read; the array is the one that a single device would hold."""
+    source = Counting(VALUES)
+    found = load(program, source, spread(spec))
+    assert found.sharding.is_equivalent_to(spread(spec), found.ndim) and found.committed
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(load(program, MappingSource(VALUES), None)))
+    assert (found.dtype, dict(source.reads), source.bytes) == (program.type.dtype, reads, nbytes)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_leaves_read_backwards(kind: AxisType) -> None:
+    """Are the stored tensors, whatever the mesh lets XLA choose."""
+    exact = [(program, spec) for program, spec, *_ in DIVIDED if not narrows(program)]
+    assert len(exact) > 10
+    for program, spec in exact:
+        leaf = load(program, MappingSource(VALUES), spread(spec, kind))
+        for stored, found in by_key({program: leaf}).items():
+            np.testing.assert_array_equal(np.asarray(found), VALUES[stored], strict=True)
+
+
+# -- any program, any box ----------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """A few steps over one of the keys."""
+    name = draw(st.sampled_from(list(VALUES)))
+    program = key(name, draw(st.sampled_from(["f32", "bf16"])) if name != "ids" else None)
+    for _ in range(draw(st.integers(0, 4))):
+        program = draw(st.sampled_from(STEPS))(program, draw)
+    return program
+
+
+def reshaped(program: Program, draw: st.DrawFn) -> Program:
+    shape: list[int] = []
+    left = program.type.size
+    while left > 1 and len(shape) < 3:
+        shape.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+        left //= shape[-1]
+    return Reshaped(program, (*shape, left))
+
+
+def part(program: Program, draw: st.DrawFn) -> Program:
+    axis = draw(st.integers(0, program.type.rank - 1))
+    start, stop = draw(edges(program.type.shape[axis]))
+    try:
+        return sliced(program, axis, start, stop)
+    except WeightShapeError as refused:  # it cuts what stays together
+        assert "cuts" in str(refused)
+        return program
+
+
+def edges(size: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True).map(lambda e: (min(e), max(e)))
+
+
+def any_axis(program: Program, draw: st.DrawFn) -> int:
+    return draw(st.integers(0, program.type.rank - 1))
+
+
+def padded_somewhere(program: Program, draw: st.DrawFn) -> Program:
+    axis = any_axis(program, draw)
+    return Padded(program, axis, program.type.shape[axis] + draw(st.integers(1, 5)))
+
+
+STEPS: list[Any] = [
+    lambda p, draw: Transposed(p) if p.type.rank == 2 else p,
+    lambda p, draw: Permuted(p, tuple(draw(st.permutations(range(p.type.rank))))),
+    reshaped,
+    lambda p, draw: cast(p, np.dtype(np.float16)) if p.type.dtype.kind != "i" else cast(p, np.dtype(np.int16)),
+    lambda p, draw: Joined((p, p, part(p, draw)) if p.type.rank == 1 else (p, p), any_axis(p, draw)),
+    lambda p, draw: Stack((p, p)),
+    padded_somewhere,
+    part,
+]
+
+
+@given(programs(), st.data())
+def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
+    """Has its shape and the numbers of the whole; it needs no more memory than the whole, and is a box of one again."""
+    box: Box = tuple(data.draw(edges(size)) for size in program.type.shape)
+    found = boxed(program, box)
+    assert (found.type.shape, found.type.dtype) == (sizes(box), program.type.dtype)
+    np.testing.assert_array_equal(value(found), value(program)[slices(box)])
+    inner: Box = tuple(data.draw(edges(size)) for size in sizes(box))
+    np.testing.assert_array_equal(value(boxed(found, inner)), value(program)[slices(box)][slices(inner)])
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_sharding_that_does_not_divide() -> None:
+    with pytest.raises(
+        WeightShapeError, match=r"leaf 'leaf': f32\[16,8\] is not divided evenly by .*; pad it or shard"
+    ):
+        load(Q, MappingSource(VALUES), NamedSharding(jax.make_mesh((3,), ("x",), devices=jax.devices()[:3]), P("x")))
+
+
+def test_room_is_asked_for_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has to hold a box, not a leaf; and on CPU what all devices hold, a replica for each."""
+    monkeypatch.setattr(limits, "_SMALL", 0)
+    leaf = Stack((Q,) * 64)
+    box = bytes_to_fill(boxed(leaf, ((0, 64), (0, 4), (0, 8))))
+    assert box == 64 * 128 + 128
+    for spec, held in ((P(None, "model"), 2 * leaf.type.nbytes), (P(), 8 * leaf.type.nbytes)):
+        on_host = leaf.type.nbytes // 10 + (box if held < 3 * leaf.type.nbytes else bytes_to_fill(leaf))
+        for free, fits in ((held + on_host, True), (held + on_host - 1, False)):
+            monkeypatch.setattr(limits, "available_bytes", lambda free=free: -(-free * 100 // 80))
+            if fits:
+                load(leaf, MappingSource(VALUES), spread(spec))
+            else:
+                with pytest.raises(LimitError, match=f"the weights takes {held + on_host:,} bytes"):
+                    load(leaf, MappingSource(VALUES), spread(spec))
+
+
+def test_a_box_is_checked_as_the_whole(recwarn: pytest.WarningsRecorder) -> None:
+    """Integers against the range of a narrower dtype, also behind other steps."""
+    large = MappingSource({"ids": np.full((4, 2), 300, np.int32)})
+    program = cast(Transposed(Key("ids", tensor_type((4, 2), "i32", "ids"))), np.dtype(np.int8))
+    with pytest.raises(WeightDTypeError, match="weight 'ids' .*: values 300 … 300 do not fit int8"):
+        load(program, large, spread(P(None, "model")))
+
+
+def test_arrays_are_copies() -> None:
+    """What a source gives is the caller's memory, and may change; replicas are arrays of their own."""
+    given = np.zeros((16, 1024), np.float32)
+    found = load(Key("w", tensor_type(given.shape, "f32", "w")), MappingSource({"w": given}), spread(P("model")))
+    given[:] = 1
+    assert not np.asarray(found).any()
+    pointers = {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards}
+    assert len(pointers) == 8
