@@ -143,7 +143,8 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
     made = {}
     for name in wanted:
         with emit.scope(f"{name}_proj"):
-            made[name] = emit.linear(x, keys[name], biases[name])
+            roles = ("heads" if name == "q" else "kv_heads", "hidden")
+            made[name] = emit.linear(x, keys[name], biases[name], roles=roles)
     for name, key in (("q", s.q_norm_key), ("k", s.k_norm_key)):
         if key is not None and name in made:
             made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)

@@ -8,17 +8,27 @@ from typing import Literal
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
-from rlx_jax.blocks.ffn import GeGlu, SwiGlu
+from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
+from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.trace.emit import Emit, FlowValue
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ROLES: dict[str, tuple[str, str]] = dict(
+    zip(
+        (*ATTENTION, *MLP),
+        (("heads", "hidden"), *[("kv_heads", "hidden")] * 2, ("hidden", "heads"), *[INTO] * 2, OUT_OF),
+        strict=True,
+    )
+)
+"""What the axes of each projection are."""
+
 GATES: dict[str, type[SwiGlu] | type[GeGlu]] = {"silu": SwiGlu, "gelu_tanh": GeGlu}
 """The MLP by the activation of its gate."""
 
@@ -123,7 +133,8 @@ class DecoderLayerSpec:
         `attention` turns the normalised `[B,S,H]` into the context `[B,S,N·D]`, before its output projection.
         """
         o_proj, n = f"{prefix}.self_attn.o_proj", self.norms
-        output = Linear(f"{o_proj}.weight", bias_key=f"{o_proj}.bias" if self.output_bias else None)
+        bias = f"{o_proj}.bias" if self.output_bias else None
+        output = Linear(f"{o_proj}.weight", bias_key=bias, roles=("hidden", "heads"))
         mlp = GATES[self.activation].hf_mlp(prefix, self.mlp_bias)
         return Sequence(
             (
@@ -259,7 +270,7 @@ class LlamaDecoder:
         zero = norm_beta(emit, x)
 
         def weight(name: str) -> FlowValue:
-            return emit.param(f"{p}.{name}.weight")
+            return emit.param(f"{p}.{name}.weight", roles=ROLES.get(name))
 
         biased = ATTENTION * s.attention_bias + MLP * s.mlp_bias
         block = hir.LlamaDecoderBlock(
@@ -271,7 +282,7 @@ class LlamaDecoder:
             weight("input_layernorm"), zero, *(weight(name) for name in ATTENTION),
             weight("post_attention_layernorm"), zero, *(weight(name) for name in MLP),
             cos, sin, *mask_operand(emit, mask, self.mask_input, "LlamaDecoder"),
-            *(emit.param(f"{p}.{name}.bias") for name in biased),
+            *(emit.param(f"{p}.{name}.bias", roles=roles_of_bias(ROLES[name][0])) for name in biased),
         )  # fmt: skip
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -50,24 +52,24 @@ class BertEncoderLayer:
         keep = emit.optional_input(s.attention_mask_input) if s.attention_mask_input else None
         mask = MaskKind.KEEP if keep is not None else MaskKind.NONE
 
-        def linear(name: str, x: FlowValue, activation: str = "") -> FlowValue:
+        def linear(name: str, x: FlowValue, roles: Roles, activation: str = "") -> FlowValue:
             with emit.scope(*name.split(".")):
                 p = f"{s.layer_prefix}.{name}"
-                return emit.linear(x, f"{p}.weight", f"{p}.bias", activation=activation)
+                return emit.linear(x, f"{p}.weight", f"{p}.bias", activation=activation, roles=roles)
 
         def add_norm(name: str, x: FlowValue, residual: FlowValue) -> FlowValue:
             with emit.scope(*name.split(".")):
                 total = emit.add_node(Binary("add"), x, residual)
                 return emit.layer_norm(total, f"{s.layer_prefix}.{name}.weight", f"{s.layer_prefix}.{name}.bias", s.eps)
 
-        q, k, v = (linear(f"attention.self.{n}", x) for n in ("query", "key", "value"))
+        q, k, v = (linear(f"attention.self.{n}", x, ("heads", "hidden")) for n in ("query", "key", "value"))
         with emit.scope("attention", "self"):
             context = emit.add_node(
                 hir.attention(s.num_heads, s.num_heads, mask), q, k, v, *([keep] if keep is not None else [])
             )
-        h = add_norm("attention.output.LayerNorm", linear("attention.output.dense", context), x)
-        inner = linear("intermediate.dense", h, s.activation)
-        return add_norm("output.LayerNorm", linear("output.dense", inner), h)
+        h = add_norm("attention.output.LayerNorm", linear("attention.output.dense", context, ("hidden", "heads")), x)
+        inner = linear("intermediate.dense", h, INTO, s.activation)
+        return add_norm("output.LayerNorm", linear("output.dense", inner, OUT_OF), h)
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:

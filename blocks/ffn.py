@@ -13,6 +13,9 @@ def mlp_prefix(prefix: str) -> str:
     return prefix if prefix.split(".")[-1] == "mlp" else f"{prefix}.mlp"
 
 
+INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
+"""What the axes of the first and of the last weights are."""
+
 Keys = tuple[str, str, str]
 """Of gate, up and down."""
 
@@ -28,12 +31,12 @@ def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: 
     (gate_w, up_w, down_w), (gate_b, up_b, down_b) = weights, biases or (None, None, None)
     with emit.scope("mlp"):
         with emit.scope("gate_proj"):
-            gate = emit.linear(x, gate_w, gate_b)
+            gate = emit.linear(x, gate_w, gate_b, roles=INTO)
         with emit.scope("up_proj"):
-            up = emit.linear(x, up_w, up_b)
+            up = emit.linear(x, up_w, up_b, roles=INTO)
         inner = emit.add_node(hir.GatedFfn(activation), gate, up)
         with emit.scope("down_proj"):
-            return emit.linear(inner, down_w, down_b)
+            return emit.linear(inner, down_w, down_b, roles=OUT_OF)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,6 @@ class GeluFfn:
         x = emit.require(value, "GeluFfn")
         act = "gelu_tanh" if self.approx_gelu else "gelu"
         with emit.scope("intermediate"):
-            inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act)
+            inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act, roles=INTO)
         with emit.scope("output"):
-            return emit.linear(inner, self.output_w, self.output_b)
+            return emit.linear(inner, self.output_w, self.output_b, roles=OUT_OF)

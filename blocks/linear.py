@@ -9,7 +9,12 @@ from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.trace.emit import Emit, FlowValue
+
+TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
+"""What the axes of tables are."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Embed:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         ids = emit.require(value, "Embed")
         with emit.scope("embed_tokens"):
-            table = emit.param(self.weight_key, self.shape)
+            table = emit.param(self.weight_key, self.shape, TABLE)
             emit.state.embed_weight = table
             return emit.add_node(hir.Embed(), table, ids)
 
@@ -56,7 +61,9 @@ class GatherFromInput:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         emit.require(value, "GatherFromInput")
         with emit.scope(self.input_name):
-            return emit.add_node(hir.Embed(), emit.param(self.weight_key), emit.flow_input(self.input_name))
+            return emit.add_node(
+                hir.Embed(), emit.param(self.weight_key, roles=TABLE), emit.flow_input(self.input_name)
+            )
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class GatherAdd:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GatherAdd")
         with emit.scope(self.input_name):
-            table = emit.param(self.weight_key, self.shape)
+            table = emit.param(self.weight_key, self.shape, TABLE)
             return x + emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
@@ -78,20 +85,23 @@ class GatherAdd:
 class Linear:
     """`x W [+ b]`. Weight: `weight_key`, `[out, in]` with `transpose` (how checkpoints store it) or `[in, out]`.
 
-    `shape` is the stored shape; needed only when the flow is compiled without weights.
+    `shape` is the stored shape; needed only when the flow is compiled without weights. `roles` say what its axes are,
+    as stored, for a mesh of devices.
     """
 
     weight_key: str
     transpose: bool = True
     bias_key: str | None = None
     shape: tuple[int, int] | None = None
+    roles: Roles | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
         with emit.scope(_block_of(self.weight_key)):
-            w = emit.param(self.weight_key, self.shape)
-            out = None if self.shape is None else (self.shape[0 if self.transpose else 1],)
-            bias = [emit.param(self.bias_key, out)] if self.bias_key else []
+            w, at = emit.param(self.weight_key, self.shape, self.roles), 0 if self.transpose else 1
+            out = None if self.shape is None else (self.shape[at],)
+            roles = None if self.roles is None else roles_of_bias(self.roles[at])
+            bias = [emit.param(self.bias_key, out, roles)] if self.bias_key else []
             return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)
 
 
@@ -160,9 +170,10 @@ class LmHead:
         if not self.tie_word_embeddings:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
-            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size))
+            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size), HEAD)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
+        emit.say_roles(emit.state.embed_weight, HEAD)
         return emit.state.embed_weight
 
 

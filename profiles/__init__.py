@@ -15,6 +15,7 @@ from rlx_jax.profiles.schema import (
     Layers,
     Passes,
     Precision,
+    Sharding,
 )
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "Options",
     "Passes",
     "Precision",
+    "Sharding",
     "Table",
 ]

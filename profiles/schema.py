@@ -189,6 +189,30 @@ class BucketTable(_Table):
 
 
 @dataclass(frozen=True)
+class Sharding(_Table):
+    """For each role that an axis may have (`rlx_jax.ir.roles`) the axes of a mesh that it is divided over, those that
+    the mesh has: what `mesh=` means for a model. Without a mesh there is nothing to divide.
+
+    batch: rows. Parameters are not divided along these axes where they are used, only where they are kept.
+    sequence: tokens of a row. heads, kv_heads, ffn: attention and feed-forward, by head and by column. vocab: the
+    output head. embedding: rows of a table, whose lookup then takes a collective. hidden: of matrices, where they are
+    kept. experts: of a mixture. channel: norms and biases.
+    """
+
+    PATH: ClassVar[str] = "sharding"
+    batch: tuple[str, ...] = ("data", "fsdp")
+    sequence: tuple[str, ...] = ("context",)
+    heads: tuple[str, ...] = ("tensor",)
+    kv_heads: tuple[str, ...] = ("tensor",)
+    ffn: tuple[str, ...] = ("tensor",)
+    vocab: tuple[str, ...] = ("tensor",)
+    embedding: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ("fsdp",)
+    experts: tuple[str, ...] = ("expert",)
+    channel: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Backend(_Table):
     """weight_layout: the orientation that weights of Linears are stored in, `[in, out]` or `[out, in]`; `auto` is
         that of the flow, which is that of its checkpoint. A weight that other ops read too stays as it is.
@@ -257,6 +281,7 @@ class CompileProfile(_Table):
     layers: Layers = field(default_factory=Layers)
     attention: AttentionTable = field(default_factory=AttentionTable)
     buckets: BucketTable = field(default_factory=BucketTable)
+    sharding: Sharding = field(default_factory=Sharding)
     backend: Backends = field(default_factory=Backends)
 
     @classmethod

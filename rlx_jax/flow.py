@@ -257,6 +257,7 @@ class ModelFlow(Stages):
         return BuiltModel(
             self.name, rolled.graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
             rolled.refusals, self.binding, program=emit.state.program, captured=emit.captured,
+            roles=emit.roles,
         )  # fmt: skip
 
     def _tap_attention(self, emit: Emit) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import jax
 
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
-from rlx_jax.ir.param import keys_of, stored_keys
+from rlx_jax.ir.param import Roles, keys_of, stored_keys
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, bind_path, path_text
 from rlx_jax.lowering.lir.plan import Plan
@@ -57,7 +57,8 @@ class Built:
     """A flow or a module after `build`: its graph and what building it learned. No weight data was read.
 
     `hir` is a MIR graph where a module at that level was built; `plan` is that of a module at LIR. `program` is the one
-    that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values.
+    that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values. `roles` say what the axes
+    of stored weights are, by key.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Built:
     plan: Plan | None = None
     program: str = "forward"
     captured: Captured = field(default_factory=Captured, repr=False, compare=False)
+    roles: Mapping[str, Roles] = field(default_factory=dict, repr=False)
 
     # -- as a flow ---------------------------------------------------------------------------
 

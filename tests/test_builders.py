@@ -59,6 +59,7 @@ CALLS: dict[str, Call] = {
     "reshape": lambda m, i: m.reshape(i.x, ("batch", "seq", 2, 4)), "reshape_": lambda m, i: m.reshape_(i.g, 8),
     "transpose": lambda m, i: m.transpose(i.x), "transpose_": lambda m, i: m.transpose_(i.x, (0, -1, 1)),
     "slice": lambda m, i: m.slice(i.x, np.s_[:, -1, None, 2:5]), "narrow": lambda m, i: m.narrow(i.x, -1, 2, 3),
+    "shard": lambda m, i: m.shard(i.x, "batch", None, "ffn"),
     "narrow_": lambda m, i: m.narrow_(i.x, 2, -3, 3), "concat": lambda m, i: m.concat([i.x, i.y]),
     "concat_": lambda m, i: m.concat_([i.x, i.y], -2), "split": lambda m, i: m.split(i.x, (2, 6)),
     "broadcast_to": lambda m, i: m.broadcast_to(i.g, ("batch", m.shape(i.x).shape[1], 8)),

@@ -35,7 +35,7 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, SizeOf, Slice, Transpose
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
@@ -272,6 +272,7 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(Reshape(()), ("f32 1 1",), lambda x: x.reshape(()))
     yield Sample(Transpose((2, 0, 1)), (x,), lambda x: x.transpose(2, 0, 1))
     yield Sample(Transpose(()), ("f32",), lambda x: x)
+    yield Sample(Shard(("batch", None, "heads")), (x,), lambda x: x)
     yield Sample(Narrow(2, 3, 4), (x,), lambda x: x[:, :, 3:7])
     yield Sample(Narrow(1, -1, 1), (x,), lambda x: x[:, -1:])
     yield Sample(Narrow(-1, -3, 2), (x,), lambda x: x[..., 5:7])
@@ -485,6 +486,7 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a lender without the axis", Expand((SizeOf(0, 1),)), ("f32 seq",), ShapeError),
     ("an axis to count that is not there", Iota(2), ("f32 2 4",), ShapeError),
     ("sides that differ", Concat(0), ("f32 2 3", "f32 2 4"), ShapeError),
+    ("roles of other axes", Shard(("batch",)), ("f32 2 8",), ShapeError),
     ("heads that do not divide the width", RepeatHeads(3, 2), ("f32 2 8",), ShapeError),
     ("too many indices", Slice((0, 0)), ("f32 4",), ShapeError),
     ("an index out of range", Slice((7,)), ("f32 4",), ShapeError),

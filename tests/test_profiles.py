@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageError, UnsupportedError
 from rlx_jax.models.families import FAMILIES
+from rlx_jax.ir.roles import ROLES
 from rlx_jax.profiles import (
     LATER,
     LATER_PRESETS,
@@ -58,6 +59,7 @@ SETTINGS: dict[str, Any] = {
     "buckets.on_recompile": "error",
     "buckets.programs": 7,
     "buckets.spare": 3,
+    **{f"sharding.{role}": ("x", "y") for role in ROLES},
     "donation.state": False,
     "donation.inputs": ("x", "y"),
     "layers.roll": "scan",

@@ -64,6 +64,7 @@ OP_FACTS: dict[str, tuple[str, int | None, bool, bool, bool]] = {
     "Narrow": ("movement", None, True, False, True),
     "RepeatHeads": ("movement", None, False, False, True),
     "Reshape": ("movement", None, True, False, True),
+    "Shard": ("movement", None, False, False, True),
     "Slice": ("movement", None, True, False, True),
     "Transpose": ("movement", None, True, False, True),
 }

@@ -23,6 +23,7 @@ from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Reshape
+from rlx_jax.ir.param import Roles
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import Path, TensorType, symbol
@@ -35,7 +36,7 @@ I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
-LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)
+LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
 CACHED_PROGRAMS = ("prefill", "extend")
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit")
 
@@ -50,15 +51,15 @@ class Derivation:
     behind: Behind | None = None  # of `explicit`
     slots: set[tuple[Path, str]] = field(default_factory=set)
 
-    def state(self, b: Builder, path: Path, slot: str, type: TensorType) -> tuple[StateLeaf, Value]:
-        """The leaf of one block, and its value at the start."""
+    def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
+        """The leaf of one block, whose axes are `roles`, and its value at the start."""
         name, n = slot, 1
         while (path, name) in self.slots:
             n += 1
             name = f"{slot}{n}"
         self.slots.add((path, name))
         leaf = StateLeaf(path, name)
-        return leaf, b.leaf(StateRead(leaf, type=type))
+        return leaf, b.leaf(StateRead(leaf, roles, type=type))
 
 
 Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
@@ -171,8 +172,9 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     cache = TensorType(
         (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
     )
-    leaf_k, cache_k = d.state(b, node.origin.path, "k", cache)
-    leaf_v, cache_v = d.state(b, node.origin.path, "v", cache)
+    roles = ("batch", None, "kv_heads", None)
+    leaf_k, cache_k = d.state(b, node.origin.path, "k", cache, roles)
+    leaf_v, cache_v = d.state(b, node.origin.path, "v", cache, roles)
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
     out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]

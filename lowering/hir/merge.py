@@ -6,6 +6,7 @@ tokens come one by one; over a prompt, cutting the result apart again costs more
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,14 +15,18 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Node, Op, Param, TypeCache, Value
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.param import Program, concat
+from rlx_jax.ir.param import Program, concat, sliced
 from rlx_jax.ir.rewrite import Rewrite, rewrite
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.dce import dce, live
 from rlx_jax.lowering.places import Fused, Pattern, Place
 
 Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...]]
 """From the numbers of a group's nodes and the inputs of the first: one value for each node."""
 
+
+Parts = Callable[[Program, int], int]
+"""Into how many pieces a parameter is cut along an axis where it is multiplied."""
 
 LINEARS = Pattern(
     "shared_input_matmul",
@@ -35,15 +40,24 @@ LINEARS = Pattern(
 ROPES = Pattern("shared_rope", "merge_ropes", mark="h")
 
 
-def merge_linears(graph: Graph, types: TypeCache) -> Fused:
+def merge_linears(graph: Graph, types: TypeCache, division: Division | None = None) -> Fused:
     """linear(x, w₁), linear(x, w₂) → split(linear(x, [w₁ ‖ w₂])).
 
     Only where biases agree and each weight is used nowhere else in the program: in one place of the layers, beside the
     same weights in each that shares it. So it has a place in one merged leaf, and no copy in another.
+    Over a mesh the merged weight has for each device its part of w₁ beside its part of w₂, so that the cut is local;
+    those that are divided into different numbers of parts stay apart.
+
     Missed: products of one value whose weights nothing else reads, and that could not be one.
     """
     uses = _uses(graph)
-    done = _at_once(graph, types, LINEARS.by, lambda graph: _groups(graph, uses), _merge)
+
+    def parts(program: Program, axis: int) -> int:
+        return 1 if division is None else division.weight_parts(program, axis)
+
+    done = _at_once(
+        graph, types, LINEARS.by, lambda graph: _groups(graph, uses, parts), functools.partial(_merge, parts)
+    )
     return Fused(done, (*_merged(done, hir.Linear, LINEARS), *_missed(done, _uses(done))))
 
 
@@ -76,7 +90,7 @@ def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
             yield LINEARS.missed(numbers[0], first, "SharedMatmulCount", f"{{{len(numbers)}}}")
 
 
-def _groups(graph: Graph, uses: Counter[Program]) -> list[list[int]]:
+def _groups(graph: Graph, uses: Counter[Program], parts: Parts) -> list[list[int]]:
     """Node numbers of Linears that can become one, in order."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -85,7 +99,10 @@ def _groups(graph: Graph, uses: Counter[Program]) -> list[list[int]]:
         operands = [graph.nodes[v.node].op for v in node.inputs[1:]]
         if all(_alone(op, uses) for op in operands):
             iterations = tuple(len(op.programs) for op in operands if isinstance(op, Param))
-            found[(node.inputs[0], node.op, iterations)].append(number)
+            weight = operands[0]
+            assert isinstance(weight, Param)
+            over = tuple(parts(weight.programs[0], axis) for axis in (0, 1))
+            found[(node.inputs[0], node.op, iterations, over)].append(number)
     return [group for group in found.values() if len(group) > 1 and _one_place_each(graph, group)]
 
 
@@ -98,17 +115,18 @@ def _one_place_each(graph: Graph, group: list[int]) -> bool:
     return True
 
 
-def _merge(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def _merge(parts: Parts, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     nodes = [graph.nodes[number] for number in group]
     op = nodes[0].op
     assert isinstance(op, hir.Linear)
     axis = 0 if op.contract == 1 else 1
     sizes = tuple(int(graph.type(n.inputs[1]).shape[axis]) for n in nodes)
-    weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis)]
+    shards = parts(_param(graph, nodes[0].inputs[1]).programs[0], axis)
+    weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
     if op.bias:
-        weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0))
+        weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0, shards))
     merged = b(replace(op), inputs[0], *(b.leaf(w) for w in weights))
-    return b.add(hir.Split(sizes), merged)
+    return b.add(hir.Split(sizes, shards), merged)
 
 
 def _param(graph: Graph, value: Value) -> Param:
@@ -117,8 +135,19 @@ def _param(graph: Graph, value: Value) -> Param:
     return op
 
 
-def _concat(params: list[Param], axis: int) -> Param:
-    programs = tuple(concat(parts, axis) for parts in zip(*(p.programs for p in params), strict=True))
+def _concat(params: list[Param], axis: int, shards: int) -> Param:
+    """Side by side; the first part of each, then the second part of each …"""
+
+    def merged(programs: tuple[Program, ...]) -> Program:
+        if shards == 1:
+            return concat(programs, axis)
+        sizes = [int(p.type.shape[axis]) // shards for p in programs]
+        pieces = (
+            sliced(p, axis, i * n, (i + 1) * n) for i in range(shards) for p, n in zip(programs, sizes, strict=True)
+        )
+        return concat(tuple(pieces), axis)
+
+    programs = tuple(map(merged, zip(*(p.programs for p in params), strict=True)))
     return Param(programs, type=programs[0].type)
 
 
@@ -143,11 +172,12 @@ def _rotations(graph: Graph) -> list[list[int]]:
 
 def _rotate(b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     split, first, count = b.nodes[inputs[0].node], inputs[0].index, len(group)
-    sizes = split.op.sizes  # type: ignore[attr-defined]
+    assert isinstance(split.op, hir.Split)
+    sizes, shards = split.op.sizes, split.op.shards
     parts = sizes[first : first + count]
     cuts = tuple(n for n in (sum(sizes[:first]), sum(parts), sum(sizes[first + count :])) if n)
-    whole = b.add(hir.Split(cuts), *split.inputs)[1 if first else 0]
-    return b.add(hir.Split(parts), b(graph.nodes[group[0]].op, whole, *inputs[1:]))
+    whole = b.add(hir.Split(cuts, shards), *split.inputs)[1 if first else 0]
+    return b.add(hir.Split(parts, shards), b(graph.nodes[group[0]].op, whole, *inputs[1:]))
 
 
 def _merged(graph: Graph, kind: type[Op], pattern: Pattern) -> Iterator[Place]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Op, Param, StateRead
@@ -59,10 +60,14 @@ class DonationProof:
         return f"{self.temp_bytes} bytes of temporaries, expected at most {self.temp_limit}{largest}"
 
 
-def examine(lir: Lir, compiled: jax.stages.Compiled, after: Mapping[str, Any]) -> DonationProof:
+def examine(
+    lir: Lir, compiled: jax.stages.Compiled, after: Mapping[str, Any], shardings: Mapping[str, NamedSharding]
+) -> DonationProof:
     """Measure a compiled program that was given its state to consume; `after` has the state that it returns, or its
-    shapes and dtypes."""
+    shapes and dtypes. On several devices `shardings` say which part of the state is on each, and sizes are of one;
+    beside the state it is allowed what the whole program would be on one device."""
     types = state_types(lir.graph, lir.plan.scan)
+    held = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
     layers = state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
@@ -75,13 +80,13 @@ def examine(lir: Lir, compiled: jax.stages.Compiled, after: Mapping[str, Any]) -
     scratch = cost(lir.graph).workspace
     text = compiled.as_text() or ""
     return DonationProof(
-        state_bytes=sum(t.nbytes for t in types.values()),
+        state_bytes=sum(t.nbytes for t in held.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
         temp_limit=activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack,
-        copies=tuple(cache_copies(text, set(types.values()) - computed_types(lir.graph))),
+        copies=tuple(cache_copies(text, set(held.values()) - computed_types(lir.graph))),
         changed=tuple(
             f"{k} is read as {t} and written as {got}"
             for k, t in types.items()
@@ -89,6 +94,11 @@ def examine(lir: Lir, compiled: jax.stages.Compiled, after: Mapping[str, Any]) -
         ),
         largest=largest_result(text),
     )
+
+
+def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
+    """What one device has of an array."""
+    return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
 def computed_types(graph: Graph) -> set[TensorType]:

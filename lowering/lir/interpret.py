@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import bind_path, path_text
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 from rlx_jax.lowering.lir.implementations import CHOSEN, IMPLEMENTATIONS
 from rlx_jax.lowering.lir.layout import rows
@@ -43,6 +45,7 @@ class Env:
     scan: bool = False
     remat: str = "none"
     choices: Mapping[Call, Choice] = field(default_factory=dict)
+    division: Division | None = None
     iteration: int | None = None
     operands: tuple[AnyArray, ...] = ()
     sliced: Mapping[Param, AnyArray] = field(default_factory=dict)
@@ -53,9 +56,9 @@ class Env:
             case Input(input=name):
                 return self.inputs[name]
             case Param() if self.scan and op.varies:
-                return self.sliced[op]
+                return self.gathered(op.programs[0], self.sliced[op])
             case Param():
-                return self.weight(op.at(self.iteration))
+                return self.gathered(op.at(self.iteration), self.weight(op.at(self.iteration)))
             case StateRead(leaf=leaf):
                 return self.state[leaf.key(self.iteration)]
             case BodyInput(index=index):
@@ -63,6 +66,12 @@ class Env:
             case Constant():
                 return jnp.asarray(op.array)
         raise TypeError(op)
+
+    def gathered(self, program: Program, array: AnyArray) -> AnyArray:
+        """A parameter as it is used: from the devices that keep parts of it alone."""
+        if self.division is None or (used := self.division.used(program)) == self.division.resting(program):
+            return array
+        return lax.with_sharding_constraint(array, used)
 
     def weight(self, program: Program) -> AnyArray:
         """The array of a program: a leaf, or a row of one."""
@@ -101,6 +110,9 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     if isinstance(op, Repeat):
         return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
     assert isinstance(op, Mir), op
+    if isinstance(op, Shard) and env.division is not None:
+        (x,) = operands
+        return (lax.with_sharding_constraint(x, env.division.value(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
     out = op.eval(*operands) if choice is None else IMPLEMENTATIONS[choice.implementation](op, *operands)
     return out if isinstance(out, tuple) else (out,)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, StateRead
+from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import attentions
 from rlx_jax.lowering.lir.choices import XLA, Call, Choice
@@ -63,7 +64,12 @@ class Lir:
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
     """The arrays of the state: one for each layer, or one for all layers of a scanned region."""
-    found: dict[str, TensorType] = {}
+    return {name: t for name, (t, _) in state_leaves(graph, stacked).items()}
+
+
+def state_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
+    """`state_types`, each with what its axes are."""
+    found: dict[str, tuple[TensorType, Roles]] = {}
 
     def visit(graph: Graph, iterations: int) -> None:
         for node in graph.nodes:
@@ -72,12 +78,13 @@ def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
             if not isinstance(node.op, StateRead):
                 continue
             leaf, t = node.op.leaf, node.op.type
+            roles = node.op.roles or (None,) * t.rank
             if leaf.key(0) == leaf.key(1):
-                found[leaf.key(None)] = t
+                found[leaf.key(None)] = t, roles
             elif stacked:
-                found[leaf.key(None)] = TensorType((iterations, *t.shape), t.dtype)
+                found[leaf.key(None)] = TensorType((iterations, *t.shape), t.dtype), (None, *roles)
             else:
-                found.update({leaf.key(i): t for i in range(iterations)})
+                found.update({leaf.key(i): (t, roles) for i in range(iterations)})
 
     visit(graph, 1)
     return found

@@ -18,7 +18,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.merge import merge_linears
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.profiles import CompileProfile, Options, Table
+from rlx_jax.profiles import CompileProfile, Options, Sharding, Table
 from rlx_jax.program import Built
 
 
@@ -228,6 +228,14 @@ def skipped(value: Any, facts: Facts) -> str:
     return "fusion.skip is set as well" if facts.profile.fusion.skip else ""
 
 
+def divided(value: Any, facts: Facts) -> str:
+    """Roles are divided over the axes of a mesh; a role that is divided over none stays whole."""
+    if facts.settings.division is None:
+        return "there is no mesh"
+    known = facts.settings.division.mesh.axis_names
+    return f"the mesh has the axes {listing(known)}" if value and not set(value) & set(known) else ""
+
+
 EFFECTS: Mapping[str, Idle] = {
     "fusion.policy": policy,
     "fusion.target": always,
@@ -254,6 +262,7 @@ EFFECTS: Mapping[str, Idle] = {
     "buckets.on_recompile": recompiled,
     "buckets.programs": always,
     "buckets.spare": spared,
+    **{f"sharding.{f.name}": divided for f in fields(Sharding)},
     "backend.*.weight_layout": without(has_linears, "there is no Linear"),
     "backend.*.merge": merged,
     "backend.*.skip_fusion": skipped,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning
 from rlx_jax.ir.graph import first_line
@@ -27,6 +28,17 @@ prefill of batch 1, seq 16", 0, 1) before and (…, 1, 1) after a compile. Calle
 raises ends the work."""
 Around = Callable[[Function], Function]
 """What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value."""
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """Where a program has its arguments, on several devices: those of parameters and of the state by name, of the
+    inputs as they are given. The state it returns stands where it stood; `outputs` are anywhere if None."""
+
+    params: Mapping[str, NamedSharding]
+    state: Mapping[str, NamedSharding]
+    inputs: Mapping[str, Any]
+    outputs: NamedSharding | None
 
 
 @dataclass
@@ -89,7 +101,14 @@ def parted(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
     return {n: a for n, a in inputs.items() if n not in consumed}, {n: inputs[n] for n in consumed}
 
 
-def compile_program(lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
+def compile_program(
+    lir: Lir,
+    function: Function,
+    params: Arrays,
+    state: StateArrays,
+    inputs: Arrays,
+    shardings: Shardings | None = None,
+) -> Executable:
     """Trace and compile with XLA; the state is donated, and that is proved.
 
     Raises:
@@ -105,7 +124,14 @@ def compile_program(lir: Lir, function: Function, params: Arrays, state: StateAr
     consumed = lir.plan.donate_inputs if may_donate else ()
     donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
     options = dict(lir.plan.compiler_options) or None
-    jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options)
+    at: dict[str, Any] = {}
+    if shardings is not None:
+        before = {name: shardings.state[name] for name in state}
+        at = {
+            "in_shardings": (dict(shardings.params), before, *parted(shardings.inputs, consumed)),
+            "out_shardings": (shardings.outputs, dict(shardings.state)),
+        }
+    jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options, **at)
     start = time.perf_counter()
     lowered = jitted.lower(params, state, *parted(inputs, consumed))
     traced = time.perf_counter()
@@ -116,21 +142,25 @@ def compile_program(lir: Lir, function: Function, params: Arrays, state: StateAr
             raise
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    proof = prove_donation(lir, compiled, lowered.out_info[1]) if donates_state else None
+    held = {} if shardings is None else shardings.state
+    proof = prove_donation(lir, compiled, lowered.out_info[1], held) if donates_state else None
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement)
 
 
-def prove_donation(lir: Lir, compiled: jax.stages.Compiled, after: StateArrays) -> DonationProof:
-    """The state is consumed in place, or this is an error. `after`: the types of the state that is returned.
+def prove_donation(
+    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Mapping[str, NamedSharding]
+) -> DonationProof:
+    """The state is consumed in place, or this is an error. `after`: the types of the state that is returned;
+    `shardings`: where it is, on several devices.
 
     Raises:
         GraphError: bytes that are not aliased, or a cache that is copied. More temporaries than the plan expects are a
             warning, as that is an estimate.
     """
-    donation, name = examine(lir, compiled, after), lir.graph.name
+    donation, name = examine(lir, compiled, after, shardings), lir.graph.name
     if broken := donation.broken():
         raise GraphError(
             f"{name}: the state is not updated in place: {broken}; nothing may read the old state once the new one is "

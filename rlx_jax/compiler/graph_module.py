@@ -28,7 +28,7 @@ from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, cast, keys_of, packed_keys, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, keys_of, packed_keys, stored_keys
 from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
@@ -207,7 +207,7 @@ class GraphModule(Builders[Value]):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
         return Value(value.node, value.index)
 
-    def weight(self, weight: Value | str) -> Value:
+    def weight(self, weight: Value | str, roles: Roles | None = None) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""
         if isinstance(weight, str):
             raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({weight!r}, shape) declares the weight")

@@ -28,6 +28,7 @@ from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.cse import cse
 from rlx_jax.lowering.mir.dce import dce
+from rlx_jax.lowering.mir.divide import divide, undivided
 from rlx_jax.lowering.mir.fold import constant_folding
 from rlx_jax.lowering.mir.fuse_matmul import fuse_matmul_bias_act
 from rlx_jax.lowering.mir.fuse_residual import fuse_residual_layer_norm, fuse_residual_rms_norm
@@ -103,6 +104,11 @@ def _wanted(graph: Graph, job: Job) -> Graph:
     return dce(with_outputs(graph, job.outputs), job.types)
 
 
+def _divide(graph: Graph, job: Job) -> Graph:
+    assert job.settings.division is not None
+    return divide(graph, job.settings.division, job.types)
+
+
 PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, _wanted, lambda job: job.outputs is not None),
     Pass("expand", HIR, lambda g, job: expand_composites(g, job.types)),
@@ -112,7 +118,19 @@ PIPELINE: tuple[Pass, ...] = (
         lambda g, job: compute_in(g, job.settings.compute, job.types),
         lambda job: job.settings.compute != np.float32,
     ),
-    Pass("merge_linears", HIR, lambda g, job: merge_linears(g, job.types), lambda job: job.settings.merge, "layout"),
+    Pass(  # one device has all of every value
+        "undivided",
+        HIR,
+        lambda g, job: undivided(g, job.types),
+        lambda job: job.settings.division is None,
+    ),
+    Pass(
+        "merge_linears",
+        HIR,
+        lambda g, job: merge_linears(g, job.types, job.settings.division),
+        lambda job: job.settings.merge,
+        "layout",
+    ),
     Pass(  # a token's kernels are as short as their launch; a prompt's are not
         "merge_ropes",
         HIR,
@@ -184,6 +202,12 @@ PIPELINE: tuple[Pass, ...] = (
         lambda g, job: unfuse_elementwise_regions(g, job.types),
         lambda job: job.settings.unfuse,
         "fusion",
+    ),
+    Pass(
+        "divide",
+        MIR,
+        _divide,
+        lambda job: job.settings.division is not None,
     ),
     Pass("dce", MIR, lambda g, job: dce(g, job.types), kind="cleaning"),  # it takes away what the others left unread
     Pass(  # a template keeps its symbols: this one runs for each choice of sizes

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax import lax
+
 from rlx_jax.compiler.effects import Facts, warn_without_effect
 from rlx_jax.compiler.executable import Arrays, Function, StateArrays
 from rlx_jax.compiler.passes import Job, check_switches, pass_named, run_passes
@@ -35,6 +37,7 @@ from rlx_jax.ir.graph import Graph, Input, TypeCache
 from rlx_jax.ir.ops.custom import check_constants
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.hir.explicit import optional_inputs
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of
@@ -45,7 +48,7 @@ from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, Plan, state_types
+from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built
 
@@ -61,6 +64,7 @@ class Template:
     mir: Graph
     bounds: Bounds
     state: Mapping[str, TensorType]
+    scan: bool
     rings: Mapping[str, int]
     optional: tuple[Input, ...]
     types: TypeCache
@@ -134,7 +138,18 @@ def make_template(
     bounds = behind_cache(bounds, given) if explicit else bounds
     optional = optional_inputs(built.hir) if explicit else ()
     return Template(
-        built, ran.blocks, ran.graph, bounds, state, rings, optional, built.types, seconds, ran.nodes, fusion
+        built,
+        ran.blocks,
+        ran.graph,
+        bounds,
+        state,
+        settings.scan,
+        rings,
+        optional,
+        built.types,
+        seconds,
+        ran.nodes,
+        fusion,
     )
 
 
@@ -199,8 +214,8 @@ def lir_of(built: Built, profile: CompileProfile | None, sizes: Mapping[str, int
     return replace(lir, plan=replace(lir.plan, unread=unread))
 
 
-def make_function(lir: Lir, layout: Layout) -> Function:
-    """LIR → a pure JAX function `(params, state, inputs) → (outputs, state)`.
+def make_function(lir: Lir, layout: Layout, division: Division | None = None) -> Function:
+    """LIR → a pure JAX function `(params, state, inputs) → (outputs, state)`, divided over devices as `division` says.
 
     Raises:
         UnsupportedError: when it is traced, and the profile asks for what only another device runs.
@@ -211,11 +226,20 @@ def make_function(lir: Lir, layout: Layout) -> Function:
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         leaves = {program: params[name] for program, name in names.items()}
         choices = choices_here(lir, running_device())
-        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices)
+        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, division)
         outputs = interpret(lir.graph, env)
-        return outputs, env.state
+        return outputs, env.state if division is None else placed_state(lir, env.state, division)
 
     return function
+
+
+def placed_state(lir: Lir, state: StateArrays, division: Division) -> StateArrays:
+    """The state where the next call wants it."""
+    leaves = state_leaves(lir.graph, lir.plan.scan)
+    return {
+        name: lax.with_sharding_constraint(a, division.value(leaves[name][1], a.shape)) if name in leaves else a
+        for name, a in state.items()
+    }
 
 
 def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import LevelError, ProfileError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import Backend, Backends, CompileProfile, Precision
 from rlx_jax.profiles.check import field_types
@@ -42,7 +43,7 @@ class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
-    `products` and `loop`: see the profile's `backend` table.
+    `products` and `loop`: see the profile's `backend` table. `sharding`: the mesh axes of each role.
     """
 
     device: Device
@@ -68,6 +69,8 @@ class Settings:
     products: str
     loop: Loop
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
+    sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    division: Division | None = None  # of a mesh, which no profile knows
     max_positions: int | None = None  # no profile says it: tokens that the model knows, where its tables do not
 
     @property
@@ -135,6 +138,7 @@ def settings_for(
         products=backend.products,
         loop=choose_loop(backend, target),
         compiler_options=tuple(sorted(backend.compiler_options.items())),
+        sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
     )
 
 

@@ -73,7 +73,7 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
     readers += [extend.bound(block, outputs=logits) for block in blocks[1:]]
     loop = DecodeLoop(plan.method, model.flow.inputs[0].name, plan.loop.steps, plan.loop.early)
     decode = extend.bound({**sizes, "seq": 1}, loop, outputs=logits)
-    knobs, ends = jax.device_put((plan.knobs, plan.ends))  # once, not with every block
+    knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
     rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
     return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
 
@@ -92,7 +92,8 @@ def read_prompts(
     if plan.method.penalised:
         for row, prompt in enumerate(prompts):
             seen[row, list(prompt)] = True
-    rows = programs.call(StartRows(plan.method.draws), random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
+    start = (random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
+    rows = programs.call(StartRows(plan.method.draws), *start, at=programs.whole)
     first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
     at = 0
@@ -102,7 +103,8 @@ def read_prompts(
         (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32)}, state)
         now = live & (at < lengths) & (lengths <= at + width)
         if now.any():
-            first, rows = programs.call(FirstTokens(plan.method), logits, rows, now, first, knobs, ends)
+            chosen = (logits, rows, now, first, knobs, ends)
+            first, rows = programs.call(FirstTokens(plan.method), *chosen, at=programs.whole)
         at += width
     return rows, state, first
 

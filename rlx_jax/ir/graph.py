@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
-from rlx_jax.ir.param import Program
+from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
 from rlx_jax.ir.types import Path, TensorType, bind_path, check_elements, path_text
 
@@ -274,9 +274,10 @@ class StateLeaf:
 
 @dataclass(frozen=True)
 class StateRead(Leaf):
-    """The value a state leaf has when the program starts."""
+    """The value a state leaf has when the program starts. `roles`: what its axes are; empty where nobody said."""
 
     leaf: StateLeaf
+    roles: Roles = ()
 
     def text(self) -> str:
         return f'state("{path_text(self.leaf.path)}", {self.leaf.slot})'

@@ -58,10 +58,15 @@ def agreed(first: Roles, second: Roles, where: str) -> Roles:
     return tuple(found)
 
 
+def roles_of_bias(out: str | None) -> Roles:
+    """Of what is added to a product whose last axis is `out`."""
+    return ("channel" if out == "hidden" else out,)
+
+
 def of_program(program: Program, known: Mapping[str, Roles]) -> Roles:
     """The roles of a parameter's axes, from those of the tensors that it is made of: `known`, by checkpoint key."""
     if isinstance(program, Key):
-        return known.get(program.key, (None,) * program.type.rank)
+        return known.get(program.key) or (("channel",) if program.type.rank == 1 else (None,) * program.type.rank)
     return program.roles(*(of_program(part, known) for part in program.parts))
 
 

@@ -13,10 +13,7 @@ from typing import Any
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import (
-    RlxWarning,
-    UnsupportedError,
-)
+from rlx_jax.errors import RlxWarning
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
@@ -40,6 +37,8 @@ def compile(
         flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
         weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
         profile: else the flow's own, else `auto`.
+        mesh: devices to divide the model over: a `jax.sharding.Mesh` with axes called data, fsdp, tensor, expert or
+            context (or what the profile's `sharding` says), a number of devices, or "auto", all of them.
         program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
             profile's `layers.remat` says), `prefill`, `extend`, or `explicit` (cached keys and values come in as
             `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …).
@@ -48,9 +47,7 @@ def compile(
     Raises:
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
     """
-    if mesh is not None:
-        raise UnsupportedError("compile(mesh=…) is not built yet; leave it out to run on one device")
-    programs = open_programs([flow], weights, profile, strict, merge=False, program=program)
+    programs = open_programs([flow], weights, profile, strict, merge=False, program=program, mesh=mesh)
     (model,) = finish_models(programs, program).values()
     return model
 
@@ -60,6 +57,7 @@ def compile_together(
     weights: Weights = None,
     *,
     profile: CompileProfile | None = None,
+    mesh: Any = None,
     program: str = "forward",
     strict: bool = True,
 ) -> dict[str, CompiledModel]:
@@ -71,7 +69,8 @@ def compile_together(
     Raises:
         GraphError: two flows of one name, or weights from different places. ProfileError: profiles that differ.
     """
-    return finish_models(open_programs(flows, weights, profile, strict, merge=False, program=program), program)
+    programs = open_programs(flows, weights, profile, strict, merge=False, program=program, mesh=mesh)
+    return finish_models(programs, program)
 
 
 def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:
@@ -111,4 +110,6 @@ def load_params(programs: Programs, device: Any, given_up: threading.Event) -> t
     assert programs.source is not None
     start = time.perf_counter()
     params = load_leaves(programs.layout.leaves, programs.source, device, programs.tell, given_up)
+    if (resting := programs.resting()) is not None:
+        params = jax.device_put(params, resting)
     return params, time.perf_counter() - start

@@ -41,7 +41,7 @@ from rlx_jax.runtime.inputs import (
     host_value,
     random_key,
 )
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import (
     EmptyState,
@@ -365,7 +365,9 @@ class CompiledModel:
         check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
         binding |= {dim: self.settings.buckets.ring(window, context) for dim, window in template.rings.items()}
         what = f"{name}: init_state(batch={batch}, context={context})"
-        return empty_state(template.state, binding, what)
+        division = self.programs.division
+        at = {} if division is None else state_shardings(template, binding, division)
+        return empty_state(template.state, binding, what, at)
 
     # -- looking -----------------------------------------------------------------------------
 

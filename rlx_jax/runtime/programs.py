@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.effects import warn_without_effect
 from rlx_jax.compiler.executable import (
@@ -20,6 +21,7 @@ from rlx_jax.compiler.executable import (
     Executable,
     Function,
     Progress,
+    Shardings,
     StateArrays,
     compile_program,
     on_device,
@@ -40,11 +42,13 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.lowering.division import Division, check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
-from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.lowering.lir.plan import Lir, state_leaves
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.lru import Lru
+from rlx_jax.runtime.meshes import divide_model
 from rlx_jax.runtime.state import EmptyState
 
 
@@ -88,6 +92,14 @@ class Specialised:
     lir: Lir
     run: Function
     jitted: Function
+
+
+def state_shardings(template: Template, sizes: Mapping[str, int], division: Division) -> dict[str, NamedSharding]:
+    """Where each array of the state is."""
+    return {
+        name: division.value(roles, t.bind(sizes).shape)
+        for name, (t, roles) in state_leaves(template.mir, template.scan).items()
+    }
 
 
 TEMPLATES = 32
@@ -161,7 +173,7 @@ class Programs:
 
         def make() -> Specialised:
             lir = make_lir(self.template(key.symbolic), dict(key.binding), self.settings)
-            run = make_function(lir, self.layout)
+            run = make_function(lir, self.layout, self.division)
             if key.around is not None:  # it has inputs of its own
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
             return Specialised(lir, run, jax.jit(run))
@@ -176,7 +188,7 @@ class Programs:
             what = f"compile {key.text}"
             self.tell(what, 0, 1)
             program = self.function(key)
-            made = compile_program(program.lir, program.run, params, state, inputs)
+            made = compile_program(program.lir, program.run, params, state, inputs, self.shardings(key, inputs))
             self.tell(what, 1, 1)
             return made
 
@@ -184,18 +196,53 @@ class Programs:
             self.warming.add(key)
         return self.executables(key, make)
 
+    @property
+    def division(self) -> Division | None:
+        """How the model is divided over devices, if it is."""
+        return self.settings.division
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Where every device has all of an array; None on one device."""
+        return None if self.division is None else self.division.whole
+
+    def resting(self) -> dict[str, NamedSharding] | None:
+        """Where each leaf is kept; None on one device."""
+        if self.division is None:
+            return None
+        return {name: self.division.resting(program) for name, program in self.layout.leaves.items()}
+
+    def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
+        """Where a program has its arguments; None on one device. What is wrapped around it may have inputs of its own:
+        those and its outputs every device has whole."""
+        if self.division is None:
+            return None
+        template, division = self.template(key.symbolic), self.division
+        declared = {i.input: i.type for i in template.mir.inputs}
+        bound = dict(key.binding)
+        given = {
+            name: division.of_input(declared[name], declared[name].bind(bound).shape)
+            if name in declared
+            else jax.tree.map(lambda _: division.whole, value)
+            for name, value in inputs.items()
+        }
+        outputs = None if set(inputs) <= set(declared) else division.whole
+        return Shardings(self.resting() or {}, state_shardings(template, bound, division), given, outputs)
+
     def tell(self, what: str, done: int, total: int) -> None:
         """Tell whoever asked for progress."""
         if self.progress is not None:
             self.progress(what, done, total)
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, at: Any = None) -> Any:
         """A small function beside the programs, such as one that makes an empty state. It is compared by value, and
-        compiled once for each choice of types of its arguments, which are arrays."""
+        compiled once for each choice of types of its arguments, which are arrays. `at`: shardings of what it returns,
+        the same in every call; None leaves them to XLA."""
 
         def make() -> Callable[..., Any]:
             self.recompiles += self.warm
-            return jax.jit(lambda *arrays: function(*arrays))  # one of its own, that goes with its one program
+            # one of its own, that goes with its one program
+            return jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         return self.small((function, types), make)(*on_device(arguments))
@@ -274,12 +321,13 @@ def open_programs(
     progress: Progress | None = None,
     max_positions: int | None = None,
     serves: tuple[str, ...] = (),
+    mesh: Any = None,
 ) -> Programs:
     """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
 
     `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
     `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
-    `program` alone.
+    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`.
 
     Raises:
         GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
@@ -301,7 +349,8 @@ def open_programs(
         weights = built.source if weights is not None else None  # opened once
     source = check_sources([built for built, _ in builds.values()], strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
-    settings = replace(settings, max_positions=max_positions)
+    division = divide_model(mesh, [built for built, _ in builds.values()], settings, program, serves)
+    settings = replace(settings, max_positions=max_positions, division=division)
     first = program if program in ("train", "explicit") else "forward"
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.scan)
@@ -310,6 +359,8 @@ def open_programs(
         settings = replace(settings, merge=False)
         templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
         layout = layout_of([t.hir for t in templates.values()], settings.scan)
+    if division is not None:
+        check_divides(division, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, progress)
     warn_without_effect(

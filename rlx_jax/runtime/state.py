@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, check_elements, is_static
+from rlx_jax.lowering.lir.donation import on_one
 
 LENGTH = "length"
 """The name of the tokens that each row holds."""
@@ -61,9 +63,13 @@ class EmptyState:
     """Makes the arrays of a state that holds nothing, all of them in one dispatch."""
 
     types: tuple[tuple[str, TensorType], ...]
+    shardings: Mapping[str, NamedSharding] = field(default_factory=dict)
 
     def __call__(self) -> StateArrays:
-        return {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
+        return {key: self._placed(key, jnp.zeros(t.shape, t.dtype)) for key, t in self.types}
+
+    def _placed(self, key: str, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self.shardings[key]) if key in self.shardings else array
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,10 @@ class FromEmpty:
         return function
 
 
-def empty_state(types: Mapping[str, TensorType], binding: Mapping[str, int], what: str) -> EmptyState:
-    """An empty state of these sizes.
+def empty_state(
+    types: Mapping[str, TensorType], binding: Mapping[str, int], what: str, shardings: Mapping[str, NamedSharding]
+) -> EmptyState:
+    """An empty state of these sizes, divided over devices as `shardings` say.
 
     Raises:
         GraphError: a size is not given. ShapeError, DeviceOutOfMemoryError: too large.
@@ -91,8 +99,8 @@ def empty_state(types: Mapping[str, TensorType], binding: Mapping[str, int], wha
         raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
     for name, t in bound.items():
         check_elements(t.shape, f"init_state: {name} {t}")
-    check_fits(sum(t.nbytes for t in bound.values()), what)
-    return EmptyState(tuple(bound.items()))
+    check_fits(sum(on_one(t, shardings.get(name)).nbytes for name, t in bound.items()), what)
+    return EmptyState(tuple(bound.items()), shardings)
 
 
 def as_state(arrays: StateArrays) -> State:

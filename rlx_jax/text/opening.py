@@ -14,7 +14,6 @@ from rlx_jax.errors import (
     RequestError,
     SequenceLengthError,
     ShapeError,
-    UnsupportedError,
     listing,
     number,
     shown,
@@ -47,17 +46,15 @@ def open_token_model(
         GraphError: the flow's first input does not index an embedding, it has other required inputs, or its output
             is not one row for each token.
     """
-    if mesh is not None:
-        raise UnsupportedError("mesh=… is not built yet; leave it out to run on one device")
     if max_positions is not None:
         max_positions = whole_number("max_positions", max_positions, 1)
     if isinstance(flow, CompiledModel):
-        check_untouched(flow, weights, profile, strict, progress, max_positions)
+        check_untouched(flow, weights, profile, mesh, strict, progress, max_positions)
         model = flow if flow.program == "forward" else replace(flow, program="forward", last=None)
     else:
         opened = open_programs(
             [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions,
-            serves=programs,
+            serves=programs, mesh=mesh,
         )  # fmt: skip
         (model,) = finish_models(opened).values()
     ids = model.flow.inputs[0].name
@@ -77,14 +74,14 @@ def open_token_model(
 
 
 def check_untouched(
-    model: CompiledModel, weights: Any, profile: Any, strict: Any, progress: Any, max_positions: Any
+    model: CompiledModel, weights: Any, profile: Any, mesh: Any, strict: Any, progress: Any, max_positions: Any
 ) -> None:
     """Nothing is asked of a compiled model that was settled when it was compiled.
 
     Raises:
         RequestError: names the arguments.
     """
-    asked = {"weights": weights, "profile": profile, "progress": progress, "max_positions": max_positions}
+    asked = {"weights": weights, "profile": profile, "mesh": mesh, "progress": progress, "max_positions": max_positions}
     given = [name for name, value in asked.items() if value is not None] + ["strict"] * (strict is not True)
     if given:
         raise RequestError(f"{model.name} is compiled already: leave out {listing(given)}, or give the flow itself")

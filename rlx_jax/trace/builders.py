@@ -18,6 +18,8 @@ from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.ops import Ops, Shape, V, is_number
@@ -58,14 +60,25 @@ class Builders(Ops[V]):
         activation: str = "",
         transpose: bool | None = None,
         out_shape: Shape | None = None,
+        roles: Roles | None = None,
     ) -> V:
         """`act(x · w [+ bias])`: w is `[in, out]` as a value, and `[out, in]` as a key of the checkpoint.
 
         So `linear(x, key)` is `linear(x, param(key), transpose=True)`: with `transpose` w is `[out, in]`, without it
-        `[in, out]`, whichever it is. A square weight fits both ways. x `[…, in]`, bias `[out]`.
+        `[in, out]`, whichever it is. A square weight fits both ways. x `[…, in]`, bias `[out]`. `roles` say what the
+        axes of a weight under a key are, as it stands there; those of a bias follow.
         """
-        op = hir.Linear(self._contract(w, transpose), bias=bias is not None, activation=activation)
-        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+        contract = self._contract(w, transpose)
+        op = hir.Linear(contract, bias=bias is not None, activation=activation)
+        if roles is None:
+            return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+        if not isinstance(w, str):
+            raise GraphError(
+                f"{self.path}: roles are those of a weight under a key; emit.param(key, roles=…) takes them"
+            )
+        weights = [self.weight(w, roles)]
+        weights += [] if bias is None else [self.weight(bias, roles_of_bias(roles[1 - contract]))]
+        return self.add_node(op, x, *weights, out_shape=out_shape)
 
     def _contract(self, w: V | str, transpose: bool | None) -> int:
         """The axis of w that is summed over."""

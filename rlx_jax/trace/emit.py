@@ -31,8 +31,9 @@ from rlx_jax.errors import (
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, cast, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
+from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
@@ -89,6 +90,7 @@ class Emit(Builders[FlowValue]):
         self.binding = dict(binding or {})
         self.state = FlowState()
         self.keys_read: dict[str, None] = {}
+        self.roles: dict[str, Roles] = {}
         self.repeating = False
         self.flat = False  # composites are written as the blocks that they stand for
         self._stage = object()
@@ -166,9 +168,9 @@ class Emit(Builders[FlowValue]):
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
         return value.value
 
-    def weight(self, weight: FlowValue | str) -> FlowValue:
-        """The weight under a key as stored, or a value as it is."""
-        return self.param(weight) if isinstance(weight, str) else weight
+    def weight(self, weight: FlowValue | str, roles: Roles | None = None) -> FlowValue:
+        """The weight under a key as stored, whose axes are `roles`; or a value as it is."""
+        return self.param(weight, roles=roles) if isinstance(weight, str) else weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -205,15 +207,20 @@ class Emit(Builders[FlowValue]):
 
     # -- parameters --------------------------------------------------------------------------
 
-    def param(self, key: str, shape: tuple[int, ...] | None = None) -> FlowValue:
+    def param(
+        self, key: str, shape: tuple[int, ...] | None = None, roles: Sequence[str | None] | None = None
+    ) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
 
         `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
         decoded where they are packed.
 
-        `shape` is checked against the source, and stands in for it when there is none.
+        `shape` is checked against the source, and stands in for it when there is none. `roles` say what its axes are,
+        as stored, so that a mesh of devices can divide them (`rlx_jax.ir.roles.ROLES`): without them each device has
+        it whole.
 
         Raises:
+            GraphError: roles that there are not, or others than another stage has for the same weight.
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
@@ -229,7 +236,20 @@ class Emit(Builders[FlowValue]):
             )
         program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
         self.keys_read[key] = None
+        if roles is not None:
+            self._say(key, roles, program.type)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def say_roles(self, weight: FlowValue, roles: Sequence[str | None]) -> None:
+        """Say what the axes of a weight that was read before are here too."""
+        op = self.builder.nodes[self.own(weight).node].op
+        for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
+            self._say(stored.key, roles, stored.type)
+
+    def _say(self, key: str, roles: Sequence[str | None], t: TensorType) -> None:
+        where = f"{self.path}: weight {quote(key)}"
+        said = check_roles(roles, t, where)
+        self.roles[key] = agreed(self.roles.get(key, said), said, where)
 
     def _stored(self, key: str, shape: tuple[int, ...] | None) -> Key | Dequantized:
         if self.source is None:

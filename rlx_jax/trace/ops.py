@@ -30,7 +30,9 @@ from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, SizeOf, Slice, Transpose, reshape_to
+from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Shard, SizeOf, Slice, Transpose, reshape_to
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, as_dtype, is_static, path_text
 from rlx_jax.trace.checks import check_attributes, items_of
 
@@ -67,8 +69,8 @@ class Ops(Generic[V]):
         """A graph value as users get it."""
         raise NotImplementedError
 
-    def weight(self, weight: V | str) -> V:
-        """A weight operand as a value; a stage takes the key of a weight too."""
+    def weight(self, weight: V | str, roles: Roles | None = None) -> V:
+        """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`."""
         raise NotImplementedError
 
     # -- appending ---------------------------------------------------------------------------
@@ -388,6 +390,11 @@ class Ops(Generic[V]):
             f"{self.path}: a value is indexed with ints, slices of ints, None and ...; got {key!r} "
             "(gather(table, ids) reads rows)"
         )
+
+    def shard(self, x: V, *roles: str | None) -> V:
+        """x itself, and what each of its axes is (`rlx_jax.ir.roles.ROLES`; None: nothing said): `shard(x, "batch",
+        "sequence", "heads")`. Over a mesh of devices it is divided by them; on one device it is x."""
+        return self.add_node(Shard(check_roles(roles, self.type_of(x), f"{self.path}: shard")), x)
 
     def narrow(self, x: V, axis: int, start: int, length: int) -> V:
         """`length` elements of one axis from `start` on; a negative start counts from the end."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul, check_linear
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary, check_kind
-from rlx_jax.ir.ops.shape import Narrow
+from rlx_jax.ir.ops.shape import AxisOf, Narrow, Reshape
 from rlx_jax.ir.traits import BLOCK, Initial, Normal
 from rlx_jax.ir.types import TensorType
 
@@ -51,18 +52,30 @@ class Linear(Hir):
 
 @dataclass(frozen=True)
 class Split(Hir):
-    """Cut the last axis into consecutive `sizes`: what is left of several Linears that were merged."""
+    """Cut the last axis into consecutive `sizes`: what is left of several Linears that were merged.
+
+    With `shards` the axis is so many equal pieces, and each of them is cut in that proportion: what a device has of the
+    operand gives what it has of every result.
+    """
 
     traits = BLOCK
 
     sizes: tuple[int, ...]
+    shards: int = 1
+
+    def check(self, *operands: TensorType) -> None:
+        if self.shards < 1 or any(size % self.shards for size in self.sizes):
+            raise ShapeError(f"split: {self.shards} shards have no equal part of each of {list(self.sizes)}")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        rank = b.type(operands[0]).rank
-        return tuple(
-            b(Narrow(rank - 1, start, size), operands[0]) for start, size in zip(starts, self.sizes, strict=True)
-        )
+        (x,), parts = operands, [size // self.shards for size in self.sizes]
+        starts, rank = [sum(parts[:i]) for i in range(len(parts))], b.type(operands[0]).rank
+        if self.shards == 1:
+            return tuple(b(Narrow(rank - 1, start, size), x) for start, size in zip(starts, parts, strict=True))
+        lead = tuple(AxisOf(axis) for axis in range(rank - 1))
+        pieces = b(Reshape((*lead, self.shards, sum(parts))), x)
+        cuts = [b(Narrow(rank, start, size), pieces) for start, size in zip(starts, parts, strict=True)]
+        return tuple(b(Reshape((*lead, size)), cut) for size, cut in zip(self.sizes, cuts, strict=True))
 
 
 @dataclass(frozen=True)

@@ -283,8 +283,17 @@ class CacheUpdate(Mir):
             return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, jnp.zeros_like(new)))
         # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
-        row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
-        return cache.at[row, slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return _written(cache, slot, new, ordered=True)
+
+
+def _written(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
+    """`cache[b, slot[b, i]] = new[b, i]`, distinct slots, dropped where there is none. Rows of the batch are told apart
+    as such, not by an index, so that they may be on several devices."""
+
+    def row(cache: Array, slot: Array, new: Array) -> Array:
+        return cache.at[slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=ordered)
+
+    return jax.vmap(row)(cache, slot, new)
 
 
 def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
@@ -317,8 +326,7 @@ class RingStep(Mir):
         valid = step < lengths[:, None]
         kept = valid & (step >= lengths[:, None] - slots)
         slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
-        row = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
-        after = ring.at[row, slot].set(new, mode="drop", unique_indices=True)
+        after = _written(ring, slot, new)
         if new.shape[1] == 1:  # a symbolic size is never 1 here: the general form serves the template
             return after, _ring_positions(start + lengths, slots), after
         keys = jnp.concatenate([ring, new], axis=1)

@@ -77,6 +77,26 @@ class Reshape(Mir):
 
 
 @dataclass(frozen=True)
+class Shard(Mir):
+    """x itself, and what its axes are (`rlx_jax.ir.roles`; None: not said): over a mesh it is divided by them."""
+
+    traits = replace(MOVEMENT, widens=False, bytes=nothing, view=_whole)
+
+    roles: tuple[str | None, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if len(self.roles) != x.rank:
+            raise ShapeError(f"shard: {x} and {len(self.roles)} roles")
+
+    def eval(self, x: Array) -> Array:
+        return x
+
+    def text(self) -> str:
+        return f"shard({', '.join(role or '-' for role in self.roles)})"
+
+
+@dataclass(frozen=True)
 class SizeOf:
     """In an `Expand` target: as long as axis `axis` of operand number `operand`."""
 

@@ -1,0 +1,147 @@
+"""How a model is divided over a mesh of devices: roles of axes → axes of the mesh → shardings.
+
+Passes, Layout, plan and interpreter ask here; XLA (GSPMD) does what follows from it for everything in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlx_jax.errors import UnsupportedError, listing
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.param import Program, Roles, leaf_name
+from rlx_jax.ir.roles import of_dims, of_program
+from rlx_jax.ir.types import DimLike, TensorType, is_static, path_text
+
+
+@dataclass(frozen=True)
+class Division:
+    """A mesh, the mesh axes that each role is divided over (those that the mesh has), and what the axes of stored
+    weights are, by key."""
+
+    mesh: Mesh
+    axes: Mapping[str, tuple[str, ...]]
+    roles: Mapping[str, Roles]
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def parts(self, role: str | None) -> int:
+        """How many pieces an axis of that role is cut into."""
+        return math.prod(self.mesh.shape[name] for name in self._over(role))
+
+    def weight_parts(self, program: Program, axis: int) -> int:
+        """How many pieces an axis of a parameter is cut into where it is multiplied."""
+        role = of_program(program, self.roles)[axis]
+        return math.prod(self.mesh.shape[name] for name in self._over(role) if name not in self._rows)
+
+    # -- shardings ---------------------------------------------------------------------------
+
+    def resting(self, program: Program) -> NamedSharding:
+        """Where a parameter is kept: divided over all axes that its roles have."""
+        return self._sharding(of_program(program, self.roles), program.type.shape, ())
+
+    def used(self, program: Program) -> NamedSharding:
+        """Where it is when it is used: gathered along the mesh axes that divide the batch."""
+        return self._sharding(of_program(program, self.roles), program.type.shape, self._rows)
+
+    def value(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
+        """Of a value or a state. The mesh axes that divide the batch divide nothing else of it, and an axis that they
+        do not divide evenly stays whole."""
+        return self._sharding(roles, tuple(shape), self._rows)
+
+    def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
+        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number."""
+        return self.value(of_dims(t), shape)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """On every device, all of it."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _rows(self) -> tuple[str, ...]:
+        return self.axes.get("batch", ())
+
+    def _over(self, role: str | None) -> tuple[str, ...]:
+        return self.axes.get(role, ()) if role is not None else ()
+
+    def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
+        taken: set[str] = set()
+        entries: list[tuple[str, ...] | None] = []
+        for role, size in zip(roles, shape, strict=True):
+            names = tuple(n for n in self._over(role) if n not in taken and (role == "batch" or n not in without))
+            parts = math.prod(self.mesh.shape[name] for name in names)
+            fits = parts > 1 and is_static(size) and int(size) % parts == 0
+            entries.append(names if fits else None)
+            taken |= set(names) if fits else set()
+        while entries and entries[-1] is None:
+            entries.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in entries)))
+
+    # -- what does not divide ----------------------------------------------------------------
+
+    def text(self) -> str:
+        """`data 2 × tensor 4`."""
+        return " × ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+
+    def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
+        """Leaves of more than one axis that every device has whole, by name."""
+        return tuple(leaf_name(p) for p in programs if p.type.rank > 1 and self.resting(p).is_fully_replicated)
+
+
+def with_groups(division: Division, graph: Graph) -> Division:
+    """The division for the attention of a flow, whose composites are expanded. Where the devices are more than the key
+    heads, and a multiple of them, keys and values are whole on each.
+
+    Raises:
+        UnsupportedError: heads that do not divide; names the block and what would.
+    """
+    for _, node in graph.walk():
+        if not isinstance(node.op, hir.Attention | hir.GrowingAttention):
+            continue
+        heads, kv_heads = heads_of(node.op)
+        where = path_text(node.origin.path)
+        n, kv = division.parts("heads"), division.parts("kv_heads")
+        if heads % n:
+            raise UnsupportedError(_refusal(division, where, f"{heads} query heads", "heads", n))
+        if kv_heads % kv and (kv % kv_heads or kv != n):
+            raise UnsupportedError(_refusal(division, where, f"{kv_heads} key heads", "kv_heads", kv))
+        if kv_heads % kv:
+            axes = {role: names for role, names in division.axes.items() if role != "kv_heads"}
+            division = Division(division.mesh, axes, division.roles)
+    return division
+
+
+def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
+    """Query heads and key heads."""
+    attend = op if isinstance(op, hir.Attention) else op.attend
+    return attend.heads, attend.kv_heads
+
+
+def _refusal(division: Division, where: str, what: str, role: str, parts: int) -> str:
+    axes = listing(division.axes[role])
+    return (
+        f"{where}: {what} cannot be divided over {parts} devices ({role} over mesh axis {axes}); use a mesh in which "
+        f"that divides them, or sharding = {{{role} = []}} in the profile"
+    )
+
+
+def check_divides(division: Division, programs: Iterable[Program]) -> None:
+    """Every axis that a product is divided along has equal pieces. (What is only kept in pieces stays whole where it
+    has none; the report says so.)
+
+    Raises:
+        UnsupportedError: names the leaf.
+    """
+    for program in programs:
+        for axis, role in enumerate(of_program(program, division.roles)):
+            parts = division.weight_parts(program, axis)
+            if int(program.type.shape[axis]) % parts:
+                assert role is not None
+                what = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
+                raise UnsupportedError(_refusal(division, leaf_name(program), what, role, parts))

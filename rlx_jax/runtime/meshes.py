@@ -1,0 +1,107 @@
+"""From what a caller says of devices to a division of the model over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from rlx_jax.compiler.settings import Settings
+from rlx_jax.device import running_device
+from rlx_jax.errors import ProfileError, RequestError, UnsupportedError, listing, quote, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Graph, GraphStage
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.roles import agreed
+from rlx_jax.lowering.division import Division, heads_of, with_groups
+from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.program import Built
+
+
+def divide_model(
+    mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
+) -> Division | None:
+    """How the flows of a model are divided over `mesh`: a `jax.sharding.Mesh`, a number of devices, or "auto", all of
+    them. None where there is no mesh.
+
+    Of a number of devices the axes follow: in training all divide the parameters and the batch (`fsdp`); of a model
+    that generates as many as its key heads allow divide heads (`tensor`), and the rest rows (`data`); of any other all
+    divide rows.
+
+    Raises:
+        RequestError: something else, or more devices than there are. ProfileError: a mesh axis that divides nothing.
+        UnsupportedError: heads that do not divide; a module at LIR.
+    """
+    if mesh is None:
+        return None
+    for built in builds:
+        if built.stage == GraphStage.LIR:
+            raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")
+    graphs = [expand_composites(built.hir, built.types) for built in builds if built.stage == GraphStage.HIR]
+    if not isinstance(mesh, Mesh):
+        mesh = arranged(chosen_devices(mesh), graphs, program, bool(serves) and "extend" in serves)
+    axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
+    check_axes(mesh, axes)
+    # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    division = Division(auto, {role: names for role, names in axes.items() if names}, all_roles(builds))
+    for graph in graphs:
+        division = with_groups(division, graph)
+    return division
+
+
+def chosen_devices(mesh: Any) -> list[Any]:
+    """So many devices, or all of them.
+
+    Raises:
+        RequestError: no number of devices that there are.
+    """
+    devices = jax.devices()
+    if isinstance(mesh, str) and mesh == "auto":
+        return devices
+    if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
+        raise RequestError(f"mesh is {shown(mesh)}; expected a jax.sharding.Mesh, a number of devices, or 'auto'")
+    if not 1 <= mesh <= len(devices):
+        raise RequestError(f"mesh={mesh}: JAX has {len(devices)} devices ({running_device().kind})")
+    return devices[: int(mesh)]
+
+
+def arranged(devices: list[Any], graphs: Iterable[Graph], program: str, generates: bool) -> Mesh:
+    """The mesh of so many devices, by what they are for."""
+    if program == "train" or not generates:
+        return Mesh(np.array(devices), ("fsdp" if program == "train" else "data",))
+    heads = [heads_of(n.op) for g in graphs for _, n in g.walk() if isinstance(n.op, hir.Attention)]
+    fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(a % t or b % t for a, b in heads)]
+    return Mesh(np.array(devices).reshape(-1, max(fit)), ("data", "tensor"))
+
+
+def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
+    """Every axis of the mesh divides something.
+
+    Raises:
+        ProfileError: names those that do not.
+    """
+    used = {name for names in axes.values() for name in names}
+    idle = [str(name) for name, size in mesh.shape.items() if size > 1 and name not in used]
+    if idle:
+        raise ProfileError(
+            f"mesh: nothing is divided over axis {listing([quote(n) for n in idle])}; by convention axes are data, "
+            'fsdp, tensor, expert and context, and sharding = {heads = ["' + idle[0] + '"], …} in the profile maps '
+            "roles to others"
+        )
+
+
+def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
+    """What the axes of the weights of all flows are, by key.
+
+    Raises:
+        GraphError: two flows contradict each other.
+    """
+    found: dict[str, Roles] = {}
+    for built in builds:
+        for key, roles in built.roles.items():
+            found[key] = agreed(found.get(key, roles), roles, f"{built.name}: weight {quote(key)}")
+    return found
