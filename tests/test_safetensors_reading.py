@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.io import limits
+from rlx_jax.weights import safetensors as safetensors_reader
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_header import DTYPES
 
@@ -57,9 +58,20 @@ SLICES = st.builds(
 )
 
 
+@pytest.mark.parametrize(("run", "band"), [(2**12, 2**20), (1, 1), (1000, 40), (12, 60)])
 @given(st.lists(st.integers(0, 5), max_size=4), st.lists(SLICES, max_size=4), st.sampled_from(["F32", "BF16", "U8"]))
 def test_slices_are_those_of_numpy(
-    tmp_path_factory: pytest.TempPathFactory, shape: list[int], slices: list[slice], tag: str
+    tmp_path_factory: pytest.TempPathFactory, run: int, band: int, shape: list[int], slices: list[slice], tag: str
+) -> None:
+    """However much is read at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_reader, "_RUN", run)
+        patch.setattr(safetensors_reader, "_BAND", band)
+        _compare_slices(tmp_path_factory, shape, slices, tag, run == 1)
+
+
+def _compare_slices(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], slices: list[slice], tag: str, exact: bool
 ) -> None:
     index = tuple(slices[: len(shape)])
     array = np.arange(math.prod(shape)).astype(DTYPES[tag]).reshape(shape)
@@ -70,9 +82,13 @@ def test_slices_are_those_of_numpy(
         np.testing.assert_array_equal(part, array[index])
         assert part.dtype == array.dtype and part.flags.c_contiguous
         assert file.bytes_read <= array.nbytes
-        if index and shape[0]:
-            rows = range(shape[0])[index[0]]
-            assert file.bytes_read == ((max(rows) - min(rows) + 1) * array.nbytes // shape[0] if rows else 0)
+        spans = [range(dim)[s] for s, dim in zip(index, shape, strict=False)]
+        spanned = [abs(places[-1] - places[0]) + 1 if places else 0 for places in spans]
+        nbytes = math.prod([*spanned, *shape[len(spans) :]]) * array.itemsize
+        if exact or not spans[1:]:
+            assert file.bytes_read == nbytes
+        elif spanned[0] and nbytes:
+            assert nbytes <= file.bytes_read <= spanned[0] * array.nbytes // shape[0]
 
 
 def test_only_the_rows_are_read(tmp_path: Path) -> None:
@@ -82,9 +98,17 @@ def test_only_the_rows_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(file.read("a", (slice(10, 12),)), array[10:12])
     assert file.bytes_read == 32
     np.testing.assert_array_equal(file.read("a", (slice(998, None), slice(1, 2))), array[998:, 1:2])
-    assert file.bytes_read == 64
+    assert file.bytes_read == 32 + 20, "the columns between two short runs, no more"
     file.read("a")
-    assert file.bytes_read == 64 + 16000
+    assert file.bytes_read == 32 + 20 + 16000
+
+
+def test_long_runs_are_read_alone(tmp_path: Path) -> None:
+    array = np.arange(2 * 3 * 4_000, dtype=np.float32).reshape(2, 3, 4_000)
+    file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
+    index = (slice(0, 2), slice(1, 3), slice(1_000, 3_000))
+    np.testing.assert_array_equal(file.read("a", index), array[index])
+    assert file.bytes_read == array[index].nbytes
 
 
 @pytest.mark.parametrize(

@@ -229,12 +229,13 @@ class SupportsClose(Protocol):
 
 
 class VerifiedSource:
-    """A source whose every read is compared with the manifest's digest, where the weight has one."""
+    """A source of which every weight is compared with the manifest's digest before anything of it is given."""
 
     def __init__(self, source: WeightSource, manifest: Manifest, directory: str) -> None:
         check_weights(source, manifest.weights, quote(directory))
         self.source = source
         self._manifest, self._directory = manifest, directory
+        self._compared: set[str] = set()
 
     def keys(self) -> tuple[str, ...]:
         return self.source.keys()
@@ -249,19 +250,22 @@ class VerifiedSource:
         return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """The weight, or a part of it. All of it is read for the digest.
+        """The weight, or a part of it. A digest is that of all of it, so the first part reads the whole; others do not.
 
         Raises:
             IntegrityError: its bytes are not those that were saved.
             Others: as the source's.
         """
+        alone = bool(index) and key in self._compared
         with explained(self._directory, self._manifest):
-            values = self.source.read(key)
-        expected = self._manifest.weights[key].sha256
-        if expected is not None and digest(values) != expected:
+            values = self.source.read(key, index if alone else None)
+        if alone:
+            return values
+        if digest(values) != self._manifest.weights[key].sha256:
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
-        return values[check_index(index, values.shape, key)] if index else values
+        self._compared.add(key)
+        return values[check_index(index, values.shape, key)].copy() if index else values
 
     def close(self) -> None:
         """Close the files, if the source holds any open."""

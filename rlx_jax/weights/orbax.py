@@ -152,6 +152,7 @@ class _Store:
 
     def __init__(self, tree: ArrayTree, where: str) -> None:
         self._tree, self._where = tree, where
+        self._chunks: dict[str, tuple[int, ...]] = {}
         self._driver, self._metadata = ("zarr3", "zarr.json") if tree.zarr3 else ("zarr", ".zarray")
         with _typed(where):
             import tensorstore
@@ -181,17 +182,21 @@ class _Store:
                 raise _Error(f"{where}: no metadata: {quote(f'{name}/{self._metadata}')} is missing")
             grid = _parse_zarr(bytes(answers[key].value), self._tree.zarr3, where)
             self._check_chunks(grid, _below(stored, f"{name}/"), where)
+            self._chunks[name] = grid.chunks
             types[key] = grid.type
         return types
 
     def read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
-        """The part of an array that `slices` select."""
+        """The part of an array that `slices` select. The chunks that it crosses are read, and decoded whole."""
         import tensorstore
 
         spans = [span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
         rows = tuple(slice(first, first + count) for first, count, _ in spans)
         where = f"{self._where}: array {quote(name)}"
-        limits.fits_in_memory(math.prod(spec.shape) * spec.dtype.itemsize, where)  # native code would abort
+        all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
+        cells = zip(all_rows, self._chunks[name], strict=True)
+        decoded = math.prod((-(-row.stop // chunk) - row.start // chunk) * chunk for row, chunk in cells)
+        limits.fits_in_memory(decoded * spec.dtype.itemsize, where)  # native code would abort
         with _typed(where):
             array = tensorstore.open(
                 {"driver": self._driver, "kvstore": self._below(f"{name}/")},

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -38,6 +38,8 @@ from rlx_jax.io.files import open_regular, read_at
 from rlx_jax.weights.safetensors_header import Header, parse_header
 
 T = TypeVar("T")
+_RUN = 2**12  # bytes that are worth a call to the system of their own: a page, which a disk reads whole anyway
+_BAND = 2**20  # bytes that are read at once where runs are shorter: what they are copied from stays in cache
 
 
 class SafetensorsFile:
@@ -79,7 +81,8 @@ class SafetensorsFile:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         """A tensor, or the part of it that `index` selects as in NumPy, as a new C-contiguous array.
 
-        Only the rows that `index[0]` spans are read; the other slices are applied to those.
+        Only what `index` spans is read, where it stands together in pieces of a page or more; of shorter ones also what
+        lies between them, a mebibyte at a time. Steps are taken of that.
 
         Raises:
             MissingWeightError: no such tensor.
@@ -90,10 +93,11 @@ class SafetensorsFile:
         info = find(self.tensors, name, f"{self._where}, a file")
         slices = check_index(index, info.shape, name)
         if not slices:
-            return self._read_rows(name, info.shape, 0)
-        first, count, rest = span(slices[0], info.shape[0])
-        rows = self._read_rows(name, (count, *info.shape[1:]), first)
-        return np.ascontiguousarray(rows[(rest, *slices[1:])])
+            return self._read_box(name, [0] * len(info.shape), info.shape)
+        parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
+        spans = [span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
+        box = self._read_box(name, [first for first, _, _ in spans], tuple(count for _, count, _ in spans))
+        return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
 
     def close(self) -> None:
         """Close the file. Reading from it is an error then."""
@@ -108,15 +112,54 @@ class SafetensorsFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_rows(self, name: str, shape: tuple[int, ...], first: int) -> np.ndarray[Any, Any]:
-        """An array of `shape` that starts at row `first` of a tensor."""
+    def _read_box(self, name: str, begins: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """An array of `shape` that stands in a tensor where `begins` says."""
         if not self._close.alive:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
-        start = info.start + first * math.prod(info.shape[1:]) * info.dtype.itemsize
-        nbytes = math.prod(shape) * info.dtype.itemsize
-        limits.fits_in_memory(nbytes, f"{self._where}: tensor {quote(name)}")
-        raw = np.empty(nbytes, np.uint8)
+        limits.fits_in_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
+        values = np.empty(shape, info.dtype)
+        if values.size:
+            self._fill(name, begins, values)
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise SafetensorsError(f"{self._where}: the file has been written to since it was opened; open it again")
+        if info.dtype == np.bool_ and (found := values.view(np.uint8).max(initial=0)) > 1:
+            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {found}, expected 0 or 1")
+        return values
+
+    def _fill(self, name: str, begins: Sequence[int], values: np.ndarray[Any, Any]) -> None:
+        """Read the box of a tensor that begins at `begins` into `values`.
+
+        All of it that stands together in the file is a run; between runs lie `stride` bytes. Long runs are read one by
+        one. Short ones are read in bands with what lies between them: calls would cost more than the bytes.
+        """
+        info = self.tensors[name]
+        cut = [axis for axis, dim in enumerate(info.shape) if values.shape[axis] < dim]
+        axis = cut[-1] if cut else 0
+        strides = [math.prod(info.shape[i + 1 :]) * info.dtype.itemsize for i in range(len(info.shape))]
+        start = info.start + sum(begin * step for begin, step in zip(begins, strides, strict=True))
+        raw = values.reshape(-1).view(np.uint8)
+        if axis == 0:
+            return self._read_into(name, raw, start)
+        stride, count = strides[axis - 1], values.shape[axis - 1]
+        outer = values.shape[: axis - 1]
+        runs = raw.reshape(*outer, count, -1)
+        length = runs.shape[-1]
+        step = 1 if length >= _RUN else max(1, _BAND // stride)
+        band = np.empty(step * stride, np.uint8)
+        for place in np.ndindex(outer):
+            begin = start + sum(i * far for i, far in zip(place, strides, strict=False))
+            for row in range(0, count, step):
+                here = runs[(*place, slice(row, row + step))]
+                if len(here) == 1:
+                    self._read_into(name, here[0], begin + row * stride)
+                else:
+                    self._read_into(name, band[: (len(here) - 1) * stride + length], begin + row * stride)
+                    here[...] = band[: len(here) * stride].reshape(len(here), stride)[:, :length]
+
+    def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
+        """Fill contiguous bytes from those of the file at `start`."""
         done = read_at(self._descriptor, raw.data, start, self._where)
         with self._counting:
             self.bytes_read += done
@@ -125,12 +168,6 @@ class SafetensorsFile:
                 f"{self._where}: tensor {quote(name)}: the file ends at byte {start + done}, expected "
                 f"{raw.nbytes} bytes from byte {start} on; it has been cut since it was opened"
             )
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise SafetensorsError(f"{self._where}: the file has been written to since it was opened; open it again")
-        if info.dtype == np.bool_ and raw.max(initial=0) > 1:
-            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {raw.max()}, expected 0 or 1")
-        return raw.view(info.dtype).reshape(shape)
 
 
 def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[slice, ...]:
