@@ -265,6 +265,25 @@ def test_parts_that_are_not_all(tmp_path: Path, parts: Any) -> None:
             call()
 
 
+def test_padding_in_a_model(tmp_path: Path) -> None:
+    """Is drawn as zeros, kept in JSON, and in no checkpoint."""
+
+    def build(m: rlx.GraphModule) -> Any:
+        program = Padded(key("m.0"), 0, 8)
+        return m.linear(
+            m.input("x", (2, 4)), m.wrap(m.builder.leaf(Param((program,), type=program.type))), transpose=True
+        )
+
+    module = rlx.GraphModule.from_json(rlx.GraphModule.define("padded", build).to_json())
+    model, x = rlx.compile(module, {"m.0": STORED["m.0"]}), np.ones((2, 4), np.float32)
+    np.testing.assert_allclose(model(x), np.pad(x @ STORED["m.0"].T, ((0, 0), (0, 2))), rtol=1e-5)
+    drawn = model.init(0)
+    assert drawn["m.0"].shape == (8, 4) and not drawn["m.0"][6:].any() and drawn["m.0"][:6].all()
+    trained = model.replace({"m.0": drawn["m.0"] + 1})
+    rlx.save(trained, tmp_path / "m", "safetensors")
+    np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("m.0"), drawn["m.0"][:6] + 1)
+
+
 def test_a_cast_between_steps_is_kept() -> None:
     """It rounds before the next step, in another order than after it for none but itself."""
     program = Reshaped(Cast(A, BF16), (24,))

@@ -1,0 +1,212 @@
+"""Every source gives the box of a tensor, and reads no more of it than its format asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import rlx_jax as rlx
+from rlx_jax.errors import IntegrityError, NonFiniteWeightError
+from rlx_jax.ir.param import Key, Program, Transposed
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.weights.execute import load_leaves
+from rlx_jax.weights.manifest import VerifiedSource
+from rlx_jax.weights.renamed import RenamedSource
+
+RNG = np.random.default_rng(0)
+ARRAYS = {name: RNG.normal(size=(64, 96)).astype(np.float32) for name in ("a", "b")}
+
+
+def spread(spec: P, kind: AxisType = AxisType.Auto) -> NamedSharding:
+    """Over eight devices, two by four."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind), devices=jax.devices()[:8])
+    return NamedSharding(mesh, spec)
+
+
+def mapped(path: Path) -> Any:
+    return rlx.open_weights({name: jax.device_put(array, spread(P("data"))) for name, array in ARRAYS.items()})
+
+
+def one_file(path: Path) -> Any:
+    safetensors.numpy.save_file(ARRAYS, path / "model.safetensors")
+    return rlx.open_weights(path / "model.safetensors")
+
+
+def sharded_files(path: Path) -> Any:
+    for name, array in ARRAYS.items():
+        safetensors.numpy.save_file({name: array}, path / f"{name}.safetensors")
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in ARRAYS}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return RenamedSource(rlx.open_weights(path), {name: name for name in ARRAYS})
+
+
+def orbax(path: Path) -> Any:
+    """In the chunks of a mesh that it was saved from."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "m", {n: jax.device_put(a, spread(P(None, "data"))) for n, a in ARRAYS.items()})
+    return rlx.open_weights(path / "m", verify="metadata")
+
+
+def verified(path: Path) -> Any:
+    rlx.save(model_of(ARRAYS), path / "m", "safetensors")
+    return rlx.open_weights(path / "m", verify="full")
+
+
+def model_of(arrays: Mapping[str, Any]) -> rlx.CompiledModel:
+    """y = x aᵀ b."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 96)).linear("a").linear("b", transpose=False)
+    return rlx.compile(flow, arrays)
+
+
+SOURCES: list[Callable[[Path], Any]] = [mapped, one_file, sharded_files, orbax, verified]
+
+
+@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P("model", "data"), P()])
+def test_leaves_from_any_source(tmp_path: Path, make: Callable[[Path], Any], spec: P) -> None:
+    source = make(tmp_path)
+    keys = {name: Key(name, tensor_type((64, 96), "f32", name)) for name in ARRAYS}
+    leaves: dict[str, Program] = {"a": keys["a"], "b": Transposed(keys["b"])}
+    found = load_leaves(leaves, source, dict.fromkeys(leaves, spread(spec)), lambda *_: None, threading.Event())
+    np.testing.assert_array_equal(np.asarray(found["a"]), ARRAYS["a"])
+    np.testing.assert_array_equal(np.asarray(found["b"]), ARRAYS["b"].T)
+
+
+def test_rows_cost_their_bytes(tmp_path: Path) -> None:
+    """Of a safetensors file; and of one with digests each tensor is read once more, whole, before its first box."""
+    for make, times in ((one_file, 1), (verified, 2)):
+        source: Any = make(tmp_path)
+        inner: Any = source.source if isinstance(source, VerifiedSource) else source
+        before = sum(file.bytes_read for file in inner.files)
+        keys = {name: Key(name, tensor_type((64, 96), "f32", name)) for name in ARRAYS}
+        load_leaves(keys, source, dict.fromkeys(keys, spread(P("model"))), lambda *_: None, threading.Event())
+        read, stored = sum(file.bytes_read for file in inner.files) - before, 2 * ARRAYS["a"].nbytes
+        assert read == (stored if times == 1 else stored + stored * 3 // 4)
+
+
+def test_what_is_wrong_with_a_tensor_is_wrong_with_its_box(tmp_path: Path) -> None:
+    """A digest is that of all of it; NaN is looked for in what is read."""
+    damaged = {**ARRAYS, "a": np.where(np.arange(96) == 95, np.nan, ARRAYS["a"]).astype(np.float32)}
+    safetensors.numpy.save_file(damaged, tmp_path / "model.safetensors")
+    source = rlx.open_weights(tmp_path / "model.safetensors")
+    assert np.isfinite(source.read("a", (slice(0, 64), slice(0, 48)))).all()
+    with pytest.raises(NonFiniteWeightError, match="weight 'a' .*: 64 NaN of 3072 values read"):
+        source.read("a", (slice(0, 64), slice(48, 96)))
+
+    saved = verified(tmp_path)
+    with open(tmp_path / "m" / "model.safetensors", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    fresh = rlx.open_weights(tmp_path / "m")
+    with pytest.raises(IntegrityError, match="differs from its digest"):
+        fresh.read("b", (slice(0, 1),))
+    assert saved.has("b")
+
+
+# -- back again --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_sharded_parameters_are_saved(tmp_path: Path, format: str, kind: AxisType) -> None:
+    """And given by key, wherever they lie."""
+    model = model_of(ARRAYS)
+    assert model.params is not None
+    specs = {"a": P("model"), "b": P("data", "model")}
+    params = {name: jax.device_put(2 * leaf, spread(specs[name], kind)) for name, leaf in model.params.items()}
+    moved = model.replace(params)
+    for name, array in moved.weights().items():
+        np.testing.assert_array_equal(np.asarray(array), 2 * ARRAYS[name])
+    rlx.save(moved, tmp_path / "m", format)
+    source = rlx.open_weights(tmp_path / "m", verify="full")
+    for name in ARRAYS:
+        np.testing.assert_array_equal(source.read(name), 2 * ARRAYS[name])
+
+
+# -- several processes -------------------------------------------------------------------------
+
+WORKER = """
+import sys, threading
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+number, address, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(address, num_processes=2, process_id=number)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import rlx_jax as rlx
+from rlx_jax.ir.param import Key, Padded, Transposed
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.weights.execute import load_leaves
+from rlx_jax.weights.renamed import RenamedSource
+
+class Counting(RenamedSource):
+    nbytes = 0
+
+    def read(self, key, index=None):
+        found = super().read(key, index)
+        self.nbytes += found.nbytes
+        return found
+
+mesh = jax.make_mesh((8,), ("model",))
+source = Counting(rlx.open_weights(path), {"a": "a", "b": "b"})
+a = Key("a", tensor_type((64, 96), "f32", "a"))
+leaves = {"rows": a, "columns": Transposed(a), "whole": a, "padded": Padded(Key("b", a.type), 0, 256)}
+specs = {"rows": P("model"), "columns": P("model"), "whole": P(), "padded": P("model")}
+found = load_leaves(
+    leaves, source, {n: NamedSharding(mesh, s) for n, s in specs.items()}, lambda *_: None,
+    threading.Event(),
+)
+print("read", source.nbytes, flush=True)
+whole = {"rows": source.read("a"), "columns": source.read("a").T, "whole": source.read("a")}
+whole["padded"] = np.pad(source.read("b"), ((0, 192), (0, 0)))
+for name, leaf in found.items():
+    assert leaf.shape == whole[name].shape and len(leaf.addressable_shards) == 4, name
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[name][shard.index])
+total = jax.jit(lambda leaf: leaf.sum(), out_shardings=NamedSharding(mesh, P()))(found["rows"])
+np.testing.assert_allclose(np.asarray(total), whole["rows"].sum(), rtol=1e-4)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_own(tmp_path: Path) -> None:
+    """Each the boxes of its four devices; together they have all, and collectives run over what was loaded."""
+
+    one_file(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", WORKER]
+    workers = [
+        subprocess.Popen(
+            [*command, str(number), address, str(tmp_path / "model.safetensors")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        said = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    nbytes = ARRAYS["a"].nbytes
+    # Half of the rows, half of the columns, all of what both hold; and the padded one, whose padding the second has.
+    for worker, text, read in zip(workers, said, (3 * nbytes, 2 * nbytes), strict=True):
+        assert worker.returncode == 0 and f"read {read}\n" in text, text
