@@ -33,6 +33,7 @@ from rlx_jax.lowering.mir.fold import constant_folding
 from rlx_jax.lowering.mir.fuse_matmul import fuse_matmul_bias_act
 from rlx_jax.lowering.mir.fuse_residual import fuse_residual_layer_norm, fuse_residual_rms_norm
 from rlx_jax.lowering.mir.fuse_swiglu import fuse_swiglu
+from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.mixed import mixed
 from rlx_jax.lowering.mir.regions import mark_elementwise_regions, unfuse_elementwise_regions
 from rlx_jax.lowering.mir.specialise import specialise
@@ -53,6 +54,7 @@ class Job:
     last_only: bool = False
     given: frozenset[str] = frozenset()
     outputs: tuple[str, ...] | None = None
+    headless: bool = False
     sizes: Mapping[str, int] | None = None
 
 
@@ -210,6 +212,7 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.division is not None,
     ),
     Pass("dce", MIR, lambda g, job: dce(g, job.types), kind="cleaning"),  # it takes away what the others left unread
+    Pass("up_to_head", MIR, lambda g, job: up_to_head(g, job.types), lambda job: job.headless),
     Pass(  # a template keeps its symbols: this one runs for each choice of sizes
         "specialise",
         MIR,

@@ -49,6 +49,7 @@ from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types
+from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built
 
@@ -77,6 +78,16 @@ class Template:
         """Names of the sizes that its state and inputs have."""
         types = (*self.state.values(), *(i.type for i in self.mir.inputs))
         return frozenset().union(*(t.symbols for t in types))
+
+    @functools.cached_property
+    def head(self) -> Head:
+        """The product with a weight that makes the first output; see `find_head` for what it raises."""
+        return find_head(self.mir)
+
+    def headless(self) -> Template:
+        """The same up to its head, whose operands are the outputs."""
+        job = Job(plain(), self.types, headless=True)
+        return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
 
     def cost(self, sizes: Mapping[str, int]) -> Cost:
         """FLOPs, bytes and scratch memory of the program for one choice of sizes. Nothing is compiled.

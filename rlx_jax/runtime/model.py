@@ -160,12 +160,18 @@ class CompiledModel:
 
         Traced inputs cannot be checked: an id out of range reads the nearest row.
         """
+        return self._result(*self.trace(params, inputs, named, state))
+
+    def trace(
+        self, params: Arrays, inputs: tuple[Any, ...], named: Arrays, state: State | None, headless: bool = False
+    ) -> tuple[tuple[tuple[Any, ...], StateArrays], ProgramKey]:
+        """What `apply` runs, and its key; where `headless`, up to the head, whose operands are the outputs."""
         check_params(params, self.param_specs())
         values, key, arrays = self._bind(inputs, named, state)
-        self.last = key
+        self.last = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # where this is traced, jax.jit would find out behind our back
         try:
-            return self._result(self.programs.function(key).jitted(dict(params), arrays, values), key)
+            return self.programs.function(key).jitted(dict(params), arrays, values), key
         except (RuntimeError, ValueError) as error:
             self._explain(error, params, values)
             raise

@@ -63,6 +63,7 @@ class ProgramKey:
         given: the optional inputs that there are.
         outputs: the outputs that are wanted, by name; None for all of them.
         last_only: outputs are those of each row's last token.
+        headless: it ends at the head, whose operands are the outputs.
     """
 
     flow: str
@@ -70,6 +71,7 @@ class ProgramKey:
     given: frozenset[str] = frozenset()
     outputs: tuple[str, ...] | None = None
     last_only: bool = False
+    headless: bool = False
     binding: tuple[tuple[str, int], ...] = ()
     around: Around | None = None
 
@@ -146,6 +148,8 @@ class Programs:
         """The symbolic program; made once."""
 
         def make() -> Template:
+            if key.headless:
+                return self.template(replace(key, headless=False)).headless()
             own = key.given & {i.name for i in self.flows[key.flow].inputs}  # the others are the program's
             return make_template(
                 *self.build(key.flow, own), self.settings, key.program, key.last_only, key.given, key.outputs

@@ -1,0 +1,121 @@
+"""The head of a program: its last product with a weight, and what becomes of each of its numbers afterwards.
+
+Whoever takes a loss over a large vocabulary wants the product in pieces, and the program up to there as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlx_jax.errors import GraphError
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, TypeCache, Value
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.pointwise import CastTo, Unary
+from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.lowering.mir.dce import dce
+
+OPERANDS = ("hidden", "weight", "bias")
+"""The outputs of a program up to its head; the last where the head has one."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """`tail(product(hidden, weight[, bias]))`, the first output of a program.
+
+    Attributes:
+        product: the op, without an activation; `contract` is the axis of the weight that it sums over.
+        operands: its operands in the program. Casts of weights are left out: they are those of `dtype`.
+        dtype: what the operands are multiplied in.
+        type: of the product; `tail`, a graph of one operand, makes the output of each of its numbers alone.
+    """
+
+    product: MatMul | FusedMatMulBiasAct
+    operands: tuple[Value, ...]
+    dtype: Any
+    type: TensorType
+    tail: Graph = field(repr=False)
+
+
+def find_head(graph: Graph) -> Head:
+    """The head of a program at MIR: behind the product stand casts and functions of single numbers alone.
+
+    Raises:
+        GraphError: the first output is made otherwise; names the node in the way.
+    """
+    tail: list[int] = []
+    products: list[int] = []
+    needed = {graph.outputs[0].node}
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        if number not in needed:
+            continue
+        node = graph.nodes[number]
+        if isinstance(node.op, MatMul | FusedMatMulBiasAct):
+            products.append(number)
+            continue
+        _check_single(graph, node)
+        tail.append(number)
+        needed.update(v.node for v in node.inputs)
+    if len(products) != 1:
+        raise GraphError(
+            f"{graph.name}: output {graph.output_names[0]!r} is made of {len(products)} products with weights; "
+            f"a head is one, on hidden states {_LAST}"
+        )
+    node = graph.nodes[products[0]]
+    operands = (node.inputs[0], *(_weight(graph, node, v) for v in node.inputs[1:]))
+    product: Any = node.op
+    activation = getattr(product, "activation", "")
+    product = replace(product, activation="") if activation else product
+    made = _tail(graph, products[0], sorted(tail), activation)
+    return Head(product, operands, graph.type(node.inputs[0]).dtype, node.types[0], made)
+
+
+_LAST = "and after it stand casts and functions of single numbers"
+
+
+def _check_single(graph: Graph, node: Node) -> None:
+    """A node behind the head makes each number of one number."""
+    where = path_text(node.origin.path) or graph.name
+    if isinstance(node.op, Constant):
+        if any(size != 1 for size in node.op.type.shape[:-1]):
+            raise GraphError(
+                f"{where}: a constant {node.op.type} differs by token; behind a head all are treated alike"
+            )
+        return
+    traits = getattr(node.op, "traits", None)
+    if not node.inputs or not (isinstance(node.op, CastTo) or getattr(traits, "numeric", "") == "elementwise"):
+        raise GraphError(
+            f"{where}: {node.op.text()} stands between the last product and the output {graph.output_names[0]!r}; "
+            f"a head is a product of hidden states with a weight, {_LAST}"
+        )
+
+
+def _weight(graph: Graph, node: Node, value: Value) -> Value:
+    """The parameter behind an operand, before it is cast."""
+    while isinstance((made := graph.nodes[value.node]).op, CastTo):
+        (value,) = made.inputs
+    if not isinstance(made.op, Param):
+        raise GraphError(
+            f"{path_text(node.origin.path)}: {node.op.text()} is no head: it multiplies with {made.op.text()}, "
+            "and not with a parameter"
+        )
+    return value
+
+
+def _tail(graph: Graph, product: int, numbers: list[int], activation: str) -> Graph:
+    """The nodes behind the product as a graph of their own; first the activation that was fused with it."""
+    b = Builder("tail", TypeCache())
+    first = b.leaf(BodyInput(0, type=graph.nodes[product].types[0]))
+    mapped = {Value(product): b(Unary(activation), first) if activation else first}
+    for number in numbers:
+        node = graph.nodes[number]
+        with b.at(node.origin):
+            mapped[Value(number)] = b(node.op, *(mapped[v] for v in node.inputs))
+    return b.finish([mapped[graph.outputs[0]]])
+
+
+def up_to_head(graph: Graph, types: TypeCache) -> Graph:
+    """The program that ends at its head: outputs are the head's operands, by the names in `OPERANDS`."""
+    operands = find_head(graph).operands
+    return dce(replace(graph, outputs=operands, output_names=OPERANDS[: len(operands)]), types)

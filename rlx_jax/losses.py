@@ -1,0 +1,372 @@
+"""Losses of a compiled model, taken from its hidden states: the logits of a whole batch never stand in memory.
+
+Logits of 8 x 2048 tokens over 128256 words are 8.4 GB in f32, and their gradient is as large. Here they are made for a
+piece of the sequence at a time, and where a gradient is wanted, those of the hidden states and of the head are formed
+from the same piece at once: each product with the head is made once, and nothing of a piece is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.compiler.executable import Arrays
+from rlx_jax.errors import (
+    BatchMismatchError,
+    DTypeError,
+    GraphError,
+    MaskShapeError,
+    RequestError,
+    SequenceLengthError,
+    ShapeError,
+    TokenIdError,
+    number,
+    shown,
+)
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.types import is_static, path_text
+from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.lowering.mir.head import Head
+from rlx_jax.runtime.inputs import as_host_array, token_ids
+from rlx_jax.runtime.model import CompiledModel
+
+AnyArray = Any
+
+PIECE_BYTES = 2**31
+"""What the f32 logits of a piece may take where the caller does not say how long it is. One H200, 1B shape, 8 x 2048:
+see `benchmarks/train.py`."""
+
+
+def cross_entropy(
+    model: CompiledModel,
+    params: Arrays,
+    tokens: Any,
+    *,
+    lengths: Any = None,
+    labels: Any = None,
+    weights: Any = None,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+    vocab: int | None = None,
+    **inputs: Any,
+) -> jax.Array:
+    """The mean negative log-likelihood of the next token: `Σ w (lse(z) − z[y] + z_loss · lse(z)²) / Σ w`, f32.
+
+    `z` are the model's logits, in f32 before the softmax. A pure function of `params`: `jax.jit`, `jax.grad` and
+    `jax.vmap` go through it (forward mode, `jax.jvp`, does not). Without a gradient only the loss is computed. The
+    gradient with respect to the head is summed over pieces in f32, and has the dtype of its leaf. Host arrays are
+    checked; under `jax.jit` values are not.
+
+    Args:
+        model: its first output is `head(hidden)`: a product with a weight `[V, H]` or `[H, V]`, then casts and
+            functions of single logits alone, such as a softcap. Best compiled with `program="train"`.
+        tokens: `[B, S]` ids, its first input.
+        lengths: `[B]` in 0 … S, rows padded on the right: what is behind has no target and is none.
+        labels: `[B, S]`, what each position is to predict, in place of the token after it; none where negative. Only
+            with these may attention read the tokens that follow.
+        weights: `[B, S]` of each position's target, f32. They are constants: their gradient is zero.
+        chunk: tokens of each row whose logits stand in memory at a time; by default those that `PIECE_BYTES` hold.
+        z_loss: keeps the normaliser near 1 (Chowdhery et al. 2022, with 1e-4).
+        vocab: the words that there are, where the head was padded with rows behind them.
+        inputs: the flow's other inputs, by name.
+
+    Returns:
+        A scalar; 0 where there is no target at all.
+
+    Raises:
+        GraphError: the model has a state, or its output is made otherwise; names the op in the way.
+        ShapeError, TokenIdError, SequenceLengthError, MaskShapeError, BatchMismatchError, RequestError: the arguments.
+    """
+    head = head_of(model)
+    tokens = _checked_tokens(model, tokens)
+    rows = _vocabulary(model, head, vocab)
+    if labels is None:
+        _refuse_foresight(model)
+    aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=rows)
+    total = weight.sum()
+    pieces = _pieces(tokens.shape, chunk, head.type.shape[-1])
+    z_loss = _checked_coefficient(z_loss)
+    (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
+    if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
+        raise ShapeError(
+            f"{model.name}: the head reads hidden states {list(operands[0].shape)}, and tokens are "
+            f"{list(tokens.shape)}; a loss wants those of every token"
+        )
+    scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
+    hidden, kernel, *bias = operands
+    loss: jax.Array = _loss(_How(head, pieces, rows, z_loss), hidden, kernel, bias[0] if bias else None, aim, scaled)
+    return loss
+
+
+# -- targets -----------------------------------------------------------------------------------
+
+
+def targets(
+    tokens: Any, *, lengths: Any = None, labels: Any = None, weights: Any = None, vocab: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """What each position is to predict, `[B, S]` int32, and what that counts, `[B, S]` f32: 0 where there is no target.
+
+    Arguments as those of `cross_entropy`, which counts so. `weight.sum()` is the number of targets: what batches are
+    weighed with where they are averaged.
+    """
+    tokens = _shaped("tokens", tokens, None, "iu")
+    batch, seq = tokens.shape
+    lengths = None if lengths is None else _checked_lengths(lengths, batch, seq)
+    position = jnp.arange(seq)[None]
+    if labels is None:
+        aim = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1).astype(jnp.int32)
+        real = position < (jnp.int32(seq) if lengths is None else lengths[:, None]) - 1
+    else:
+        aim = jnp.asarray(_checked_labels(labels, tokens.shape, vocab)).astype(jnp.int32)
+        real = (aim >= 0) & (position < (jnp.int32(seq) if lengths is None else lengths[:, None]))
+    weight = jnp.broadcast_to(real, (batch, seq)).astype(jnp.float32)
+    if weights is not None:
+        given = _shaped("weights", weights, tokens.shape, "biuf")
+        weight = weight * lax.stop_gradient(jnp.asarray(given)).astype(jnp.float32)
+    return jnp.maximum(aim, 0), weight
+
+
+# -- the loss in pieces ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _How:
+    """What does not change from call to call: the head, the number of pieces, the words, the weight of lse²."""
+
+    head: Head
+    pieces: int
+    vocab: int
+    z_loss: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(how: _How, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray) -> AnyArray:
+    """Σ weight · nll. hidden `[B, S, H]`; kernel as the head's product takes it, in the dtype of its leaf."""
+    operands = _operands(how.head, kernel, bias)
+
+    def piece(total: AnyArray, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
+        hidden, aim, weight = part
+        logits, _ = _logits(how, hidden, operands)
+        nll, _ = _nll(how, logits, aim)
+        return total + (weight * nll).sum(), None
+
+    return lax.scan(piece, jnp.float32(0), _split(how, hidden, aim, weight))[0]
+
+
+def _forward(
+    how: _How, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
+) -> tuple[AnyArray, tuple[AnyArray, ...]]:
+    """The loss with its gradients: of each piece while its logits are there."""
+    operands = _operands(how.head, kernel, bias)
+    zeros = [jnp.zeros(a.shape, jnp.float32) for a in operands]
+
+    def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
+        total, gradients = sums
+        hidden, aim, weight = part
+        logits, back = _logits(how, hidden, operands)
+        nll, slope = _nll(how, logits, aim)
+        raw = back(weight[..., None] * slope)
+        made, *others = _gradients(how.head, raw, hidden, operands)
+        return (total + (weight * nll).sum(), [g + o for g, o in zip(gradients, others, strict=True)]), made
+
+    (total, gradients), made = lax.scan(piece, (jnp.float32(0), zeros), _split(how, hidden, aim, weight))
+    whole = made.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    like = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
+    return total, (whole, gradients, like)
+
+
+def _backward(how: _How, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[AnyArray, ...]:
+    """The gradients times that of the loss, in the dtypes of what they belong to."""
+    hidden, (kernel, *bias), (like_kernel, like_bias) = kept
+    hidden = (hidden.astype(jnp.float32) * slope).astype(hidden.dtype)
+    of_bias = (bias[0] * slope).astype(like_bias.dtype) if bias else None
+    return hidden, (kernel * slope).astype(like_kernel.dtype), of_bias, None, None
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _operands(head: Head, kernel: AnyArray, bias: AnyArray) -> list[AnyArray]:
+    """The weights as the product takes them: cast once, not for each piece."""
+    wide = jnp.float32 if head.product.f32_result else head.dtype
+    return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
+
+
+def _split(how: _How, *arrays: AnyArray) -> tuple[AnyArray, ...]:
+    """`[B, S, …]` → `[n, B, S/n, …]`, padded with zeros. The batch stays an axis: it may be divided over devices."""
+
+    def split(x: AnyArray) -> AnyArray:
+        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % how.pieces), *[(0, 0)] * (x.ndim - 2)))
+        return padded.reshape(x.shape[0], how.pieces, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    return tuple(split(x) for x in arrays)
+
+
+def _logits(how: _How, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
+    """The logits of a piece in f32, −inf for words that are not, and from their gradient that of the product."""
+    head = how.head
+    product = head.product.eval(hidden, *operands)
+
+    def tail(product: AnyArray) -> AnyArray:
+        (logits,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
+        logits = logits.astype(jnp.float32)
+        known = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < how.vocab
+        return jnp.where(known, logits, -jnp.inf) if how.vocab < logits.shape[2] else logits
+
+    logits, back = jax.vjp(tail, product)
+    return logits, lambda slope: back(slope)[0]
+
+
+def _nll(how: _How, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """`[B, c]` and its gradient `[B, c, V]`. Targets are found by comparing, with no word of another device."""
+    most = logits.max(2, keepdims=True)
+    sums = jnp.exp(logits - most).sum(2, keepdims=True)
+    lse = (most + jnp.log(sums))[..., 0]
+    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == aim[..., None]
+    nll = lse - jnp.where(hit, logits, 0.0).sum(2)
+    softmax = jnp.exp(logits - lse[..., None])
+    if how.z_loss:
+        nll, softmax = nll + how.z_loss * lse * lse, softmax * (1 + 2 * how.z_loss * lse[..., None])
+    return nll, softmax - hit.astype(jnp.float32)
+
+
+def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyArray]) -> list[AnyArray]:
+    """Of the hidden states, in their dtype, of the weight and of the bias, in f32, from that of the product.
+
+    Products are of the dtype that the head has, so that bf16 stays bf16, and are summed in f32.
+    """
+    narrow, contract = raw.astype(head.dtype), head.product.contract
+    product = functools.partial(
+        lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
+    )
+    back = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
+    pair = (narrow, hidden) if contract == 1 else (hidden, narrow)
+    weight = product(*pair, (((0, 1), (0, 1)), ((), ())))
+    return [back.astype(hidden.dtype), weight] + [raw.astype(jnp.float32).sum((0, 1)) for _ in operands[1:]]
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+def head_of(model: CompiledModel) -> Head:
+    """The head of a model whose loss can be taken; found once.
+
+    Raises:
+        RequestError: no compiled model. GraphError: it has a state, or no head.
+    """
+    if not isinstance(model, CompiledModel):
+        inner = "; pass its .model" if isinstance(getattr(model, "model", None), CompiledModel) else ""
+        raise RequestError(f"cross_entropy: expected what rlx_jax.compile returns, got {type(model).__name__}{inner}")
+    template = model.template()
+    if template.state or model.program not in ("forward", "train"):
+        raise GraphError(
+            f"{model.name}: cross_entropy reads the program train or forward, and this is {model.program}"
+            f"{' with a state' if template.state else ''}; compile the flow with program='train'"
+        )
+    if not is_static(template.head.type.shape[-1]) or template.head.type.rank != 3:
+        raise GraphError(f"{model.name}: logits are [batch, seq, V] with a V that is known, got {template.head.type}")
+    return template.head
+
+
+def _refuse_foresight(model: CompiledModel) -> None:
+    """A model that reads the next token has nothing to learn from predicting it."""
+    for _, node in model.template().mir.walk():
+        op = node.op
+        if isinstance(op, AttentionOp) and not op.causal and op.window is None:
+            raise GraphError(
+                f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
+                "to predict; pass labels= for a loss over something else"
+            )
+
+
+def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:
+    rows = int(head.type.shape[-1])
+    if vocab is None:
+        return rows
+    if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
+        raise RequestError(f"{model.name}: vocab is a number of words from 1 to {rows}, got {shown(vocab)}")
+    return int(vocab)
+
+
+def _pieces(shape: tuple[int, ...], chunk: int | None, vocab: Any) -> int:
+    """In how many pieces the sequence is taken."""
+    batch, seq = shape
+    if chunk is None:
+        chunk = max(1, PIECE_BYTES // (4 * batch * int(vocab)))
+    elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
+        raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")
+    return math.ceil(seq / chunk)
+
+
+def _checked_coefficient(z_loss: Any) -> float:
+    if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
+        raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
+    return float(z_loss)
+
+
+def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
+    """`[B, S]` ids with a token to predict; on the host each is in the model's table."""
+    if not isinstance(tokens, jax.Array):
+        first = model.flow.inputs[0].name
+        rows = model.template().bounds.ids.get(first)
+        if rows is None:
+            raise GraphError(f"{model.name}: its first input {first!r} holds no token ids")
+        tokens = token_ids("tokens", tokens, rows)
+    tokens = _shaped("tokens", tokens, None, "iu")
+    if tokens.shape[1] < 2:
+        raise SequenceLengthError(f"tokens: {list(tokens.shape)}, and the first token has none to predict; pass 2")
+    return tokens
+
+
+def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
+    """An array `[B, S]` of numbers of these kinds; of the host, or of JAX as it is."""
+    array = value if isinstance(value, jax.Array) else as_host_array(name, value)
+    if array.ndim != 2 or 0 in array.shape or (shape is not None and tuple(array.shape) != tuple(shape)):
+        want = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
+        raise MaskShapeError(f"{name}: sizes are {want}, got {list(array.shape)}")
+    kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
+    if kind not in kinds:
+        raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {array.dtype}")
+    return array
+
+
+def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
+    array = lengths if isinstance(lengths, jax.Array) else as_host_array("lengths", lengths)
+    if tuple(array.shape) != (batch,):
+        raise BatchMismatchError(f"lengths: one for each of {batch} rows, got {list(array.shape)}")
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"lengths: expected integers, got {array.dtype}")
+    if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
+        raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None) -> Any:
+    array = _shaped("labels", labels, shape, "iu")
+    if isinstance(array, np.ndarray) and vocab is not None and array.max() >= vocab:
+        at = np.argwhere(array >= vocab)[0]
+        raise TokenIdError(
+            f"labels: id {number(int(array[tuple(at)]))} at {tuple(int(i) for i in at)} is not in [0, {vocab}); "
+            "a position without a target has a negative one"
+        )
+    return array
+
+
+def check_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
+    """What `cross_entropy` would refuse of the arrays of the host in `batch`, its arguments by name.
+
+    A step under `jax.jit` sees no values: whoever calls it looks before. Raises as `cross_entropy`.
+    """
+    tokens = _checked_tokens(model, batch["tokens"])
+    if batch.get("labels") is not None:
+        _checked_labels(batch["labels"], tokens.shape, int(head_of(model).type.shape[-1]))
+    if batch.get("lengths") is not None:
+        _checked_lengths(batch["lengths"], *tokens.shape)

@@ -1,0 +1,263 @@
+"""The loss in pieces against optax over whole logits, with its gradients; what it makes, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import rlx_jax as rlx
+from rlx_jax import errors, losses
+from rlx_jax.blocks import (
+    Custom,
+    Embed,
+    GatherLastToken,
+    Linear,
+    MaskKind,
+    SelfAttnPrefill,
+    SelfAttnPrefillSpec,
+)
+from tests.oracles.comparing import assert_close
+
+V, B, S = 77, 4, 13
+SIZES = {
+    "vocab_size": V, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+UNTIED = {"tie_word_embeddings": False}
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+WINDOW = {"sliding_window": 5}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (rlx.Llama32Flow, {}),
+    "llama untied": (rlx.Llama32Flow, UNTIED),
+    "mistral": (rlx.MistralFlow, UNTIED | WINDOW),
+    "qwen2": (rlx.Qwen2Flow, {}),
+    "qwen3": (rlx.Qwen3Flow, UNTIED),
+    "gemma": (rlx.GemmaFlow, GELU | {"model_type": "gemma"}),
+    "gemma2": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma2", "final_logit_softcapping": 0.7}),
+    "gemma3": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma3_text"}),
+}
+QUICK = {"llama", "gemma2"}
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
+LENGTHS = np.array([13, 2, 7, 1], np.int32)
+
+
+def quick(names: Any) -> list[Any]:
+    """All names; those that are not `QUICK` are slow."""
+    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
+
+
+@functools.lru_cache(maxsize=1)
+def family(name: str) -> tuple[rlx.CompiledModel, dict[str, Any]]:
+    """A tiny model, and numbers that are no special case."""
+    recipe, changes = FAMILIES[name]
+    model = rlx.compile(recipe.for_prefill(SIZES | changes), program="train")
+    return model, noisy(model)
+
+
+def noisy(model: rlx.CompiledModel) -> dict[str, Any]:
+    """Random parameters, of which no vector is all ones or zeros."""
+    rng = np.random.default_rng(1)
+    drawn = model.init(0)
+    return {k: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype) for k, a in drawn.items()}
+
+
+def whole(model: Any, params: Any, ids: Any, real: Any, **inputs: Any) -> Any:
+    """optax over all logits, in f32; the mean over real targets."""
+    logits = model.apply(params, ids, **inputs)[:, :-1].astype(jnp.float32)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
+    return (nll * real).sum() / real.sum()
+
+
+def check(ours: Any, theirs: Any, params: Any, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+    """Values and gradients of two functions of the parameters, each gradient relative to its largest."""
+    (a, of_a), (b, of_b) = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
+    np.testing.assert_allclose(a, b, rtol=loss)
+    assert a.dtype == jnp.float32 and a.shape == ()
+    for name, want in of_b.items():
+        assert of_a[name].dtype == want.dtype and float(jnp.abs(want).max()) > 0
+        assert_close(np.asarray(of_a[name], np.float32), np.asarray(want, np.float32), tolerance=gradient)
+
+
+REAL = (np.arange(1, S)[None] < LENGTHS[:, None]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", quick(FAMILIES))
+def test_it_is_the_loss_over_whole_logits(name: str) -> None:
+    """Ragged rows, one without any target, and pieces of 5 tokens, which 13 are not divided by."""
+    model, params = family(name)
+
+    def ours(p: Any) -> Any:
+        return losses.cross_entropy(model, p, IDS, lengths=LENGTHS, chunk=5)
+
+    check(ours, lambda p: whole(model, p, IDS, REAL), params)
+    np.testing.assert_allclose(ours(params), whole(model, params, IDS, REAL), rtol=1e-6)  # not differentiated
+
+
+H = 8
+FLOW = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(Embed("e", (80, H)))
+HEAD = Linear("w", shape=(V, H))
+
+
+@functools.cache
+def small(words: int = V) -> tuple[rlx.CompiledModel, dict[str, Any]]:
+    """An embedding, a function and a head: what compiles quickly."""
+    stages = Custom(lambda emit, x: emit.tanh(x)), Linear("w", shape=(words, H))
+    model = rlx.compile(FLOW.stage(*stages), program="train")
+    return model, noisy(model)
+
+
+@pytest.mark.parametrize("chunk", [1, 12, 100, None])
+def test_pieces_change_nothing(chunk: int | None) -> None:
+    """One token at a time, one short of all, more than there are, and what is chosen."""
+    model, params = small()
+    loss = jax.jit(lambda p: losses.cross_entropy(model, p, IDS, chunk=chunk))(params)
+    np.testing.assert_allclose(loss, whole(model, params, IDS, np.ones((B, S - 1), np.float32)), rtol=1e-6)
+
+
+def test_labels_weights_and_the_normaliser() -> None:
+    """Targets that are given, some of which count more and some not; and `z_loss`."""
+    model, params = small()
+    labels = np.where(RNG.random((B, S)) < 0.3, -100, RNG.integers(0, 70, (B, S)))
+    weights = RNG.random((B, S)).astype(np.float32)
+
+    def theirs(p: Any) -> Any:
+        logits = model.apply(p, IDS)[..., :70]
+        lse = jax.nn.logsumexp(logits, -1)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, np.maximum(labels, 0)) + 0.01 * lse**2
+        real = weights * (labels >= 0)
+        return (nll * real).sum() / real.sum()
+
+    def ours(p: Any) -> Any:
+        options: Any = {"labels": labels, "weights": weights, "chunk": 4, "z_loss": 0.01, "vocab": 70}
+        return losses.cross_entropy(model, p, IDS, **options)
+
+    check(ours, theirs, params)
+
+
+@pytest.mark.parametrize(("transpose", "tail"), [
+    (False, lambda emit, x: emit.tanh(x * 0.5) + x), (True, lambda emit, x: emit.gelu(x)),
+])  # fmt: skip
+def test_a_head_with_a_bias_in_either_orientation(transpose: bool, tail: Any) -> None:
+    """And logits that are scaled and bent afterwards, by functions of a stage of one's own."""
+    flow = FLOW.stage(Linear("w", transpose, "b")).custom(tail)
+    shapes = {"e": (80, H), "w": (V, H) if transpose else (H, V), "b": (V,)}
+    weights = {k: RNG.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    model = rlx.compile(flow, weights, program="train")
+    real = np.ones((B, S - 1), np.float32)
+    check(lambda p: losses.cross_entropy(model, p, IDS, chunk=3), lambda p: whole(model, p, IDS, real), model.params)
+
+
+@pytest.mark.parametrize("precision", [
+    {"compute": "bf16"}, {"compute": "bf16", "weights": "f32"}, {"mixed": "auto_mixed_bf16"},
+], ids=str)  # fmt: skip
+def test_narrow_products(precision: dict[str, str]) -> None:
+    """The head's products are of bf16 and summed in f32; a gradient has the dtype of its leaf."""
+    recipe = rlx.Llama32Flow.for_prefill(SIZES | {"num_hidden_layers": 1})
+    model = rlx.compile(recipe, program="train", profile=rlx.CompileProfile().replace(precision=precision))
+    params = noisy(model)
+    real = np.ones((B, S - 1), np.float32)
+    ours = functools.partial(losses.cross_entropy, model, tokens=IDS, chunk=5)
+    check(ours, lambda p: whole(model, p, IDS, real), params, 1e-5, 2e-2)
+    text = jax.jit(jax.grad(ours)).lower(params).as_text()
+    head = [
+        line for line in text.splitlines() if "dot_general" in line and f"x{V}x" in line.replace(f"<{V}x", f"x{V}x")
+    ]
+    assert len(head) == 3 and all("bf16" in line and line.endswith("f32>") for line in head)
+
+
+def test_nothing_of_the_size_of_all_logits() -> None:
+    """Neither for the loss nor for its gradient, which has three products with the head and no fourth."""
+    model, params = small()
+    ours = functools.partial(losses.cross_entropy, model, tokens=IDS, chunk=4)
+    plain, both = (jax.jit(f).lower(params).as_text() for f in (ours, jax.grad(ours)))
+    for text, products in ((plain, 1), (both, 3)):
+        assert f"{B}x{S}x{V}x" not in text and f"{B}x4x{V}xf32" in text
+        lines = [line for line in text.splitlines() if "dot_general" in line]
+        assert sum(f"{B}x4x{V}x" in line for line in lines) == products
+
+
+@pytest.mark.parametrize(("words", "spec"), [(77, (None, "model")), (78, ("model",)), (77, ())], ids=str)
+def test_divided_over_devices(words: int, spec: tuple[str | None, ...]) -> None:
+    """The batch over one axis of a mesh; the head divided along either of its axes, or whole."""
+    model, params = small(words)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    ours = jax.jit(jax.value_and_grad(lambda p, ids: losses.cross_entropy(model, p, ids, chunk=5)))
+    want, of_want = ours(params, jnp.asarray(IDS))
+    at = {k: NamedSharding(mesh, PartitionSpec(*spec if k == "w" else ())) for k in params}
+    ids = jax.device_put(IDS, NamedSharding(mesh, PartitionSpec("data")))
+    got, of_got = ours(jax.device_put(params, at), ids)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    for name, gradient in of_got.items():
+        assert_close(np.asarray(gradient), np.asarray(of_want[name]), tolerance=1e-5)
+
+
+def test_without_any_target() -> None:
+    """A batch of rows of one token has no loss, and no gradient that is NaN."""
+    model, params = small()
+    loss, gradient = jax.value_and_grad(lambda p: losses.cross_entropy(model, p, IDS, lengths=np.ones(B, np.int32)))(
+        params
+    )
+    assert loss == 0 and all(not g.any() for g in gradient.values())
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "error", "says"), [
+    ({"tokens": IDS[0]}, errors.MaskShapeError, r"tokens: sizes are \[batch, seq\], got \[13\]"),
+    ({"tokens": IDS[:, :1]}, errors.SequenceLengthError, "the first token has none to predict"),
+    ({"tokens": IDS + V}, errors.TokenIdError, r"not in \[0, 80\)"),
+    ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got float32"),
+    ({"lengths": [1, 2]}, errors.BatchMismatchError, "one for each of 4 rows"),
+    ({"lengths": [1, 2, 3, 14]}, errors.SequenceLengthError, "expected 0 to 13"),
+    ({"lengths": [1.0] * 4}, errors.DTypeError, "lengths: expected integers"),
+    ({"labels": IDS[:, 1:]}, errors.MaskShapeError, r"those of tokens, \[4, 13\], got \[4, 12\]"),
+    ({"labels": IDS + V}, errors.TokenIdError, "a position without a target has a negative one"),
+    ({"labels": IDS, "vocab": 3}, errors.TokenIdError, r"not in \[0, 3\)"),
+    ({"weights": IDS[:2]}, errors.MaskShapeError, "weights: sizes are those of tokens"),
+    ({"chunk": 0}, errors.RequestError, "chunk is a number of tokens"),
+    ({"chunk": True}, errors.RequestError, "chunk is a number of tokens"),
+    ({"vocab": 78}, errors.RequestError, "from 1 to 77"),
+    ({"z_loss": -1}, errors.RequestError, "z_loss is a finite number"),
+    ({"mask": 1}, errors.UnboundInputError, "has no input 'mask'"),
+])  # fmt: skip
+def test_refused_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    model, params = small()
+    with pytest.raises(error, match=says):
+        losses.cross_entropy(model, params, **{"tokens": IDS} | arguments)
+
+
+SEES_ALL = SelfAttnPrefill(SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, MaskKind.NONE))
+
+
+@pytest.mark.parametrize(("stages", "program", "says"), [
+    ((), "train", r"gather.* stands between the last product and the output"),
+    ((HEAD, Custom(lambda emit, x: emit.softmax(x))), "train", "softmax.* stands between the last product"),
+    ((HEAD, Custom(lambda emit, x: emit.jax(jnp.tanh, x))), "train", "jax.* stands between the last product"),
+    ((Custom(lambda emit, x: x @ emit.tanh(emit.param("w", (H, V)))),), "train", "multiplies with tanh"),
+    ((GatherLastToken(), HEAD), "train", "a loss wants those of every token"),
+    ((SEES_ALL, HEAD), "train", "self_attn: this attention is not causal"),
+    ((HEAD,), "prefill", "reads the program train or forward, and this is prefill"),
+], ids=str)  # fmt: skip
+def test_refused_models(stages: Any, program: str, says: str) -> None:
+    """What is no head is named."""
+    shapes = {"e": (80, H), "w": (V, H)} | dict.fromkeys("qkv", (H, H))
+    specs = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
+    model = rlx.compile(FLOW.stage(*stages), specs if SEES_ALL in stages else None, program=program)
+    with pytest.raises(errors.GraphError, match=says):
+        losses.cross_entropy(model, model.init(0), IDS)
+
+
+def test_what_is_no_compiled_model() -> None:
+    with pytest.raises(
+        errors.RequestError, match="expected what rlx_jax.compile returns, got CausalLM; pass its .model"
+    ):
+        losses.cross_entropy(rlx.CausalLM(rlx.Llama32Flow.for_prefill(SIZES)), {}, IDS)  # type: ignore[arg-type]
