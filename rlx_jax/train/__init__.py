@@ -1,3 +1,13 @@
-"""Training: what a run needs beside its step. Imported when it is first used."""
+"""Training: `init` makes a state, `make_step` the function that takes it further, `Checkpoints` keeps it.
+
+Imported when it is first used.
+"""
 
 from rlx_jax.train.checkpoints import Checkpoints as Checkpoints
+from rlx_jax.train.state import TrainState as State
+from rlx_jax.train.state import init as init
+from rlx_jax.train.step import Metrics as Metrics
+from rlx_jax.train.step import TrainStep as TrainStep
+from rlx_jax.train.step import make_step as make_step
+
+__all__ = ["Checkpoints", "Metrics", "State", "TrainStep", "init", "make_step"]

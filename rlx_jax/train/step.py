@@ -1,0 +1,182 @@
+"""One step: loss and gradients, of a batch in one piece or in several, and the optimizer's update, as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax import losses
+from rlx_jax.compiler.executable import Arrays
+from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, shown
+from rlx_jax.ir.captured import is_consumed
+from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
+
+Loss = Callable[..., jax.Array]
+"""`loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch."""
+
+AnyArray = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Metrics:
+    """Of one step, f32 scalars on the device: reading one waits for the step, holding them does not.
+
+    Attributes:
+        loss: the mean over the targets, before the update.
+        grad_norm: √Σg² over all leaves, as the optimizer was given them.
+        tokens: how many targets there were, or the sum of their weights.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    tokens: jax.Array
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """`step(state, batch) → (state, metrics)`, compiled once for each choice of sizes. The state is consumed."""
+
+    model: CompiledModel
+    optimizer: Optimizer
+    loss: Loss
+    microbatches: int
+    jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Args:
+            state: of `train.init`, or of the step before; not to be used again.
+            batch: tokens `[B, S]`, or a mapping with `tokens` and what else the loss takes by name: `lengths`,
+                `labels`, `weights`, inputs of the flow. Arrays of the host are checked; those of JAX are not, so that
+                nothing waits for the device.
+
+        Raises:
+            RequestError, SessionStateError: no state, or one that was consumed. BatchMismatchError: the rows cannot be
+                divided. Else as the loss; of `losses.cross_entropy` in its docstring.
+        """
+        arrays = self._arrays(state, batch)
+        made: tuple[TrainState, Metrics] = self._function(state)(state, arrays)
+        return made
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lower the step for these arguments, which may be `ShapeDtypeStruct`s."""
+        named = batch if isinstance(batch, Mapping) else {"tokens": batch}
+        lowered: jax.stages.Lowered = self._function(state).lower(state, named)
+        return lowered
+
+    def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
+        """The batch by name, checked."""
+        if not isinstance(state, TrainState):
+            raise RequestError(f"step: expected the state of train.init or of a step, got {type(state).__name__}")
+        if any(is_consumed(a) for a in (state.step, *state.params.values())):
+            raise SessionStateError("step: this state was consumed by an earlier step; go on with the one it returned")
+        named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
+        if named.get("tokens") is None:
+            raise RequestError(f"step: a batch is tokens [B, S], or a mapping that has them; got {shown(list(named))}")
+        named = {k: a if isinstance(a, jax.Array) else as_host_array(k, a) for k, a in named.items() if a is not None}
+        losses.check_batch(self.model, named)
+        return named
+
+    def _function(self, state: Any) -> Any:
+        """The jitted step, whose new state lies on the devices as the old one does."""
+        places: Any = jax.tree.map(lambda a: getattr(a, "sharding", None), state)
+        leaves = [p for p in jax.tree.leaves(places) if len(p.device_set) > 1]
+        key = tuple(jax.tree.leaves(places)) if leaves else ()
+        if key not in self.jitted:
+            options: dict[str, Any] = {"out_shardings": (places, None)} if leaves else {}
+            self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options)
+        return self.jitted[key]
+
+    def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        loss, gradients, tokens = self._gradients(state.params, batch)
+        squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
+        with promoting():
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        params = {name: _added(p, updates[name]) for name, p in state.params.items()}
+        metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
+        return TrainState(state.step + 1, params, optimizer), metrics
+
+    def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
+        """Loss, gradients in the dtypes of their leaves, and the number of targets."""
+        if self.microbatches == 1:
+            loss, gradients = self._one(params, batch)
+            return loss, gradients, _targets(batch)
+
+        def more(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
+            of_loss, of_gradients, tokens = sums
+            count = _targets(part)
+            loss, gradients = self._one(params, part)
+            added = {k: of_gradients[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
+            return (of_loss + count * loss, added, tokens + count), None
+
+        zero = jnp.float32(0)
+        none = {k: jnp.zeros_like(p, jnp.float32) for k, p in params.items()}
+        (loss, gradients, tokens), _ = lax.scan(more, (zero, none, zero), _divided(batch, self.microbatches))
+        share = 1 / jnp.where(tokens > 0, tokens, 1.0)
+        return loss * share, {k: (g * share).astype(params[k].dtype) for k, g in gradients.items()}, tokens
+
+    def _one(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
+        others = {k: a for k, a in batch.items() if k != "tokens"}
+        loss, gradients = jax.value_and_grad(lambda p: self.loss(self.model, p, batch["tokens"], **others))(params)
+        return loss.astype(jnp.float32), gradients
+
+
+def make_step(
+    model: CompiledModel, optimizer: Optimizer, loss: Loss = losses.cross_entropy, microbatches: int = 1
+) -> TrainStep:
+    """A step of training: `step(state, batch) → (state, metrics)`, one program that writes the state in place.
+
+    Args:
+        model: compiled with `program="train"`, whose profile says what is recomputed and how layers run.
+        optimizer: any of optax's; learning rates, clipping, decay are its own.
+        loss: of a model, parameters and a batch; with options, `functools.partial(losses.cross_entropy, chunk=512)`.
+        microbatches: the batch in so many parts, one after the other. Gradients are added in f32, each part weighed by
+            its targets, so that the step is that of the whole batch. Part i has rows i, i + n, i + 2n …: of a batch
+            that is divided over devices, every device has its share of each part.
+
+    Raises:
+        RequestError, WeightDTypeError: as `train.init`, or microbatches are no number.
+    """
+    check_trainable(model, optimizer)
+    if not callable(loss):
+        raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:
+        raise RequestError(f"make_step: microbatches is a number, at least 1, got {shown(microbatches)}")
+    return TrainStep(model, optimizer, loss, int(microbatches))
+
+
+def _added(p: AnyArray, update: AnyArray) -> AnyArray:
+    """`p + update` in the wider of their dtypes, then rounded once."""
+    wide = jnp.promote_types(p.dtype, update.dtype)
+    return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
+
+
+def _targets(batch: Arrays) -> AnyArray:
+    """How many targets a batch has, as `cross_entropy` counts them."""
+    known = {k: batch[k] for k in ("lengths", "labels", "weights") if k in batch}
+    return losses.targets(batch["tokens"], **known)[1].sum()
+
+
+def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
+    """Every array `[B, …]` as `[parts, B/parts, …]`, neighbouring rows in different parts.
+
+    Raises:
+        BatchMismatchError: an array has another number of rows, or they cannot be divided.
+    """
+    rows = batch["tokens"].shape[0]
+    for name, array in batch.items():
+        if array.ndim == 0 or array.shape[0] != rows or rows % parts:
+            raise BatchMismatchError(
+                f"step: {name} {list(array.shape)} is not {rows} rows, the number of tokens, in {parts} equal parts"
+            )
+    return {k: a.reshape(rows // parts, parts, *a.shape[1:]).swapaxes(0, 1) for k, a in batch.items()}

@@ -1,0 +1,207 @@
+"""The training step against a loop by hand, and its parts against the whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import rlx_jax as rlx
+from rlx_jax import errors, losses, train
+from rlx_jax.blocks import Custom, Embed, Linear
+from tests.oracles.comparing import assert_close
+
+V, H, B, S = 32, 8, 4, 6
+RNG = np.random.default_rng(0)
+BATCH = {"tokens": RNG.integers(0, V, (B, S)).astype(np.int32), "lengths": np.array([6, 2, 5, 3], np.int32)}
+STAGES = (Embed("e", (V, H)), Custom(lambda emit, x: emit.tanh(x)), Linear("w", shape=(V, H)))
+
+
+@functools.cache
+def small() -> rlx.CompiledModel:
+    """An embedding, a function and a head: what compiles quickly."""
+    return rlx.compile(
+        rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(*STAGES), program="train"
+    )
+
+
+def llama(**profile: Any) -> rlx.CompiledModel:
+    """Two layers."""
+    config = {
+        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return rlx.compile(
+        rlx.Llama32Flow.for_prefill(config), program="train", profile=rlx.CompileProfile().replace(**profile)
+    )
+
+
+def assert_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    """Two trees of parameters."""
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert_close(np.asarray(got[name], np.float32), np.asarray(array, np.float32), tolerance=tolerance)
+
+
+def test_steps_are_those_of_a_loop_by_hand() -> None:
+    """Loss, norm and parameters of three steps with decay and clipping."""
+    model = small()
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state = train.init(model, optimizer, 0)
+    params, memory = model.init(0), optimizer.init(model.init(0))
+    step = train.make_step(model, optimizer, functools.partial(losses.cross_entropy, chunk=4))
+    real = np.arange(1, S)[None] < BATCH["lengths"][:, None]
+
+    def by_hand(p: Any) -> Any:
+        nll = optax.softmax_cross_entropy_with_integer_labels(
+            model.apply(p, BATCH["tokens"])[:, :-1], BATCH["tokens"][:, 1:]
+        )
+        return jnp.where(real, nll, 0.0).sum() / real.sum()
+
+    @jax.jit
+    def next_by_hand(params: Any, memory: Any) -> Any:
+        loss, gradients = jax.value_and_grad(by_hand)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return loss, optax.apply_updates(params, updates), memory, gradients
+
+    for number in range(3):
+        with jax.numpy_dtype_promotion("standard"):
+            loss, params, memory, gradients = next_by_hand(params, memory)
+            norm = optax.tree.norm(gradients)
+        state, metrics = step(state, BATCH)
+        np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
+        np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
+        assert metrics.tokens == real.sum() and state.step == number + 1
+        assert_same(state.params, params)
+    assert len(step.jitted) == 1 and step.jitted[()]._cache_size() == 1
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_microbatches_are_the_batch(parts: int) -> None:
+    """Parts have different numbers of targets, and targets weigh differently."""
+    model, optimizer = small(), optax.sgd(1.0)
+    batch = BATCH | {"weights": RNG.random((B, S)).astype(np.float32)}
+    whole, in_parts = (train.make_step(model, optimizer, microbatches=n) for n in (1, parts))
+    want, of_want = whole(train.init(model, optimizer, 0), batch)
+    got, of_got = in_parts(train.init(model, optimizer, 0), batch)
+    assert_same(got.params, want.params)
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(getattr(of_got, name), getattr(of_want, name), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_merged_projections_train_as_their_parts() -> None:
+    """q, k and v as one leaf, gate and up as one: the same loss and, by checkpoint key, the same step."""
+    optimizer = optax.sgd(1.0)
+    apart, merged = llama(), llama(backend={"cpu": {"merge": True}})
+    weights = apart.weights(apart.init(0))
+    found = []
+    for model in (apart, merged):
+        params = rlx.compile(model.flow, weights, program="train", profile=profile_of(model is merged)).params
+        state, metrics = train.make_step(model, optimizer)(train.init(model, optimizer, params), BATCH)
+        found.append((model.weights(state.params), metrics.loss))
+    assert len(merged.param_specs()) == len(apart.param_specs()) - 3
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6)
+    assert_same(found[1][0], found[0][0])
+
+
+def profile_of(merge: bool) -> rlx.CompileProfile:
+    """As `llama` sets it."""
+    return rlx.CompileProfile().replace(backend={"cpu": {"merge": True}} if merge else {})
+
+
+@pytest.mark.parametrize(("precision", "leaf"), [
+    pytest.param({"compute": "bf16"}, "bfloat16", marks=pytest.mark.slow),
+    ({"compute": "bf16", "weights": "f32"}, "float32"),
+    pytest.param({"mixed": "auto_mixed_bf16"}, "float32", marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_precision_of_leaves_and_of_the_optimizer(precision: dict[str, str], leaf: str) -> None:
+    """Master weights are f32 leaves of a program in bf16, and so are moments and steps; the loss falls either way."""
+    model, optimizer = llama(precision=precision), optax.adamw(1e-2)
+    step, state, seen = train.make_step(model, optimizer), train.init(model, optimizer, 0), []
+    types = jax.tree.map(lambda a: a.dtype, state)
+    for _ in range(4):
+        state, metrics = step(state, BATCH)
+        seen.append(float(metrics.loss))
+    assert {str(a.dtype) for a in state.params.values()} == {leaf} and jax.tree.map(lambda a: a.dtype, state) == types
+    assert seen[-1] < seen[0] - 0.5 and state.step == 4
+    text = jax.jit(functools.partial(losses.cross_entropy, model)).lower(state.params, BATCH["tokens"]).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and "x16x" in line]
+    assert products and all("bf16" in line for line in products)
+
+
+def test_state_and_step_on_a_mesh() -> None:
+    """The optimizer's arrays lie as their parameters do; a step keeps that, and compiles once."""
+    model, optimizer = small(), optax.adamw(1e-2)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    at = {"e": NamedSharding(mesh, PartitionSpec(None, "model")), "w": NamedSharding(mesh, PartitionSpec("model"))}
+    batch = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
+    state = train.init(model, optimizer, jax.device_put(model.init(0), at))
+    alone, want = train.init(model, optimizer, 0), None
+    step = train.make_step(model, optimizer, microbatches=2)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        alone, want = step(alone, BATCH)
+        for tree in (state.params, state.optimizer[0].mu, state.optimizer[0].nu):
+            assert {k: a.sharding for k, a in tree.items()} == at
+    assert want is not None and state.optimizer[0].count.sharding.is_fully_replicated
+    assert [f._cache_size() for f in step.jitted.values()] == [1, 1]
+    np.testing.assert_allclose(metrics.loss, want.loss, rtol=1e-6)
+    assert_same(state.params, alone.params)
+
+
+def test_the_model_keeps_its_parameters() -> None:
+    """A step consumes the state and not what it was made of; without a start it is what the model has."""
+    weights = {"e": RNG.standard_normal((V, H)).astype(np.float32), "w": RNG.standard_normal((V, H)).astype(np.float32)}
+    model, optimizer = small().replace(small().init(0)), optax.sgd(1.0)
+    state = train.init(model, optimizer)
+    train.make_step(model, optimizer)(state, BATCH)
+    assert model.params is not None and np.isfinite(model.params["w"]).all()
+    given = {k: jnp.asarray(a) for k, a in weights.items()}
+    assert_same(train.init(model, optimizer, given).params, weights)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [
+    ({"batch": {"lengths": [1]}}, errors.RequestError, "a batch is tokens"),
+    ({"batch": BATCH["tokens"] + V}, errors.TokenIdError, r"not in \[0, 32\)"),
+    ({"batch": BATCH | {"lengths": [9, 1, 1, 1]}}, errors.SequenceLengthError, "expected 0 to 6"),
+    ({"batch": BATCH["tokens"][:3], "microbatches": 2}, errors.BatchMismatchError, "3 rows.* in 2 equal parts"),
+    ({"state": {}}, errors.RequestError, "expected the state of train.init"),
+    ({"microbatches": 0}, errors.RequestError, "microbatches is a number"),
+    ({"loss": 1}, errors.RequestError, "loss is a function"),
+    ({"optimizer": optax.adamw}, errors.RequestError, "expected an optax optimizer"),
+    ({"model": 1}, errors.RequestError, "expected what rlx_jax.compile returns"),
+    ({"start": {"e": 1}}, errors.WeightShapeError, "missing leaves"),
+    ({"start": None}, errors.MissingWeightError, "needs parameters"),
+], ids=str)  # fmt: skip
+def test_refused(change: dict[str, Any], error: type[Exception], says: str) -> None:
+    sgd: Any = optax.sgd(1.0)
+    given: dict[str, Any] = {"model": small(), "optimizer": sgd, "start": 0, "batch": BATCH, "microbatches": 1} | change
+    with pytest.raises(error, match=says):
+        state = given.get("state", None) or train.init(given["model"], given["optimizer"], given["start"])
+        state = given.get("state", state)
+        loss = given.get("loss", losses.cross_entropy)
+        train.make_step(given["model"], given["optimizer"], loss, given["microbatches"])(state, given["batch"])
+
+
+def test_a_consumed_state_and_leaves_without_gradients() -> None:
+    model, optimizer = small(), optax.sgd(1.0)
+    step, state = train.make_step(model, optimizer), train.init(model, optimizer, 0)
+    step(state, BATCH)
+    with pytest.raises(errors.SessionStateError, match="consumed by an earlier step; go on with the one it returned"):
+        step(state, BATCH)
+    whole = rlx.compile(
+        rlx.ModelFlow("whole").input("x", (2,)).custom(lambda emit, x: emit.cast(emit.param("n"), "float32") + x),
+        {"n": np.ones(2, np.int32)},
+    )
+    with pytest.raises(errors.WeightDTypeError, match="leaf 'n' is i32 and has no gradient"):
+        train.init(whole, optimizer, 0)
