@@ -413,17 +413,20 @@ def test_the_program_for_training_is_the_forward_program() -> None:
     assert relative(train(IDS), logits()) < 2e-6
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "dots"])
+@pytest.mark.parametrize("remat", ["none", "layer", "dots", "products"])
 @pytest.mark.parametrize("roll", ["scan", "unroll"])
 def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
-    """`layer` keeps nothing of a layer and computes all its products again; `dots` keeps those with weights."""
+    """`layer` keeps nothing of a layer and computes all its products again; `dots` keeps those with weights, and
+    `products` those of cuDNN too, which the CPU has none of."""
     model = llama("train", layers={"remat": remat, "roll": roll})
     jaxpr = jax.make_jaxpr(jax.grad(loss(model)))(model.param_specs())
     names = primitives(jaxpr)
     assert bool({"remat2", "checkpoint"} & set(names)) == (remat != "none")
     # 9 products a layer (7 with weights, 2 of attention) and the head; a gradient has two more for each.
     layers = 1 if roll == "scan" else 2
-    again = {"none": 0, "layer": 9 - 1, "dots": 2}[remat]  # the last product of a layer is not needed again
+    again = {"none": 0, "layer": 9 - 1, "dots": 2, "products": 2}[
+        remat
+    ]  # the last product of a layer is not needed again
     assert names.count("dot_general") == layers * (27 + again) + 3
     assert f"remat={remat}" in model.text("lir")
 

@@ -77,7 +77,7 @@ def test_steps_are_those_of_a_loop_by_hand() -> None:
         state, metrics = step(state, BATCH)
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
         np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
-        assert metrics.tokens == real.sum() and state.step == number + 1
+        assert metrics.tokens == float(real.sum()) and state.step == number + 1
         assert_same(state.params, params)
     assert len(step.jitted) == 1 and step.jitted[()]._cache_size() == 1
 

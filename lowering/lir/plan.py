@@ -20,9 +20,9 @@ from rlx_jax.lowering.lir.products import products
 @dataclass(frozen=True)
 class Plan:
     """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
-    recomputes of each layer (`remat`: none, layer or dots), the `implementation` of attention that was asked for, how
-    attentions and products run (`choices`), what was asked of products, options for XLA. `unread` are keys of weights
-    of the program that was planned for which the plan has no use."""
+    recomputes of each layer (`remat`: none or a name in `interpret.REMAT`), the `implementation` of attention that was
+    asked for, how attentions and products run (`choices`), what was asked of products, options for XLA. `unread` are
+    keys of weights of the program that was planned for which the plan has no use."""
 
     target: str
     scan: bool
