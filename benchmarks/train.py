@@ -23,8 +23,8 @@ What 8 x 2048 tokens of the 1B shape cannot go under on an H200 (790 TFLOP/s, 4.
 | AdamW: parameters, gradients and two moments of bf16 read, three of them written | 17 GB | 4 |
 
 So 162 ms are MFU 1, and about 230 what kernels at their usual speed would take. Memory: what `products` keeps of a
-layer is x, q, k, v, attention, its projection, gate and up, 50 KB a token in bf16, 12.5 GiB for all; without recomputation
-also what norms, rotations and SwiGLU give, about 95 KB. The head's gradient in f32 takes 1 GiB, a piece of logits 2.
+layer is x, q, k, v, attention, its projection, gate and up, 50 KB a token in bf16, 12.5 GiB for all; without it also
+what norms, rotations and SwiGLU give, about 95 KB. The head's gradient in f32 takes 1 GiB, a piece of logits 2.
 """
 
 from __future__ import annotations
