@@ -244,7 +244,9 @@ def test_a_box_is_checked_as_the_whole(recwarn: pytest.WarningsRecorder) -> None
 
 def test_arrays_are_copies() -> None:
     """What a source gives is the caller's memory, and may change; replicas are arrays of their own."""
-    given = np.zeros((16, 1024), np.float32)
+    memory = np.zeros(2**16 + 64, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :][: 2**16]  # as JAX shares it
+    given = aligned.view(np.float32).reshape(16, 1024)
     found = load(Key("w", tensor_type(given.shape, "f32", "w")), MappingSource({"w": given}), spread(P("model")))
     given[:] = 1
     assert not np.asarray(found).any()

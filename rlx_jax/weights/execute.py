@@ -110,8 +110,10 @@ class Plan(NamedTuple):
         held: list[jax.Array] = []
         for program, devices in self.shares:
             homes = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
-            shared = isinstance(program, Key | Sliced)  # what a source gives may be the caller's memory
-            first = jax.device_put(_value(program, source), homes[0], may_alias=False if shared else None)
+            values = _value(program, source)
+            if isinstance(program, Key | Sliced) and devices[0].platform == "cpu":
+                values = values.copy()  # it may be the caller's memory, which JAX would share where it is aligned
+            first = jax.device_put(values, homes[0])
             held += [first.block_until_ready(), *(jax.device_put(first, home) for home in homes[1:])]
         shape, dtype = self.type.shape, jax.dtypes.canonicalize_dtype(self.type.dtype)
         leaf: jax.Array = jax.make_array_from_single_device_arrays(shape, self.sharding, held, dtype=dtype)

@@ -30,10 +30,9 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, read_whole, resolve, storage_error
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.ir.packed import WeightSpec
+from rlx_jax.ir.packed import WeightSpec, stored_bytes
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
-from rlx_jax.weights.safetensors import check_index
 
 Verify = Literal["auto", "full", "metadata"]
 """Digests are checked where there is a manifest; there must be one; or shapes and dtypes only."""
@@ -41,6 +40,7 @@ Verify = Literal["auto", "full", "metadata"]
 NAME = "rlx_manifest.json"
 VERSION = 1
 
+_BAND = 2**28  # bytes of a weight that are read at once for its digest alone
 _ADVICE = 'the checkpoint is damaged: use another copy (verify="metadata" loads it unchecked)'
 
 
@@ -127,9 +127,14 @@ def _type(entry: Mapping[str, Any], where: str) -> TensorType:
 
 def digest(array: Any) -> str:
     """SHA-256 of an array's values in row-major, little-endian order."""
+    return hashlib.sha256(_bytes(array)).hexdigest()
+
+
+def _bytes(array: Any) -> memoryview:
+    """An array's values in row-major, little-endian order."""
     values = np.ascontiguousarray(array)
     values = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    return hashlib.sha256(values.reshape(-1).view(np.uint8).data).hexdigest()
+    return values.reshape(-1).view(np.uint8).data
 
 
 def file_digest(path: str) -> FileEntry:
@@ -250,22 +255,35 @@ class VerifiedSource:
         return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """The weight, or a part of it. A digest is that of all of it, so the first part reads the whole; others do not.
+        """The weight, or a part of it. Digests are those of whole weights: before the first part all of it is read.
 
         Raises:
             IntegrityError: its bytes are not those that were saved.
             Others: as the source's.
         """
-        alone = bool(index) and key in self._compared
         with explained(self._directory, self._manifest):
-            values = self.source.read(key, index if alone else None)
-        if alone:
-            return values
-        if digest(values) != self._manifest.weights[key].sha256:
+            if index and key not in self._compared:
+                self._compare(key, self._digest(key))
+            values = self.source.read(key, index)
+        if not index:
+            self._compare(key, digest(values))
+        return values
+
+    def _digest(self, key: str) -> str:
+        """The digest of a weight that is read some rows at a time: the host may have no room for all of it."""
+        spec, found = self.source.spec(key), hashlib.sha256()
+        if not spec.shape:
+            return digest(self.source.read(key))
+        rows = max(1, _BAND // max(1, stored_bytes(spec) // max(1, spec.shape[0])))
+        for start in range(0, spec.shape[0], rows):
+            found.update(_bytes(self.source.read(key, (slice(start, start + rows),))))
+        return found.hexdigest()
+
+    def _compare(self, key: str, found: str) -> None:
+        if found != self._manifest.weights[key].sha256:
             where = quote(self._directory)
             raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {NAME}; {_ADVICE}")
         self._compared.add(key)
-        return values[check_index(index, values.shape, key)].copy() if index else values
 
     def close(self) -> None:
         """Close the files, if the source holds any open."""

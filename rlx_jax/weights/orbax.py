@@ -45,6 +45,7 @@ from rlx_jax.weights.safetensors_header import check_shape
 
 HostArray = np.ndarray[Any, Any]
 _Error = CheckpointFormatError
+_CHUNK = 2**24  # bytes of a chunk that we write: who reads a part of an array decodes the chunks that it crosses
 _NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")
 
 
@@ -321,8 +322,9 @@ def _write(directory: str, entries: Sequence[Entry]) -> None:
     if empty or not entries:
         raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
     tree = {entry.key: _stored(entry.values()) for entry in entries}
+    chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(directory, args=ocp.args.StandardSave(tree))
+        checkpointer.save(directory, args=ocp.args.StandardSave(tree, save_args=chunks))
 
 
 def _stored(values: Any) -> Any:
