@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import os
 import statistics
 import subprocess
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="transformers too, first")
     parser.add_argument("--torch-alone", action="store_true", help="nothing else")
     parser.add_argument("--chunk", type=int, help="tokens of a piece of the loss; 512 by hand")
+    parser.add_argument("--hlo", help="a directory for what XLA made of each row, gzip")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     c, (batch, seq) = (SMALL, (2, 128)) if TINY else (LARGE, (8, 2048))
@@ -246,6 +248,9 @@ def main() -> None:
         try:
             rows[name] = make(name, c, weights, tokens, args.chunk)
             rows[name]()
+            if args.hlo:
+                with gzip.open(os.path.join(args.hlo, f"{name.replace(' ', '-')}.hlo.gz"), "wt") as file:
+                    file.write(rows[name].compiled.as_text())
         except Exception as error:  # one that does not fit leaves the others
             emit(row=name, error=repr(error)[:300])
             rows.pop(name, None)
