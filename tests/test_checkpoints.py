@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -154,6 +155,8 @@ def test_orbax_and_open_weights_read_a_step(tmp_path: Path) -> None:
 
 def test_values_are_those_of_the_call(tmp_path: Path) -> None:
     """The arrays are donated and the host's changed while the writing has not begun."""
+    from orbax.checkpoint._src.serialization import serialization
+
     step = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 - 1, t), donate_argnums=0)
     rng = np.random.default_rng(0)
     on_devices = {
@@ -162,15 +165,18 @@ def test_values_are_those_of_the_call(tmp_path: Path) -> None:
     } | {"one": jnp.asarray(rng.normal(size=(512, 512)).astype("f4"))}
     host = np.arange(6)
     expected = bits((on_devices, host))
-    like, gate, real = specs_of((on_devices, np.zeros(6, int))), threading.Event(), step_files.own_files
+    like, gate = specs_of((on_devices, np.zeros(6, int))), threading.Event()
+    begun = threading.Event()
+    real = serialization.async_serialize_from_host
 
-    def late(*args: Any) -> Any:
-        assert gate.wait(60)
-        return real(*args)
+    async def late(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert await asyncio.to_thread(gate.wait, 60)
+        return await real(*args, **options)
 
-    with Checkpoints(tmp_path / "run") as checkpoints, mock.patch.object(step_files, "own_files", late):
+    with Checkpoints(tmp_path / "run") as checkpoints, mock.patch.object(serialization, real.__name__, late):
         checkpoints.save(0, (on_devices, host))
-        assert checkpoints.steps() == ()  # not before it is whole
+        assert begun.wait(60) and checkpoints.steps() == ()  # not before it is whole
         host[:] = -1
         for _ in range(3):
             on_devices = step(on_devices)

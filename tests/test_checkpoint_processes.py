@@ -1,0 +1,217 @@
+"""Checkpoints of several processes: real ones in the slow tier, and what they say to each other."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, StorageError, TargetExistsError
+from rlx_jax.train import Checkpoints, processes
+from rlx_jax.train.processes import Processes
+from tests import kill_during_save
+from tests.training_process import Group, digest, like
+
+
+def trained(directory: Path, steps: int, count: int, *options: str) -> Group:
+    """A run that has come to its end."""
+    group = Group(directory, steps, count, *options)
+    try:
+        group.start()
+        for index in range(count):
+            status, err = group.end(index)
+            assert status == 0, err[-3000:]
+    finally:
+        group.close()
+    return group
+
+
+def losses(group: Group) -> dict[int, str]:
+    return {step: words[0] for step, words in group.said(0, "step").items()}
+
+
+# -- real processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_then_one_then_two(tmp_path: Path) -> None:
+    """What two processes of four devices wrote, one of eight reads and one device too; and back."""
+    first = trained(tmp_path / "run", 3, 2)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == (1, 2, 3)
+        state = checkpoints.restore(like())
+        for index in range(2):
+            here = jax.devices()[4 * index : 4 * index + 4]
+            assert digest(state, here) == first.said(index, "step")[3][1]
+        alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        one = {
+            n: x if n == "step" else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone) for n, x in like().items()
+        }
+        found = checkpoints.restore(one)
+        for name, array in found.items():
+            assert np.asarray(array).tobytes() == np.asarray(state[name]).tobytes()
+    by_one = trained(tmp_path / "run", 4, 1)  # one process of eight devices goes on
+    assert by_one.said(0, "restored")[3] == [digest(state, jax.devices()[:8])]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        state = checkpoints.restore(like())
+    second = trained(tmp_path / "run", 6, 2)
+    for index in range(2):
+        assert second.said(index, "restored")[4] == [digest(state, jax.devices()[4 * index : 4 * index + 4])]
+    assert sorted(losses(second)) == [5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "victim"), [(1, 0), (2, 0), (2, 1)])
+def test_sigterm_ends_a_run_between_steps(tmp_path: Path, count: int, victim: int) -> None:
+    """All processes save the same step and end; the resumed run has the losses of one that was never stopped."""
+    group = Group(tmp_path / "run", 10**6, count)
+    try:
+        group.start()
+        for _ in range(3):
+            group.listen(victim, "step")
+        group.processes[victim].send_signal(signal.SIGTERM)
+        ends = [group.end(index) for index in range(count)]
+    finally:
+        group.close()
+    assert [status for status, _ in ends] == [0] * count, ends
+    stopped = {line[1] for heard in group.heard for line in heard if line[0] == "ended"}
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        newest = checkpoints.newest()
+    assert newest is not None and newest >= 3 and stopped == {str(newest)}
+    resumed, whole = trained(tmp_path / "run", newest + 2, count), trained(tmp_path / "whole", newest + 2, count)
+    assert losses(group) | losses(resumed) == losses(whole) and len(losses(resumed)) == 2
+    assert [resumed.said(n, "step")[newest + 2] for n in range(count)] == [
+        whole.said(n, "step")[newest + 2] for n in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_one_process_fails_the_step_in_both(tmp_path: Path) -> None:
+    group = trained(tmp_path / "run", 4, 2, "--full-at=2")
+    for heard in group.heard:
+        (failed,) = (" ".join(line) for line in heard if line[0] == "failed")
+        assert failed.startswith("failed 2 ") and "the newest whole step is 1: 'No space left on device'" in failed
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == (1, 3, 4)
+
+
+@pytest.mark.slow
+def test_killed_during_a_save(tmp_path: Path) -> None:
+    """A few rounds; `python -m tests.kill_during_save --rounds 50` is the whole of it."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    counts = kill_during_save.run(3, seed, tmp_path / "run")
+    assert counts.right == 3 and counts.steps > 3 and max(counts.seconds) < 30
+
+
+# -- what they say -----------------------------------------------------------------------------
+
+
+class Store:
+    """A key-value store of one process, with the methods of that of `jax.distributed`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
+                raise TimeoutError("DEADLINE_EXCEEDED")
+            return self.values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            del self.values[key]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Callable[[Callable[[Processes, int], Any]], list[Any]]]:
+    """A store, and a function that runs another in two threads as two processes: what each gave or raised."""
+    store, here = Store(), threading.local()
+    monkeypatch.setattr(processes, "_store", lambda: store)
+    monkeypatch.setattr(Processes, "index", property(lambda _: here.index))
+    monkeypatch.setattr(Processes, "count", property(lambda _: 2))
+
+    def both(run: Callable[[Processes, int], Any]) -> list[Any]:
+        found: list[Any] = [None, None]
+        monkeypatch.setattr(processes, "_OPENED", iter([7, 7]))
+
+        def one(index: int) -> None:
+            here.index = index
+            try:
+                found[index] = run(Processes(0.5), index)
+            except BaseException as error:
+                found[index] = error
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    return store, both
+
+
+def test_answers_come_in_the_order_of_the_processes(two: Any) -> None:
+    store, both = two
+
+    def run(group: Processes, index: int) -> Any:
+        chosen = [group.first(f"{n}/chosen", partial("by {} in {}".format, index, n)) for n in range(3)]
+        return chosen, [group.all(f"{n}/all", partial("{} {}".format, index, n)) for n in range(3)]
+
+    expected = [f"by 0 in {n}" for n in range(3)], [[f"0 {n}", f"1 {n}"] for n in range(3)]
+    assert both(run) == [expected, expected]
+    assert sorted(store.values) == ["rlx_jax/7/2/all/0", "rlx_jax/7/2/all/1"]  # what all have heard is gone
+
+
+def fail(error: BaseException) -> str:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "there"),
+    [
+        (NoSpaceError("full"), NoSpaceError),
+        (TargetExistsError("exists"), TargetExistsError),
+        (ValueError("bad"), StorageError),
+        (KeyboardInterrupt(), StorageError),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_failure_fails_all(two: Any, error: BaseException, there: type[RlxError], at: int) -> None:
+    """The process itself raises what it was; the other an error of that class, at once."""
+    _, both = two
+    started = time.monotonic()
+    found = both(lambda group, index: group.all("it", lambda: fail(error) if index == at else "done"))
+    assert found[at] is error and type(found[1 - at]) is there
+    assert str(found[1 - at]).startswith(f"in process {at}: ") and time.monotonic() - started < 0.4
+
+
+def test_a_failure_of_process_0_is_heard_by_who_waits_for_its_choice(two: Any) -> None:
+    _, both = two
+    found = both(lambda group, index: group.first("it", lambda: fail(TargetExistsError("3 exists"))))
+    assert [type(error) for error in found] == [TargetExistsError] * 2 and str(found[1]) == "in process 0: 3 exists"
+
+
+def test_who_does_not_answer_is_not_waited_for_for_ever(two: Any) -> None:
+    _, both = two
+    found = both(lambda group, index: group.all("save-3/written", lambda: "done") if index == 0 else None)
+    assert isinstance(found[0], SaveFailedError) and found[1] is None
+    assert "process 1 of 2 did not answer within 0.5 s, asked about 'save-3/written'" in str(found[0])

@@ -1,0 +1,211 @@
+"""One process of a small training run that saves every step: what the tests of several processes start, and kill.
+
+    python -m tests.training_process DIRECTORY --steps 100 --process 0 --of 2 --port 1234
+
+It resumes from the newest step, says `ready`, and waits for a line. Then it says `step NUMBER LOSS DIGEST` before each
+save, and at its end `ended NUMBER`. The digest is of this process's part of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlx_jax.errors import NoSpaceError
+from rlx_jax.train import Checkpoints, step_files
+from rlx_jax.weights.manifest import FileEntry
+
+ROOT = Path(__file__).parents[1]
+_HEARD: list[TextIO] = [sys.stdout]
+DEVICES, HEARTBEAT_S = 8, 5
+SHAPE = (1024, 512)
+
+
+def shardings() -> dict[str, Any]:
+    """Where the arrays of a state lie: over all eight devices, in two axes."""
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(4, 2), ("data", "model"))
+    specs = {"w": ("data", "model"), "momentum": ("data", "model"), "half": ("model",), "count": ()}
+    return {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+
+
+def like() -> dict[str, Any]:
+    """A state without values."""
+    dtypes = {"w": jnp.float32, "momentum": jnp.float32, "half": jnp.bfloat16, "count": jnp.int32}
+    places = shardings()
+    arrays = {
+        name: jax.ShapeDtypeStruct(() if name == "count" else SHAPE, dtype, sharding=places[name])
+        for name, dtype in dtypes.items()
+    }
+    return {"step": 0, **arrays}
+
+
+def update(arrays: dict[str, Any], x: Any) -> tuple[dict[str, Any], Any]:
+    """One step of momentum on a linear model, and its loss."""
+
+    def loss_of(w: Any) -> Any:
+        return ((x @ w - jnp.sin(x[:, : SHAPE[1]])) ** 2).mean()
+
+    loss, gradient = jax.value_and_grad(loss_of)(arrays["w"])
+    momentum = 0.9 * arrays["momentum"] + gradient
+    w = arrays["w"] - 0.1 * momentum
+    return {"w": w, "momentum": momentum, "half": w.astype(jnp.bfloat16), "count": arrays["count"] + 1}, loss
+
+
+def digest(state: dict[str, Any], devices: Iterable[Any]) -> str:
+    """SHA-256 of what lies on some devices."""
+    found, wanted = hashlib.sha256(str(state["step"]).encode()), {device.id for device in devices}
+    for name in sorted(shardings()):
+        shards = {shard.device.id: shard.data for shard in state[name].addressable_shards}
+        for device in sorted(wanted):
+            found.update(np.asarray(shards[device]).tobytes())
+    return found.hexdigest()[:16]
+
+
+def train(directory: str, steps: int) -> None:
+    """Resume, and train until `steps` or SIGTERM."""
+    places = shardings()
+    step = jax.jit(
+        update, donate_argnums=0, out_shardings=(places, NamedSharding(places["count"].mesh, PartitionSpec()))
+    )
+    with Checkpoints(directory, keep=3, timeout_s=60) as checkpoints, checkpoints.preemption() as stop:
+        if checkpoints.newest() is not None:
+            state = checkpoints.restore(like())
+        else:
+            zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in like().items() if name != "step"}
+            state = {"step": 0, **jax.jit(lambda: zeros, out_shardings=places)()}
+        say("restored", state["step"], digest(state, jax.local_devices()))
+        say("ready", state["step"])
+        sys.stdin.readline()
+        while state["step"] < steps and not stop.wanted:
+            x = np.random.default_rng(state["step"]).normal(size=(16, SHAPE[0])).astype("f4")
+            arrays, loss = step({name: state[name] for name in places}, x)
+            state = {"step": state["step"] + 1, **arrays}
+            say("step", state["step"], float(loss).hex(), digest(state, jax.local_devices()))
+            save(checkpoints, state)
+    say("ended", state["step"])
+
+
+def save(checkpoints: Checkpoints, state: dict[str, Any]) -> None:
+    """Save a step; if the one before it failed for want of space, say so, and save this one all the same."""
+    try:
+        checkpoints.save(state["step"], state)
+    except NoSpaceError as error:
+        say("failed", state["step"] - 1, error)
+        checkpoints.save(state["step"], state)
+
+
+def full_at(step: int) -> None:
+    """In this process the disk is full while it writes one step."""
+    real = step_files.own_files
+
+    def own_files(directory: str, process: int) -> dict[str, FileEntry]:
+        if f".{step}.rlx-save-" in directory:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(directory, process)
+
+    step_files.own_files = own_files
+
+
+def say(*words: object) -> None:
+    print(*words, file=_HEARD[0], flush=True)
+
+
+def main() -> None:
+    """Start this process and its backend, then train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--full-at", type=int, default=-1, help="a step of which process 1 can write nothing")
+    given = parser.parse_args()
+    _HEARD[0] = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo writes to stdout, into our lines
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // given.of)
+    if given.of > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address = f"127.0.0.1:{given.port}"
+        jax.distributed.initialize(address, given.of, given.process, heartbeat_timeout_seconds=HEARTBEAT_S)
+    if given.process == 1:
+        full_at(given.full_at)
+    train(given.directory, given.steps)
+
+
+# -- for those who start it --------------------------------------------------------------------
+
+
+class Group:
+    """The processes of one run. `start` lets them train; `heard` is what each has said by its end."""
+
+    def __init__(self, directory: Path, steps: int, count: int, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "tests.training_process", str(directory), f"--steps={steps}", f"--of={count}"]
+        command += options
+        self.processes = [
+            subprocess.Popen(
+                [*command, f"--port={port}", f"--process={index}"],
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for index in range(count)
+        ]  # fmt: skip
+        self.heard: list[list[list[str]]] = [[] for _ in self.processes]
+
+    def listen(self, index: int, word: str) -> list[str]:
+        """What process `index` says when it says `word` next."""
+        stdout = self.processes[index].stdout
+        assert stdout is not None
+        while text := stdout.readline():
+            self.heard[index].append(text.split())
+            if text.startswith(f"{word} "):
+                return self.heard[index][-1]
+        for process in self.processes:
+            process.kill()
+        told = [process.communicate()[1][-2000:] for process in self.processes]
+        raise AssertionError(f"process {index} ended before it said {word!r}: {told}")
+
+    def start(self) -> None:
+        """Wait until all are ready, and let them train."""
+        for index in range(len(self.processes)):
+            self.listen(index, "ready")
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+
+    def end(self, index: int, timeout_s: float = 120) -> tuple[int, str]:
+        """Wait for the end of a process: its exit status and what it wrote to stderr."""
+        out, err = self.processes[index].communicate(timeout=timeout_s)
+        self.heard[index] += [line.split() for line in out.splitlines()]
+        return self.processes[index].returncode, err
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+    def said(self, index: int, word: str) -> dict[int, list[str]]:
+        """By number of the step, the words after it."""
+        return {int(line[1]): line[2:] for line in self.heard[index] if line[0] == word and len(line) > 2}
+
+
+if __name__ == "__main__":
+    main()
