@@ -128,7 +128,7 @@ def test_what_is_read_of_a_part() -> None:
         assert asked == [("a.w", shape)]
     m = read_from(M, source)
     assert bytes_to_fill(m) == 2 * m.type.nbytes + 6 * 68
-    assert bytes_to_fill(cast(m, BF16)) == m.type.nbytes // 2 + m.type.nbytes + 6 * 68
+    assert bytes_to_fill(cast(m, BF16)) == 2 * (m.type.nbytes // 2) + m.type.nbytes + 6 * 68
     assert bytes_to_fill(Stack((m, read_from(N, source)))) == 2 * m.type.nbytes + m.type.nbytes + 6 * 68
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rlx_jax.errors import LimitError, WeightDTypeError, WeightShapeError
 from rlx_jax.io import limits
-from rlx_jax.ir.boxes import Box, sizes, slices
+from rlx_jax.ir.boxes import Box, along, sizes, slices
+from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Joined,
     Key,
@@ -28,14 +34,17 @@ from rlx_jax.ir.param import (
     Transposed,
     boxed,
     cast,
+    leaf_name,
     narrows,
     sliced,
 )
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
-from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaves
+from rlx_jax.weights.execute import by_key, bytes_to_fill, fill, load_leaf, load_leaves
 from rlx_jax.weights.mapping import MappingSource
-from tests.oracles.packed import packed
+from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors_format import SafetensorsSource
+from tests.oracles.packed import meaning, packed
 
 RNG = np.random.default_rng(0)
 BF16 = as_dtype("bf16")
@@ -205,6 +214,47 @@ def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
     np.testing.assert_array_equal(value(found), value(program)[slices(box)])
     inner: Box = tuple(data.draw(edges(size)) for size in sizes(box))
     np.testing.assert_array_equal(value(boxed(found, inner)), value(program)[slices(box)][slices(inner)])
+
+
+@given(st.data(), st.sampled_from([("q", "h"), ("k",), ("q8", "q4")]), st.integers(0, 1))
+def test_merges_in_any_order_read_backwards(data: st.DataObject, names: tuple[str, ...], axis: int) -> None:
+    """Are whole tensors again, however they were cut, turned, cast and padded."""
+    unit = 32 if axis and "q8" in names else 1
+    parts: list[Program] = []
+    for name in names:
+        program = Transposed(key(name, "f32"))
+        ends = [unit * n for n in range(1, program.type.shape[1 - axis] // unit)]
+        cuts = sorted({0, program.type.shape[1 - axis], *data.draw(st.lists(st.sampled_from(ends), max_size=5))})
+        parts += [sliced(program, 1 - axis, start, stop) for start, stop in itertools.pairwise(cuts)]
+    merged = Joined(tuple(data.draw(st.permutations(parts))), 1 - axis)
+    assert sorted(re.findall("q8|q4|q|k|h", leaf_name(merged))) == sorted(names), (
+        "and the name is that of a plain merge"
+    )
+    leaf: Program = Padded(Transposed(merged), 1, merged.type.shape[0] + 3)
+    held: Any = value(leaf)  # of NumPy, which compiles nothing
+    for stored, found in by_key({leaf: held}).items():
+        whole = VALUES[stored]
+        np.testing.assert_array_equal(found, meaning(whole) if isinstance(whole, Packed) else whole)
+
+
+def test_the_host_holds_a_box(tmp_path: Path) -> None:
+    """And what it is made of, not the leaf: what `bytes_to_fill` says, and a mebibyte to read columns through."""
+    names, t = ("q", "k"), tensor_type((2048, 1024), "f32", "w")
+    safetensors.numpy.save_file({n: np.ones(t.shape, np.float32) for n in names}, tmp_path / "m.safetensors")
+    q, k = (Key(name, t) for name in names)
+    by_device = Joined(tuple(sliced(p, 0, i, i + 256) for i in range(0, 2048, 256) for p in (q, k)), 0)
+    programs: list[Program] = [q, Transposed(q), cast(q, BF16), by_device, Reshaped(Joined((q, k), 1), (512, 4, 2048))]
+    with SafetensorsFile(tmp_path / "m.safetensors") as file:
+        source = SafetensorsSource([file])
+        for program in programs:
+            for axis in (0, program.type.rank - 1):
+                shape = program.type.shape
+                part = boxed(program, along(shape, axis, shape[axis] // 8, shape[axis] // 4))
+                tracemalloc.start()
+                load_leaf(part, source)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                assert peak < bytes_to_fill(part) + 1.25 * 2**20 < program.type.nbytes, str(part)
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rlx_jax.ir.types import TensorType
 class WeightSource(Protocol):
     """Where weights come from. `spec` reads headers only; `read` never removes, and several threads call it at once.
 
+    `index` is a slice for each axis, or for the first few; where devices share a tensor, parts of it are read.
     Of a packed tensor `spec` gives a `PackedSpec`, whose shape and dtype are the logical ones, and `read` the bytes.
     """
 

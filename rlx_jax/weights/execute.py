@@ -23,7 +23,7 @@ from rlx_jax.device import check_space
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.boxes import Box, side_by_side
 from rlx_jax.ir.packed import PackedSpec, decoded
-from rlx_jax.ir.param import Cast, Cut, Dequantized, Key, Program, Sliced, boxed, stored_keys
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Zeros, boxed, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.weights.finite import all_finite
@@ -149,19 +149,23 @@ def _check_space(plans: Iterable[Plan], on_host: int) -> None:
 
 
 def bytes_to_fill(program: Program) -> int:
-    """What a leaf needs of the host's memory while it is filled: itself, and the largest tensor it is made of.
+    """What a leaf needs of the host's memory while it is filled: itself, and the largest of what it is made of.
 
-    Of a packed tensor that is its bytes and, as float32, the numbers that are decoded from them.
+    Of a packed tensor that is its bytes and, as float32, the numbers that are decoded from them; of a step that cannot
+    fill its parts in place, their values.
     """
-    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _largest_read(program))
+    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _beside(program))
 
 
-def _largest_read(program: Program) -> int:
+def _beside(program: Program) -> int:
+    """The bytes that `fill` takes beside what it fills."""
     if isinstance(program, Key | Sliced):
         return program.type.nbytes
-    numbers = 4 * program.type.size if isinstance(program, Dequantized) else 0
-    whole = program.of.type.nbytes if isinstance(program, Cut) else 0
-    return numbers + whole + max((_largest_read(part) for part in program.parts), default=0)
+    if program.in_place:
+        return max((_beside(part) for part in program.parts), default=0)
+    values = {Dequantized: 4 * program.type.size, Cast: program.type.nbytes, Zeros: program.type.nbytes}
+    made = sum(_beside(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts)
+    return made + values.get(type(program), 0)
 
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
@@ -289,7 +293,8 @@ def _free_to_cut(array: jax.Array) -> jax.Array:
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return array
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    names = sharding.mesh.axis_names
+    mesh = Mesh(sharding.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
     free: jax.Array = jax.device_put(array, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
     return free
 
