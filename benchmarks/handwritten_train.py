@@ -93,7 +93,7 @@ def loss_forward(pieces: int, x: jax.Array, w: jax.Array, aim: jax.Array, weight
         most = z.max(-1, keepdims=True)
         lse = (most + jnp.log(jnp.exp(z - most).sum(-1, keepdims=True)))[..., 0]
         hit = lax.broadcasted_iota(jnp.int32, z.shape, 2) == aim[..., None]
-        nll = lse - jnp.where(hit, z, 0.0).sum(-1)
+        nll = lse - jnp.take_along_axis(z, aim[..., None], -1)[..., 0]
         slope = (weight[..., None] * (jnp.exp(z - lse[..., None]) - hit.astype(jnp.float32))).astype(x.dtype)
         of_w = jnp.einsum("bsv,bsh->vh", slope, x, preferred_element_type=jnp.float32)
         of_x = jnp.einsum("bsv,vh->bsh", slope, w, preferred_element_type=jnp.float32).astype(x.dtype)

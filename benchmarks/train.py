@@ -18,7 +18,7 @@ What 8 x 2048 tokens of the 1B shape cannot go under on an H200 (790 TFLOP/s, 4.
 | products of 16 layers, 6 x 973 M weights a token | 95.6 TFLOP | 121 |
 | the head, three products | 25.8 TFLOP | 33 |
 | attention, forward and backward, half of the square | 6.6 TFLOP | 8; 27 by cuDNN |
-| passes over f32 logits: written once, read three times, gradient in bf16 written once and read twice | 46 GB | 11 |
+| f32 logits written once and read three times, their gradient in bf16 written once and read twice | 46 GB | 11 |
 | pointwise work of layers: about 90 KB forward, 230 KB backward a token and layer | 84 GB | 20 |
 | AdamW: parameters, gradients and two moments of bf16 read, three of them written | 17 GB | 4 |
 
@@ -30,6 +30,7 @@ what norms, rotations and SwiGLU give, about 95 KB. The head's gradient in f32 t
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import gzip
 import os
@@ -60,19 +61,21 @@ PEAK = 790e12
 STEPS = 4
 PROGRAM_GOAL, TIME_GOAL, LOSS_GOAL = 1.02, 1.05, 1e-5
 
-OURS: dict[str, tuple[dict[str, Any], int | None]] = {
-    f"{roll} {remat} {'merged' if merge else 'apart'}": (
-        {"layers": {"roll": roll, "remat": remat}, "merge": merge},
-        None,
-    )
+OURS: dict[str, dict[str, Any]] = {
+    f"{roll} {remat} {'merged' if merge else 'apart'}": {"roll": roll, "remat": remat, "merge": merge}
     for roll in ("unroll", "scan")
     for remat in ("none", "products", "dots", "layer")
     for merge in (True, False)
 }
-"""Settings of a profile by the row's name; and tokens of a piece of the loss."""
-
+"""What is set of a profile, by the row's name."""
+BEST = OURS["unroll products apart"]
+OURS |= {f"best, pieces of {n}": BEST | {"chunk": n} for n in (128, 256, 1024, 2048)}
+OURS |= {"best, f32 leaves": BEST | {"weights": "f32"}, "best, 4 microbatches": BEST | {"microbatches": 4}}
 HAND = {"hand none": False, "hand products": True}
-DEFAULT = ("hand none", "hand products", "unroll none merged", "unroll products merged", "scan products merged")
+DEFAULT = (
+    "hand none", "hand products", "unroll none apart", "unroll products apart", "unroll products merged",
+    "scan products apart", "best, f32 leaves",
+)  # fmt: skip
 
 
 class Row:
@@ -87,19 +90,29 @@ class Row:
         self.loss = float(value)
 
 
-def ours(settings: dict[str, Any], chunk: int | None, c: Sizes, weights: Any, tokens: jax.Array) -> Row:
+def ours(
+    roll: str,
+    remat: str,
+    merge: bool,
+    c: Sizes,
+    given: Any,
+    tokens: jax.Array,
+    chunk: int | None = None,
+    weights: str = "keep",
+    microbatches: int = 1,
+) -> Row:
     """Through the public API."""
     profile = rlx.CompileProfile().replace(
-        layers=settings["layers"],
-        precision={"compute": "f32" if TINY else "bf16"},
-        backend={"cpu" if TINY else "cuda": {"merge": settings["merge"]}},
+        layers={"roll": roll, "remat": remat},
+        precision={"compute": "f32" if TINY else "bf16", "weights": weights},
+        backend={"cpu" if TINY else "cuda": {"merge": merge}},
     )
     start = time.perf_counter()
     recipe = rlx.Llama32Flow.for_prefill(config(c))
-    model = rlx.compile(recipe, weights, program="train", profile=profile)
+    model = rlx.compile(recipe, given, program="train", profile=profile)
     optimizer = hand.adamw(1e-4)
     state = train.init(model, optimizer)
-    step = train.make_step(model, optimizer, lambda m, p, t: losses.cross_entropy(m, p, t, chunk=chunk))
+    step = train.make_step(model, optimizer, functools.partial(losses.cross_entropy, chunk=chunk), microbatches)
     compiled = step.lower(state, tokens).compile()
     held = [state]
     model.params = None
@@ -181,8 +194,7 @@ def make(name: str, c: Sizes, weights: Any, tokens: jax.Array, chunk: int | None
     """A row by its name."""
     if name in HAND:
         return by_hand(HAND[name], c, weights, tokens, max(1, tokens.shape[1] // (chunk or 512)))
-    settings, own = OURS[name]
-    return ours(settings, own or chunk, c, weights, tokens)
+    return ours(**{"chunk": chunk, **OURS[name]}, c=c, given=weights, tokens=tokens)
 
 
 def figures(row: Row, times: list[float], flop: float) -> dict[str, float]:
@@ -206,7 +218,7 @@ def compare(found: dict[str, dict[str, float]], goals: Goals) -> None:
     for name, got in found.items():
         if name in HAND:
             continue
-        want = found["hand products" if "products" in name else "hand none"]
+        want = found["hand products" if OURS[name]["remat"] == "products" else "hand none"]
         for key, limit in (
             ("flops", PROGRAM_GOAL),
             ("bytes", PROGRAM_GOAL),
@@ -238,11 +250,12 @@ def main() -> None:
     if args.torch:
         subprocess.run([sys.executable, __file__, "--torch-alone"], check=False)
     emit(jax=jax.__version__, device=str(jax.devices()[0].device_kind), batch=batch, seq=seq)
-    names = args.only or (DEFAULT[:4] if TINY else DEFAULT)
+    names = args.only or (DEFAULT[:5] if TINY else DEFAULT)
     tokens = jax.device_put(np.random.default_rng(0).integers(0, c.vocab, (batch, seq)).astype(np.int32))
-    dtype = {"compute": "f32" if TINY else "bf16"}
-    base = rlx.compile(rlx.Llama32Flow.for_prefill(config(c)), profile=rlx.CompileProfile().replace(precision=dtype))
-    weights = {k: np.asarray(a) for k, a in base.weights(base.init(0)).items()}
+    base = rlx.compile(rlx.Llama32Flow.for_prefill(config(c)))
+    drawn = base.init(0)
+    weights = {k: np.asarray(a if TINY else a.astype("bfloat16")) for k, a in drawn.items()}
+    del drawn
     rows = {}
     for name in names:
         try:

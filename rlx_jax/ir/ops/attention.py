@@ -238,10 +238,11 @@ class RopeOp(Mir):
     def eval(self, x: Array, cos: Array, sin: Array) -> Array:
         half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
         wide = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
-        first, second, rest = wide[..., :half], wide[..., half : self.n_rot], wide[..., self.n_rot :]
+        whole = self.n_rot == self.head_dim
+        # A gradient joins what was split, and would pad and add what was sliced.
+        first, second, *rest = jnp.split(wide, (half,) if whole else (half, self.n_rot), axis=-1)
         c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
-        parts = [first * c - second * s, second * c + first * s]
-        parts += [rest] if self.n_rot < self.head_dim else []
+        parts = [first * c - second * s, second * c + first * s, *rest]
         return jnp.concatenate(parts, axis=-1).reshape(x.shape).astype(x.dtype)
 
     def text(self) -> str:

@@ -76,8 +76,7 @@ class FusedSwiGLU(Mir):
             raise ShapeError(f"fused_swiglu: the last axis is two halves, of even static size; got {x}")
 
     def eval(self, x: Array) -> Array:
-        half = x.shape[-1] // 2
-        low, high = x[..., :half], x[..., half:]
+        low, high = jnp.split(x, 2, axis=-1)  # a gradient joins what was split; slices it pads and adds
         gate, up = (low, high) if self.gate_first else (high, low)
         return UNARY[self.activation](gate) * up
 
