@@ -19,7 +19,7 @@ from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.ir.types import DimLike, TensorType, is_static, path_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Division:
     """A mesh, the mesh axes that each role is divided over (those that the mesh has), and what the axes of stored
     weights are, by key."""

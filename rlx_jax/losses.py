@@ -32,7 +32,9 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import is_static, path_text
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.inputs import as_host_array, token_ids
@@ -92,7 +94,8 @@ def cross_entropy(
         _refuse_foresight(model)
     aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=rows)
     total = weight.sum()
-    pieces = _pieces(tokens.shape, chunk, head.type.shape[-1])
+    division = model.programs.division
+    pieces = _pieces(tokens.shape, chunk, head.type.shape[-1], division)
     z_loss = _checked_coefficient(z_loss)
     (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
@@ -102,7 +105,9 @@ def cross_entropy(
         )
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
-    loss: jax.Array = _loss(_How(head, pieces, rows, z_loss), hidden, kernel, bias[0] if bias else None, aim, scaled)
+    loss: jax.Array = _loss(
+        _How(head, pieces, rows, z_loss, division), hidden, kernel, bias[0] if bias else None, aim, scaled
+    )
     return loss
 
 
@@ -145,6 +150,25 @@ class _How:
     pieces: int
     vocab: int
     z_loss: float
+    division: Division | None = None
+
+    def groups(self, batch: int) -> int:
+        """Parts of the batch, each on devices of its own: the gradient of the weight is summed in each of them alone,
+        over all pieces, and then over them."""
+        parts = 1 if self.division is None else self.division.parts("batch")
+        return parts if batch % parts == 0 else 1
+
+    def apart(self, sums: AnyArray) -> AnyArray:
+        """`[g, …]`, of each group where its rows are."""
+        if self.division is None:
+            return sums
+        roles = ("batch", *(("vocab",) * (sums.ndim == 2) or self.of_weight))
+        return lax.with_sharding_constraint(sums, self.division.value(roles, sums.shape))
+
+    @property
+    def of_weight(self) -> Roles:
+        """What the axes of the weight are where the head multiplies with it."""
+        return ("vocab", None) if self.head.product.contract == 1 else (None, "vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,7 +190,8 @@ def _forward(
 ) -> tuple[AnyArray, tuple[AnyArray, ...]]:
     """The loss with its gradients: of each piece while its logits are there."""
     operands = _operands(how.head, kernel, bias)
-    zeros = [jnp.zeros(a.shape, jnp.float32) for a in operands]
+    groups = how.groups(hidden.shape[0])
+    zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
@@ -174,11 +199,13 @@ def _forward(
         logits, back = _logits(how, hidden, operands)
         nll, slope = _nll(how, logits, aim)
         raw = back(weight[..., None] * slope)
-        made, *others = _gradients(how.head, raw, hidden, operands)
-        return (total + (weight * nll).sum(), [g + o for g, o in zip(gradients, others, strict=True)]), made
+        made, *others = _gradients(how.head, raw, hidden, operands, groups)
+        sums = [how.apart(g + o) for g, o in zip(gradients, others, strict=True)]
+        return (total + (weight * nll).sum(), sums), made
 
-    (total, gradients), made = lax.scan(piece, (jnp.float32(0), zeros), _split(how, hidden, aim, weight))
+    (total, apart), made = lax.scan(piece, (jnp.float32(0), zeros), _split(how, hidden, aim, weight))
     whole = made.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    gradients = [g.sum(0) for g in apart]
     like = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
     return total, (whole, gradients, like)
 
@@ -238,8 +265,9 @@ def _nll(how: _How, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray
     return nll, softmax - hit.astype(jnp.float32)
 
 
-def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyArray]) -> list[AnyArray]:
-    """Of the hidden states, in their dtype, of the weight and of the bias, in f32, from that of the product.
+def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int) -> list[AnyArray]:
+    """Of the hidden states, in their dtype, of the weight and of the bias, in f32 and of each group of rows `[g, …]`,
+    from that of the product.
 
     Products are of the dtype that the head has, so that bf16 stays bf16, and are summed in f32.
     """
@@ -248,9 +276,10 @@ def _gradients(head: Head, raw: AnyArray, hidden: AnyArray, operands: list[AnyAr
         lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
     )
     back = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
-    pair = (narrow, hidden) if contract == 1 else (hidden, narrow)
-    weight = product(*pair, (((0, 1), (0, 1)), ((), ())))
-    return [back.astype(hidden.dtype), weight] + [raw.astype(jnp.float32).sum((0, 1)) for _ in operands[1:]]
+    grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, raw)]
+    left, right = grouped[:2] if contract == 1 else grouped[1::-1]
+    weight = product(left, right, (((1, 2), (1, 2)), ((0,), (0,))))
+    return [back.astype(hidden.dtype), weight] + [grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]]
 
 
 # -- checks ------------------------------------------------------------------------------------
@@ -288,7 +317,7 @@ def _refuse_foresight(model: CompiledModel) -> None:
 
 
 def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:
-    rows = int(head.type.shape[-1])
+    rows = int(head.words)
     if vocab is None:
         return rows
     if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
@@ -296,11 +325,12 @@ def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:
     return int(vocab)
 
 
-def _pieces(shape: tuple[int, ...], chunk: int | None, vocab: Any) -> int:
-    """In how many pieces the sequence is taken."""
+def _pieces(shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None) -> int:
+    """In how many pieces the sequence is taken; by default so that those of one device fit."""
     batch, seq = shape
     if chunk is None:
-        chunk = max(1, PIECE_BYTES // (4 * batch * int(vocab)))
+        share = 1 if division is None else division.parts("batch") * division.parts("vocab")
+        chunk = max(1, share * PIECE_BYTES // (4 * batch * int(vocab)))
     elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
         raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")
     return math.ceil(seq / chunk)

@@ -830,9 +830,3 @@ def test_a_cold_call_from_many_threads() -> None:
         np.testing.assert_allclose(got, mlp(x), rtol=1e-5, atol=1e-5)
     assert model.report().compiles == 1
     assert count == 1, f"{count} compiles for one program"
-
-
-def test_options_that_do_not_exist_yet() -> None:
-    """A mesh is refused, not ignored."""
-    with pytest.raises(rlx.RlxError, match="mesh"):
-        compiled(mlp_flow(), MLP, mesh=jax.make_mesh((1,), ("x",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import re
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax.errors import MissingFileError, ProfileError, RlxError, StorageError, UnsupportedError
-from rlx_jax.models.families import FAMILIES
 from rlx_jax.ir.roles import ROLES
+from rlx_jax.models.families import FAMILIES
 from rlx_jax.profiles import (
     LATER,
     LATER_PRESETS,
@@ -196,13 +197,14 @@ def test_the_page_lists_every_setting() -> None:
     """Each key once, its default first, and every value that has a name."""
     table = PAGE.read_text("utf-8").partition("## Settings")[2].partition("## Dtypes")[0]
     rows = re.findall(r"^\| (`.*?`) \| (`.*?`) \|", table, re.MULTILINE)
-    listed = {key: values.split(", ") for keys, values in rows for key in keys.split(", ")}
+    listed = {key: re.findall("`[^`]*`", values) for keys, values in rows for key in keys.split(", ")}
     paths = [p for p in leaves(CompileProfile()) if p != "name" and not re.match(r"backend\.(cuda|rocm|tpu)\.", p)]
     assert sorted(listed) == sorted(f"`{p.replace('.cpu.', '.<name>.')}`" for p in paths)
     for path in paths:
         values, default = listed[f"`{path.replace('.cpu.', '.<name>.')}`"], at(CompileProfile(), path)
         spelled = str(default).lower() if isinstance(default, bool) else default
-        assert values[0] == f"`{'{}' if isinstance(default, Options) else '[]' if default == () else spelled}`", path
+        spelled = json.dumps(default) if isinstance(default, tuple) else spelled
+        assert values[0] == f"`{'{}' if isinstance(default, Options) else spelled}`", path
         table_of, _, key = path.rpartition(".")
         hint = field_types(type(at(CompileProfile(), table_of)))[key]
         arms = () if get_origin(hint) is tuple else (hint, *get_args(hint))

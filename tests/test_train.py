@@ -182,7 +182,7 @@ def test_the_model_keeps_its_parameters() -> None:
     ({"model": 1}, errors.RequestError, "expected what rlx_jax.compile returns"),
     ({"start": {"e": 1}}, errors.WeightShapeError, "missing leaves"),
     ({"start": None}, errors.MissingWeightError, "needs parameters"),
-], ids=str)  # fmt: skip
+], ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)  # fmt: skip
 def test_refused(change: dict[str, Any], error: type[Exception], says: str) -> None:
     sgd: Any = optax.sgd(1.0)
     given: dict[str, Any] = {"model": small(), "optimizer": sgd, "start": 0, "batch": BATCH, "microbatches": 1} | change

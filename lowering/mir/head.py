@@ -13,6 +13,7 @@ from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, T
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
+from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.types import TensorType, path_text
 from rlx_jax.lowering.mir.dce import dce
 
@@ -36,6 +37,11 @@ class Head:
     dtype: Any
     type: TensorType
     tail: Graph = field(repr=False)
+
+    @property
+    def words(self) -> Any:
+        """How many logits there are: the product may be padded."""
+        return self.tail.type(self.tail.outputs[0]).shape[-1]
 
 
 def find_head(graph: Graph) -> Head:
@@ -75,7 +81,7 @@ _LAST = "and after it stand casts and functions of single numbers"
 
 
 def _check_single(graph: Graph, node: Node) -> None:
-    """A node behind the head makes each number of one number."""
+    """A node behind the head makes each number of one number, or leaves some out."""
     where = path_text(node.origin.path) or graph.name
     if isinstance(node.op, Constant):
         if any(size != 1 for size in node.op.type.shape[:-1]):
@@ -83,6 +89,8 @@ def _check_single(graph: Graph, node: Node) -> None:
                 f"{where}: a constant {node.op.type} differs by token; behind a head all are treated alike"
             )
         return
+    if isinstance(node.op, Shard) or (isinstance(node.op, Narrow) and node.op.axis == node.types[0].rank - 1):
+        return  # where it is, over a mesh, and fewer words than the weight has rows
     traits = getattr(node.op, "traits", None)
     if not node.inputs or not (isinstance(node.op, CastTo) or getattr(traits, "numeric", "") == "elementwise"):
         raise GraphError(

@@ -24,6 +24,7 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.hir.orient import orient
 from rlx_jax.lowering.hir.outputs import with_outputs
+from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.cse import cse
@@ -106,6 +107,11 @@ def _wanted(graph: Graph, job: Job) -> Graph:
     return dce(with_outputs(graph, job.outputs), job.types)
 
 
+def _padded(graph: Graph, job: Job) -> Graph:
+    assert job.settings.division is not None
+    return dce(pad_vocabulary(graph, job.settings.division, job.types), job.types)
+
+
 def _divide(graph: Graph, job: Job) -> Graph:
     assert job.settings.division is not None
     return divide(graph, job.settings.division, job.types)
@@ -148,6 +154,7 @@ PIPELINE: tuple[Pass, ...] = (
         "layout",
     ),
     Pass("store", HIR, _store, lambda job: job.settings.stored is not None),
+    Pass("pad_vocabulary", HIR, _padded, lambda job: job.settings.division is not None),
     Pass(  # of the last layer, only the last row goes on
         "peel_last",
         HIR,

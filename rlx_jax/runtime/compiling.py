@@ -106,10 +106,9 @@ def has_data(programs: Programs) -> bool:
 
 
 def load_params(programs: Programs, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:
-    """The arrays of the layout's leaves on `device`, and the seconds it took to read them."""
+    """The arrays of the layout's leaves on `device`, or divided over the model's mesh, and the seconds that took."""
     assert programs.source is not None
     start = time.perf_counter()
-    params = load_leaves(programs.layout.leaves, programs.source, device, programs.tell, given_up)
-    if (resting := programs.resting()) is not None:
-        params = jax.device_put(params, resting)
+    placement = programs.resting() or device
+    params = load_leaves(programs.layout.leaves, programs.source, placement, programs.tell, given_up)
     return params, time.perf_counter() - start

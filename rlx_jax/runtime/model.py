@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.compiler.pipeline import Template, make_function, make_plan, text_after
@@ -26,8 +28,10 @@ from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.inspect.buffers import activation_bytes
+from rlx_jax.lowering.inspect.collectives import collectives
 from rlx_jax.lowering.inspect.costs import cost
 from rlx_jax.lowering.inspect.text import dump_lir
+from rlx_jax.lowering.lir.donation import on_one
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
@@ -326,12 +330,15 @@ class CompiledModel:
 
     def replace(self, params: Arrays) -> CompiledModel:
         """The same executables with other numbers, which may be traced: `jax.grad(lambda p: f(model.replace(p)(x)))`.
+        Over a mesh they are moved to where the model keeps them.
 
         Raises:
             WeightShapeError: a leaf is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
-        return replace(self, params=dict(params), traced=is_traced(params.values()))
+        traced, resting = is_traced(params.values()), self.programs.resting()
+        placed = dict(params) if traced or resting is None else jax.device_put(dict(params), resting)
+        return replace(self, params=placed, traced=traced)
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
         """Random parameters: normal with deviation 1/√fan_in, norms 1, biases 0. `key` may be a seed below 2**64.
@@ -340,11 +347,17 @@ class CompiledModel:
             LimitError, DeviceOutOfMemoryError: there is no room for them.
         """
         key, what = random_key("init", key), f"{self.name}: init"
-        built, sizes = self._template().built, [t.nbytes for t in self.programs.layout.types().values()]
+        built, resting = self._template().built, self.programs.resting()
+        at = resting or {}
+        sizes = [on_one(t, at.get(name)).nbytes for name, t in self.programs.layout.types().items()]
         if not isinstance(key, jax.core.Tracer):
             check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
-        with out_of_memory(what):
+
+        def draw(key: jax.Array) -> dict[str, jax.Array]:
             return initial_params(expand_composites(built.hir, built.types), self.programs.layout.leaves, key)
+
+        with out_of_memory(what):
+            return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
 
     def init_state(self, batch: int, context: int | None = None) -> State:
         """An empty state for `batch` rows and `context` cached tokens.
@@ -421,6 +434,19 @@ class CompiledModel:
         inputs = {i.input: i.type.spec for i in mir.inputs}
         return jax.make_jaxpr(make_function(lir, self.programs.layout))(self.param_specs(), state, inputs)
 
+    def _mesh_facts(self) -> dict[str, Any]:
+        """Of a report, what depends on devices."""
+        division, layout = self.settings.division, self.programs.layout
+        if division is None:
+            return {}
+        at = {name: division.resting(program) for name, program in layout.leaves.items()}
+        return {
+            "mesh": division.text(),
+            "leaf_bytes": sum(on_one(t, at[name]).nbytes for name, t in layout.types().items()),
+            "shardings": dict(Counter(_spec_text(s) for s in at.values() if not s.is_fully_replicated)),
+            "whole": division.whole_leaves(layout.leaves.values()),
+        }
+
     def report(self, **sizes: int) -> Report:
         """What compiling cost, and what the program of the last call needs.
 
@@ -442,6 +468,7 @@ class CompiledModel:
             "fusion": template.fusion,
             "device": settings.device,
             "loop": settings.loop if any(key.program == "extend" for key in self.programs.templates) else None,
+            **self._mesh_facts(),
         }
         if sizes:
             return Report(seconds, **common, **asdict(template.cost(sizes)))
@@ -456,10 +483,16 @@ class CompiledModel:
             attention=executable.lir.attention(),
             products=executable.lir.products(),
             **asdict(cost(graph)),
+            collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
             donated_bytes=memory.alias_size_in_bytes,
             peak_bytes=executable.peak_bytes,
             estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
         )
+
+
+def _spec_text(sharding: NamedSharding) -> str:
+    """`(tensor, -)`: the mesh axes of each axis."""
+    return f"({', '.join('-' if axes is None else str(axes) for axes in sharding.spec)})"
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:

@@ -26,6 +26,7 @@ from rlx_jax.compiler.executable import (
     compile_program,
     on_device,
 )
+from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import Template, facts_of, make_function, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings
 from rlx_jax.errors import (
@@ -48,7 +49,6 @@ from rlx_jax.lowering.lir.plan import Lir, state_leaves
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.lru import Lru
-from rlx_jax.runtime.meshes import divide_model
 from rlx_jax.runtime.state import EmptyState
 
 

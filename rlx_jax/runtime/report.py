@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.device import Device
@@ -17,6 +17,10 @@ class Report:
     `program` is the one that ran last, with its sizes; what depends on sizes is of it. `compiles` counts compiled
     programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
     warm-up, small functions beside them included.
+
+    Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
+    divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
+    the program sends between devices, by kind. Bytes of programs are those of one device.
     """
 
     seconds: Mapping[str, float]
@@ -38,6 +42,11 @@ class Report:
     donated_bytes: int | None = None
     peak_bytes: int | None = None
     estimated_activation_bytes: int | None = None
+    mesh: str = ""
+    leaf_bytes: int | None = None
+    shardings: Mapping[str, int] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    collectives: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
@@ -54,5 +63,16 @@ class Report:
         rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"{'products':<18} {p}" for p in self.products]
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
+        rows += self._on_mesh() if self.mesh else []
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)
+
+    def _on_mesh(self) -> list[str]:
+        found = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
+        return [
+            f"{'mesh':<18} {self.mesh}",
+            f"{'of one device':<18} {self.leaf_bytes:,} bytes of parameters",
+            *(f"{'divided':<18} {count} leaves as {spec}" for spec, count in self.shardings.items()),
+            *([f"{'collectives':<18} {found or 'none'}"] if self.program else []),
+            *(f"whole on each device: {name}" for name in self.whole),
+        ]

@@ -68,7 +68,7 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
     if isinstance(start, Mapping):
         check_params(start, model.param_specs())
         refuse_consumed(start, {})
-        params = {name: jnp.copy(array) for name, array in start.items()}
+        params = {name: jnp.copy(array) for name, array in (model.replace(start).params or {}).items()}
     else:
         params = model.init(start)
     return TrainState(_like(params, jnp.zeros((), jnp.int32)), params, optimizer_state(optimizer, params))

@@ -30,7 +30,7 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, SizeOf, Slice, Transpose
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, SizeOf, Slice, Transpose
 from rlx_jax.ir.param import (
     Cast,
     Cut,
@@ -199,6 +199,7 @@ MIR: dict[type[Op], Meaning] = {
     Reshape: reshape,
     Transpose: lambda op, x: np.transpose(x, op.perm),
     Narrow: narrow,
+    Shard: lambda op, x: x,
     Slice: sliced,
     Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
     Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
