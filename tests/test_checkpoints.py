@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from rlx_jax.io import atomic
 from rlx_jax.io.files import files_below
 from rlx_jax.train import Checkpoints, step_files
 from rlx_jax.weights import manifest
+from tests.test_save_faults import before_each_operation
 
 
 class Moments(NamedTuple):
@@ -414,6 +416,38 @@ def test_what_dead_saves_left_goes_and_nothing_else(tmp_path: Path) -> None:
         checkpoints.save(13, ones(13))
     assert set(os.listdir(root)) == {*others, "12", "13", os.path.basename(alive)}
     os.close(lock)
+
+
+@pytest.mark.parametrize("case", ["a new step", "overwrite", "overwrite in two renames"])
+def test_killed_before_any_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The directory as it is before each operation of a save that keeps one step: what a kill leaves there."""
+    if case == "overwrite in two renames":
+        monkeypatch.setattr(atomic, "_rename2", lambda *_: False)
+    live, snapshots, taken = tmp_path / "live", tmp_path / "snapshots", iter(range(10**6))
+    step = 2 if case == "a new step" else 1
+
+    def look() -> None:
+        with suppress(shutil.Error):  # in the work directory native threads move files meanwhile
+            shutil.copytree(live, snapshots / f"{next(taken):04}")
+
+    with Checkpoints(live, keep=1) as checkpoints:
+        checkpoints.save(1, ones(1))
+        checkpoints.wait()
+        with before_each_operation(look):
+            checkpoints.save(step, ones(2), overwrite=True)
+            checkpoints.wait()
+    assert os.listdir(live) == [str(step)]
+    newer = []
+    for path in sorted(snapshots.iterdir()):
+        with Checkpoints(path, keep=1) as found:
+            newest = bits(found.restore(ones(0)))
+            assert newest in (bits(ones(1)), bits(ones(2))) and (case != "a new step" or found.newest() in (1, 2))
+            newer.append(newest == bits(ones(2)))
+    assert len(newer) > 20 and {*newer} == {True, False} and sorted(newer) == newer
+    for path in sorted(snapshots.iterdir())[::10]:
+        with Checkpoints(path, keep=1) as found:
+            found.save(3, ones(3))
+        assert os.listdir(path) == ["3"]
 
 
 def test_killed_while_it_replaced_a_step(tmp_path: Path) -> None:
