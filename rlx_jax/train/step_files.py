@@ -64,7 +64,7 @@ def own_files(directory: str, process: int) -> dict[str, FileEntry]:
     for part in parts:
         sync_tree(os.path.join(directory, part))
     names = [os.path.join(part, name) for part in parts for name in files_below(os.path.join(directory, part))]
-    return {name: manifest.file_digest(os.path.join(directory, name)) for name in names}
+    return manifest.file_digests(directory, names)
 
 
 def finish(directory: str, leaves: Sequence[Leaf], written: Iterable[str]) -> None:
@@ -83,7 +83,7 @@ def finish(directory: str, leaves: Sequence[Leaf], written: Iterable[str]) -> No
     write_synced(os.path.join(directory, COMMITTED), b"rlx_jax")
     known = {name: FileEntry(**entry) for text in written for name, entry in json.loads(text).items()}
     rest = [name for name in files_below(directory) if name not in known]
-    files = known | {name: manifest.file_digest(os.path.join(directory, name)) for name in rest}
+    files = known | manifest.file_digests(directory, rest)
     made = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
     try:
         check_lengths(directory, files)
