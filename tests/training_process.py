@@ -42,14 +42,14 @@ def shardings() -> dict[str, Any]:
 
 
 def like() -> dict[str, Any]:
-    """A state without values."""
+    """A state without values: arrays over all devices, a number, and an array that each process has for itself."""
     dtypes = {"w": jnp.float32, "momentum": jnp.float32, "half": jnp.bfloat16, "count": jnp.int32}
     places = shardings()
     arrays = {
         name: jax.ShapeDtypeStruct(() if name == "count" else SHAPE, dtype, sharding=places[name])
         for name, dtype in dtypes.items()
     }
-    return {"step": 0, **arrays}
+    return {"step": 0, "rate": jnp.float32(0), **arrays}
 
 
 def update(arrays: dict[str, Any], x: Any) -> tuple[dict[str, Any], Any]:
@@ -66,7 +66,7 @@ def update(arrays: dict[str, Any], x: Any) -> tuple[dict[str, Any], Any]:
 
 def digest(state: dict[str, Any], devices: Iterable[Any]) -> str:
     """SHA-256 of what lies on some devices."""
-    found, wanted = hashlib.sha256(str(state["step"]).encode()), {device.id for device in devices}
+    found, wanted = hashlib.sha256(f"{state['step']} {state['rate']}".encode()), {device.id for device in devices}
     for name in sorted(shardings()):
         shards = {shard.device.id: shard.data for shard in state[name].addressable_shards}
         for device in sorted(wanted):
@@ -84,15 +84,15 @@ def train(directory: str, steps: int) -> None:
         if checkpoints.newest() is not None:
             state = checkpoints.restore(like())
         else:
-            zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in like().items() if name != "step"}
-            state = {"step": 0, **jax.jit(lambda: zeros, out_shardings=places)()}
+            zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in like().items() if name in places}
+            state = {"step": 0, "rate": jnp.float32(0.1), **jax.jit(lambda: zeros, out_shardings=places)()}
         say("restored", state["step"], digest(state, jax.local_devices()))
         say("ready", state["step"])
         sys.stdin.readline()
         while state["step"] < steps and not stop.wanted:
             x = np.random.default_rng(state["step"]).normal(size=(16, SHAPE[0])).astype("f4")
             arrays, loss = step({name: state[name] for name in places}, x)
-            state = {"step": state["step"] + 1, **arrays}
+            state = {"step": state["step"] + 1, "rate": state["rate"] * 0.5, **arrays}
             say("step", state["step"], float(loss).hex(), digest(state, jax.local_devices()))
             save(checkpoints, state)
     say("ended", state["step"])

@@ -38,7 +38,7 @@ from rlx_jax.train.preemption import Stop, preemption
 from rlx_jax.train.processes import Processes
 from rlx_jax.weights import manifest
 
-State = TypeVar("State")
+Tree = TypeVar("Tree")
 
 
 class Checkpoints:
@@ -217,7 +217,7 @@ class Checkpoints:
 
     # -- restoring -----------------------------------------------------------------------------
 
-    def restore(self, like: State, step: int | None = None) -> State:
+    def restore(self, like: Tree, step: int | None = None) -> Tree:
         """The state of a step: the values that were saved, divided over devices as `like` is.
 
         Names, shapes and dtypes of the leaves are compared with `like` first, then lengths and digests of all files,
@@ -258,7 +258,7 @@ class Checkpoints:
 
         self._processes.all(f"{topic}/verified", verify)
         self._processes.all(f"{topic}/restored", read)
-        back: State = jax.tree.unflatten(jax.tree.structure(like), restored)
+        back: Tree = jax.tree.unflatten(jax.tree.structure(like), restored)
         return back
 
     def preemption(self) -> AbstractContextManager[Stop]:
