@@ -43,6 +43,8 @@ PRESETS = (
     "llama32_prefill",
     "qwen3_decode",
     "qwen3_prefill",
+    "train_bf16",
+    "train_mixed",
 )
 """Presets, a file each in this folder, with what was measured."""
 
@@ -376,6 +378,8 @@ class CompileProfile(_Table):
     llama32_prefill = staticmethod(partial(_preset, "llama32_prefill"))
     qwen3_decode = staticmethod(partial(_preset, "qwen3_decode"))
     qwen3_prefill = staticmethod(partial(_preset, "qwen3_prefill"))
+    train_bf16 = staticmethod(partial(_preset, "train_bf16"))
+    train_mixed = staticmethod(partial(_preset, "train_mixed"))
 
 
 def _as_dict(table: Table) -> dict[str, Any]:
