@@ -12,7 +12,8 @@ DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
 @dataclass(frozen=True)
 class Buckets:
     """Sizes in rising order; an empty list allows every size. `on_recompile` is allow, warn or error; `programs` are
-    the compiled programs that are kept, `spare` the slots of a ring beside its window.
+    the compiled programs that are kept, `spare` the slots of a ring beside its window. Over a mesh `share` is how many
+    parts the rows are divided into.
 
     `prompt` counts tokens of a prompt, `batch` rows, `context` slots of a cache.
     """
@@ -23,6 +24,7 @@ class Buckets:
     on_recompile: str = "allow"
     programs: int = 256
     spare: int = 0
+    share: int = 1
 
     @classmethod
     def ordered(
@@ -31,6 +33,10 @@ class Buckets:
         """Each list in order, without repetitions."""
         first, second, third = (tuple(sorted(set(sizes))) for sizes in (prompt, batch, context))
         return cls(first, second, third, on_recompile, **others)
+
+    def rows(self, needed: int) -> int:
+        """Rows of the program for so many: those of the list, else as many as devices have equal parts of."""
+        return smallest(self.batch, needed) or -(-needed // self.share) * self.share
 
     def ring(self, window: int, context: int | None) -> int:
         """Slots of a ring of a layer that attends in a window, in a state of `context` slots."""

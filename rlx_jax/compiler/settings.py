@@ -15,7 +15,7 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.plan import Plan
-from rlx_jax.profiles import Backend, Backends, CompileProfile, Precision
+from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
 from rlx_jax.profiles.check import field_types
 from rlx_jax.program import Buildable, Built
 
@@ -132,7 +132,7 @@ def settings_for(
         remat=profile.layers.remat if train else "none",
         attention=profile.attention.implementation,
         kv=None if precision.kv == "auto" else as_dtype(precision.kv),
-        buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(Buckets)}),
+        buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
         donate_state=profile.donation.state,
         donate_inputs=profile.donation.inputs,
         products=backend.products,

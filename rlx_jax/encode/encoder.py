@@ -113,9 +113,8 @@ class Encoder:
 
     def _sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and tokens of the program for so many."""
-        return smallest(self.buckets.batch, rows) or bucket(rows, 1, BATCH), block_width(
-            self.buckets, width, self.max_positions
-        )
+        batch = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, BATCH))
+        return batch, block_width(self.buckets, width, self.max_positions)
 
     def embed(self, texts: Any) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.

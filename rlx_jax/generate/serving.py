@@ -67,7 +67,7 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )
-    return Sizes(batch or len(lengths), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
+    return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
 
 
 def pad_step(buckets: Buckets, block: Ids, sizes: Mapping[str, int]) -> Ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -45,6 +46,7 @@ from rlx_jax.runtime.inputs import (
     host_value,
     random_key,
 )
+from rlx_jax.runtime.placing import at_home, own_mesh
 from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import (
@@ -151,6 +153,9 @@ class CompiledModel:
                 except ValueError:
                     if executable.fits(params, state, inputs):
                         raise
+                if (at := self.programs.shardings(key, inputs)) is not None:
+                    places = (at.params, {name: at.state[name] for name in state}, at.inputs)
+                    return executable.run(*jax.device_put((dict(params), state, inputs), places))
                 # On other devices than those of the first call: jax.jit compiles again, for each placement.
                 return self.programs.function(key).jitted(params, state, inputs)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -174,8 +179,11 @@ class CompiledModel:
         values, key, arrays = self._bind(inputs, named, state)
         self.last = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # where this is traced, jax.jit would find out behind our back
+        arguments = at_home((dict(params), arrays, values), self.programs.division)
+        traced = is_traced(jax.tree.leaves(arguments))
         try:
-            return self.programs.function(key).jitted(dict(params), arrays, values), key
+            with contextlib.nullcontext() if traced else own_mesh(self.programs.division):
+                return self.programs.function(key).jitted(*arguments), key
         except (RuntimeError, ValueError) as error:
             self._explain(error, params, values)
             raise
@@ -221,7 +229,7 @@ class CompiledModel:
         template = self._template(optional)
         declared = {i.input: i.type for i in template.mir.inputs}
         bounds = template.bounds
-        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
+        values = at_home({n: _value(n, given[n], t, bounds) for n, t in declared.items()}, self.programs.division)
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
         check_rows(values, bounds, sizes)

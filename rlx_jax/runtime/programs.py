@@ -49,6 +49,7 @@ from rlx_jax.lowering.lir.plan import Lir, state_leaves
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.lru import Lru
+from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
 from rlx_jax.runtime.state import EmptyState
 
 
@@ -176,11 +177,12 @@ class Programs:
         """The pure function for one choice of sizes; made once."""
 
         def make() -> Specialised:
-            lir = make_lir(self.template(key.symbolic), dict(key.binding), self.settings)
+            template = self.template(key.symbolic)
+            lir = make_lir(template, dict(key.binding), self.settings)
             run = make_function(lir, self.layout, self.division)
             if key.around is not None:  # it has inputs of its own
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
-            return Specialised(lir, run, jax.jit(run))
+            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)))
 
         return self.functions(key, make)
 
@@ -192,7 +194,8 @@ class Programs:
             what = f"compile {key.text}"
             self.tell(what, 0, 1)
             program = self.function(key)
-            made = compile_program(program.lir, program.run, params, state, inputs, self.shardings(key, inputs))
+            with own_mesh(self.division):
+                made = compile_program(program.lir, program.run, params, state, inputs, self.shardings(key, inputs))
             self.tell(what, 1, 1)
             return made
 
@@ -249,7 +252,8 @@ class Programs:
             return jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
-        return self.small((function, types), make)(*on_device(arguments))
+        with own_mesh(self.division):
+            return self.small((function, types), make)(*on_device(at_home(arguments, self.division)))
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -354,6 +358,8 @@ def open_programs(
     source = check_sources([built for built, _ in builds.values()], strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     division = divide_model(mesh, [built for built, _ in builds.values()], settings, program, serves)
+    if division is not None:
+        settings = replace(settings, buckets=replace(settings.buckets, share=division.parts("batch")))
     settings = replace(settings, max_positions=max_positions, division=division)
     first = program if program in ("train", "explicit") else "forward"
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}

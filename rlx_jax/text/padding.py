@@ -35,7 +35,7 @@ def block_width(buckets: Buckets, seq: int, limit: int | None, step: int = PROMP
 def pad_block(buckets: Buckets, block: Ids, limit: int | None) -> Ids:
     """A block `[B, S]` of prompts padded to the sizes of its program."""
     batch, seq = block.shape
-    return padded_to(block, smallest(buckets.batch, batch) or batch, block_width(buckets, seq, limit))
+    return padded_to(block, buckets.rows(batch), block_width(buckets, seq, limit))
 
 
 def padded_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[Any, Any]:
@@ -62,7 +62,8 @@ def cropped(programs: Programs, array: jax.Array, *sizes: int) -> jax.Array:
         return array
     cut = Cropped(sizes)
     if programs.closed and not isinstance(array, jax.core.Tracer):
-        result: jax.Array = jax.device_put(cut(jax.device_get(array)), array.sharding if array.committed else None)
+        there = programs.whole or (array.sharding if array.committed else None)
+        result: jax.Array = jax.device_put(cut(jax.device_get(array)), there)
     else:
         result = programs.call(cut, array)
     return result
