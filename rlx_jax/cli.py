@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, RlxError, StorageError, quote, shown
@@ -79,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
     add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
+    add("--devices", type=_device_count, metavar="N", help="divide the model over N devices, or auto: over all")
+    add("--tensor", type=int, metavar="T", help="of --devices, divide heads and weights over T; the rest have copies")
     add("--quiet", action="store_true", help="no progress on stderr")
 
     inspect = commands.add_parser("inspect", help="what a checkpoint is", description=_inspect.__doc__)
@@ -101,10 +105,11 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
         if not all(map(is_text, texts)):
             raise RequestError(f"{option}: not UTF-8")
     profile = None if args.profile is None else _profile(args.profile)
+    mesh = _mesh(args.devices, args.tensor)
     prompt = _stdin() if args.prompt == "-" else args.prompt
     status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
     try:
-        lm = rlx.load(args.directory, profile=profile, dtype=args.dtype, progress=status)
+        lm = rlx.load(args.directory, profile=profile, mesh=mesh, dtype=args.dtype, progress=status)
         if not isinstance(lm, rlx.CausalLM):
             raise RequestError(
                 f"{quote(args.directory)} is an encoder, which does not generate; use rlx_jax.load in Python"
@@ -152,6 +157,38 @@ def _profile(name: str) -> rlx.CompileProfile:
     """A preset, or a file where the name is that of one."""
     is_file = name.endswith(".toml") or os.sep in name or Path(name).exists()
     return rlx.CompileProfile.from_toml(name) if is_file else rlx.CompileProfile.preset(name)
+
+
+def _device_count(text: str) -> int | str:
+    """A number, or `auto`."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as cause:
+        raise argparse.ArgumentTypeError(f"expected a number or auto, got {shown(text)}") from cause
+
+
+def _mesh(devices: int | str | None, tensor: int | None) -> Any:
+    """What `mesh=` is given: a number of devices as it is, or with `--tensor` a mesh of data × tensor.
+
+    Raises:
+        RequestError: more devices than there are, or a number that does not divide them.
+    """
+    if devices is None and tensor is not None:
+        raise RequestError("--tensor is how many of --devices divide the heads; give --devices too")
+    if devices is None:
+        return None
+    known = jax.devices()
+    count = len(known) if isinstance(devices, str) else devices
+    if not 1 <= count <= len(known):
+        raise RequestError(f"--devices {count}: expected 1 to {len(known)}, JAX has so many ({known[0].platform})")
+    if tensor is None:
+        return devices
+    if tensor < 1 or count % tensor:
+        fit = ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
+        raise RequestError(f"--tensor {tensor}: expected what divides {count} devices, one of {fit}")
+    return Mesh(np.array(known[:count]).reshape(-1, tensor), ("data", "tensor"))
 
 
 def _stdin() -> str:

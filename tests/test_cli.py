@@ -182,10 +182,49 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     "dtype": ([BASE, "--dtype", "f33"], 1, "f33"),
     "bytes": ([BASE, "--prompt", "\udcff"], 1, "RequestError: --prompt: not UTF-8"),
     "bytes to stop at": ([BASE, "--stop", "\udcff"], 1, "RequestError: --stop: not UTF-8"),
+    "too many devices": ([BASE, "--devices", "99"], 1, r"RequestError: --devices 99: expected 1 to 8, .* \(cpu\)"),
+    "no device": ([BASE, "--devices", "0"], 1, "RequestError: --devices 0: expected 1 to 8"),
+    "tensor that does not divide": (
+        [BASE, "--devices", "8", "--tensor", "3"],
+        1,
+        "divides 8 devices, one of 1, 2, 4, 8",
+    ),
+    "tensor below 1": ([BASE, "--devices", "auto", "--tensor", "0"], 1, "--tensor 0: expected what divides 8 devices"),
+    "tensor alone": ([BASE, "--tensor", "2"], 1, "RequestError: --tensor is .*; give --devices too"),
+    "heads that do not divide": (
+        [BASE, "--devices", "8", "--tensor", "8"],
+        1,
+        "4 query heads cannot be divided over 8",
+    ),
+    "devices by name": ([BASE, "--devices", "gpu"], 2, "--devices: expected a number or auto, got 'gpu'"),
     "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
     "unknown option": ([BASE, "--temprature", "1"], 2, "unrecognized arguments: --temprature"),
     "nothing": ([], 2, "required: DIR"),
 }
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        (["--devices", "4"], "data 2 × tensor 2"),
+        pytest.param(["--devices", "auto", "--tensor", "4"], "data 2 × tensor 4", marks=pytest.mark.slow),
+    ],
+)
+def test_generate_over_devices(
+    options: list[str], mesh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text of one device, from a model that is divided."""
+    models: list[Any] = []
+    load = rlx.load
+
+    def kept(*given: Any, **named: Any) -> Any:
+        models.append(load(*given, **named))
+        return models[0]
+
+    monkeypatch.setattr(rlx, "load", kept)
+    assert cli.main(["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24", *options]) == 0
+    assert capsys.readouterr().out == CASE["text"] + "\n"
+    assert models[0].report().mesh == mesh
 
 
 @pytest.mark.parametrize("case", WRONG)
