@@ -55,8 +55,9 @@ class Division:
         return self._sharding(roles, tuple(shape), self._rows)
 
     def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
-        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number."""
-        return self.value(of_dims(t), shape)
+        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number. Where several processes share
+        the mesh each has it whole, as each brings all of it from its host; it is divided where it is first used."""
+        return self.whole if self.mesh.is_multi_process else self.value(of_dims(t), shape)
 
     @property
     def whole(self) -> NamedSharding:
