@@ -26,6 +26,7 @@ from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering.lir import attention
+from rlx_jax.lowering.lir.interpret import REMAT
 from rlx_jax.lowering.mir.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, Table
@@ -429,6 +430,13 @@ def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     ]  # the last product of a layer is not needed again
     assert names.count("dot_general") == layers * (27 + again) + 3
     assert f"remat={remat}" in model.text("lir")
+
+
+def test_products_keeps_what_cudnn_gives() -> None:
+    """By the beginning of jax's name for it: a CPU traces none."""
+    keeps: Any = REMAT["products"]
+    found = [jex.core.Primitive(n) for n in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd")]
+    assert [bool(keeps(primitive)) for primitive in found] == [True, False]
 
 
 @pytest.mark.slow

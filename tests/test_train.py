@@ -167,6 +167,16 @@ def test_the_model_keeps_its_parameters() -> None:
     assert_same(train.init(model, optimizer, given).params, weights)
 
 
+def test_shapes_alone_are_lowered() -> None:
+    """A state without arrays, as one restores into, is one of the same types."""
+    model, optimizer = small(), optax.adamw(1e-2)
+    shapes = jax.eval_shape(lambda: train.init(model, optimizer, 0))
+    made = train.init(model, optimizer, 0)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+    out = train.make_step(model, optimizer).lower(shapes, jax.ShapeDtypeStruct((B, S), jnp.int32)).out_info
+    assert jax.tree.map(jnp.shape, out[0]) == jax.tree.map(jnp.shape, made) and out[1].loss.shape == ()
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 

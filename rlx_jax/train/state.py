@@ -95,11 +95,17 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
     """`optimizer.init(params)`, each array made where it belongs."""
     with promoting():
-        if not any(len(a.sharding.device_set) > 1 for a in params.values()):
+        if not divided(params):
             return jax.jit(optimizer.init)(params)
         shapes = jax.eval_shape(optimizer.init, params)
         places = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
         return jax.jit(optimizer.init, out_shardings=places)(params)
+
+
+def divided(params: Arrays) -> bool:
+    """Whether they lie on several devices. Traced ones, as of `jax.eval_shape`, lie on none."""
+    real = (a for a in params.values() if not isinstance(a, jax.core.Tracer))
+    return any(len(a.sharding.device_set) > 1 for a in real)
 
 
 @contextlib.contextmanager
@@ -128,5 +134,4 @@ def everywhere(params: Arrays) -> Sharding:
 
 def _like(params: Arrays, scalar: jax.Array) -> jax.Array:
     """A scalar where the parameters are."""
-    many = any(len(a.sharding.device_set) > 1 for a in params.values())
-    return jax.device_put(scalar, everywhere(params)) if many else scalar
+    return jax.device_put(scalar, everywhere(params)) if divided(params) else scalar
