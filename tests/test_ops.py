@@ -35,7 +35,19 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, SizeOf, Slice, Transpose
+from rlx_jax.ir.ops.shape import (
+    AxisOf,
+    Concat,
+    Expand,
+    Narrow,
+    RepeatHeads,
+    Reshape,
+    Shard,
+    SizeOf,
+    Slice,
+    SplitLast,
+    Transpose,
+)
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
@@ -276,6 +288,7 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(Narrow(2, 3, 4), (x,), lambda x: x[:, :, 3:7])
     yield Sample(Narrow(1, -1, 1), (x,), lambda x: x[:, -1:])
     yield Sample(Narrow(-1, -3, 2), (x,), lambda x: x[..., 5:7])
+    yield Sample(SplitLast((3, 4, 1)), (x,), lambda x: (x[..., :3], x[..., 3:7], x[..., 7:]))
     yield Sample(Slice(((None, None, None), (1, None, None))), ("i32 batch 6",), lambda x: x[:, 1:])
     yield Sample(Slice((Ellipsis, -1)), (x,), lambda x: x[..., -1])
     yield Sample(Expand((3, 5, 2)), ("f32 5 1",), lambda x: np.broadcast_to(x, (3, 5, 2)))
@@ -474,6 +487,8 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a hole that does not fit", Reshape((-1, 3)), ("f32 2 4",), ShapeError),
     ("no permutation", Transpose((0, 0)), ("f32 2 4",), ShapeError),
     ("a slice past the end", Narrow(0, 2, 3), ("f32 4",), ShapeError),
+    ("parts that are too few", SplitLast((3, 1)), ("f32 2 5",), ShapeError),
+    ("parts of a symbolic axis", SplitLast((3, 1)), ("f32 2 seq",), ShapeError),
     ("a start past the end", Narrow(0, 5, 1), ("f32 3",), ShapeError),
     ("a start before the beginning", Narrow(0, -4, 1), ("f32 3",), ShapeError),
     ("an axis that is not there", Softmax(3), ("f32 2 4",), ShapeError),

@@ -65,6 +65,7 @@ OP_FACTS: dict[str, tuple[str, int | None, bool, bool, bool]] = {
     "RepeatHeads": ("movement", None, False, False, True),
     "Reshape": ("movement", None, True, False, True),
     "Shard": ("movement", None, False, False, True),
+    "SplitLast": ("movement", None, True, False, True),
     "Slice": ("movement", None, True, False, True),
     "Transpose": ("movement", None, True, False, True),
 }

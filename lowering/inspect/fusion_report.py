@@ -17,7 +17,7 @@ from rlx_jax.ir.ops.fused import (
 )
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
-from rlx_jax.ir.ops.shape import Narrow
+from rlx_jax.ir.ops.shape import Narrow, SplitLast
 from rlx_jax.lowering.mir.dce import live
 from rlx_jax.lowering.mir.regions import unfuse_elementwise_regions
 from rlx_jax.lowering.places import Place
@@ -93,7 +93,7 @@ def fusion_report(before: Graph, after: Graph, places: tuple[Place, ...], types:
         matmul_after=count[MatMul],
         attention=count[AttentionOp],
         rope=count[RopeOp],
-        narrow=count[Narrow],
+        narrow=count[Narrow] + count[SplitLast],
         silu=pointwise[Unary("silu")],
         mul=pointwise[Binary("mul")],
         fused_matmul_bias_act=count[FusedMatMulBiasAct],

@@ -8,7 +8,7 @@ from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedSwiGLU
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
-from rlx_jax.ir.ops.shape import Narrow, Slice
+from rlx_jax.ir.ops.shape import Narrow, Slice, SplitLast
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.lowering.mir.dce import live, read_once
@@ -94,14 +94,15 @@ def gated_halves(graph: Builder, gate: Value, up: Value) -> tuple[FusedSwiGLU, V
     if not isinstance(act.op, Unary) or act.op.kind not in GATES:
         return None
     low, high = graph.nodes[act.inputs[0].node], graph.nodes[up.node]
-    if not isinstance(low.op, Narrow | Slice) or low.inputs != high.inputs:
+    if not isinstance(low.op, Narrow | Slice | SplitLast) or low.inputs != high.inputs:
         return None
-    halves = (half_of(low, graph.type(low.inputs[0])), half_of(high, graph.type(low.inputs[0])))
+    whole = graph.type(low.inputs[0])
+    halves = (half_of(low, whole, act.inputs[0].index), half_of(high, whole, up.index))
     return (FusedSwiGLU(halves == (0, 1), act.op.kind), low.inputs[0]) if set(halves) == {0, 1} else None
 
 
-def half_of(node: Node, whole: TensorType) -> int | None:
-    """Which half of the last axis of `whole` a node takes: 0, 1, or None if it does something else."""
+def half_of(node: Node, whole: TensorType, index: int) -> int | None:
+    """Which half of the last axis of `whole` result `index` of a node is: 0, 1, or None if it is something else."""
     size = whole.shape[-1] if whole.rank else 0
     if not is_static(size) or size % 2 or not size:
         return None
@@ -111,6 +112,8 @@ def half_of(node: Node, whole: TensorType) -> int | None:
         case Slice(key=(*rest, (first, stop, step))) if _whole_axes(rest, whole.rank):
             start, end, stride = slice(first, stop, step).indices(size)
             length = end - start if stride == 1 else -1
+        case SplitLast(sizes=sizes):
+            start, length = sum(sizes[:index]), sizes[index]
         case _:
             return None
     return start // (size // 2) if length == size // 2 and start in (0, size // 2) else None

@@ -30,7 +30,19 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, SizeOf, Slice, Transpose
+from rlx_jax.ir.ops.shape import (
+    AxisOf,
+    Concat,
+    Expand,
+    Narrow,
+    RepeatHeads,
+    Reshape,
+    Shard,
+    SizeOf,
+    Slice,
+    SplitLast,
+    Transpose,
+)
 from rlx_jax.ir.param import (
     Cast,
     Cut,
@@ -199,6 +211,7 @@ MIR: dict[type[Op], Meaning] = {
     Reshape: reshape,
     Transpose: lambda op, x: np.transpose(x, op.perm),
     Narrow: narrow,
+    SplitLast: lambda op, x: split(op, x),
     Shard: lambda op, x: x,
     Slice: sliced,
     Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
@@ -227,7 +240,7 @@ def linear(op: hir.Linear, x: Array, w: Array, b: Array | float = 0.0) -> Array:
     return activation(op.activation)(product(x, w, op.contract) + b)
 
 
-def split(op: hir.Split, x: Array) -> tuple[Array, ...]:
+def split(op: hir.Split | SplitLast, x: Array) -> tuple[Array, ...]:
     """Consecutive pieces of the last axis."""
     return tuple(np.split(x, np.cumsum(op.sizes)[:-1], axis=-1))
 

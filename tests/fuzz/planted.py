@@ -15,6 +15,7 @@ import pytest
 from rlx_jax.compiler import passes
 from rlx_jax.ir import hir, region, rewrite
 from rlx_jax.ir.ops import attention, fused, linalg, norm, pointwise, reduce
+from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
 from rlx_jax.lowering.hir import merge
 from rlx_jax.lowering.lir import interpret
@@ -230,8 +231,8 @@ LOWERING_FAULTS = (
         "pieces of a merged Linear come in reverse order",
         merge,
         "_merge",
-        "hir.Split(sizes)",
-        "hir.Split(sizes[::-1])",
+        "hir.Split(sizes, shards)",
+        "hir.Split(sizes[::-1], shards)",
         "block",
     ),
     Fault(
@@ -307,12 +308,11 @@ LOWERING_FAULTS = (
         "block",
     ),
     Fault(
-        "pieces start one too early",
-        hir.Split,
-        "expand",
-        "sum(self.sizes[:i])",
-        "sum(self.sizes[:i]) - (i > 0)",
-        "block",
+        "pieces of these sizes come from elsewhere",
+        SplitLast,
+        "eval",
+        "self.sizes, axis=x.ndim - 1))",
+        "self.sizes[::-1], axis=x.ndim - 1))[::-1]",
     ),
     Fault("gate and up change places", hir.GatedFfn, "expand", "gate, up = operands", "up, gate = operands", "block"),
     Fault(

@@ -37,7 +37,7 @@ from rlx_jax.ir.ops.index import Gather, TakeRow
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Reduce
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, Transpose
+from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, SplitLast, Transpose
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.text import dump
@@ -59,6 +59,7 @@ MOVES = (
     Reshape,
     Transpose,
     Narrow,
+    SplitLast,
     Slice,
     Expand,
     Concat,

@@ -21,7 +21,19 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import AxisOf, Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, SizeOf, Slice, Transpose
+from rlx_jax.ir.ops.shape import (
+    AxisOf,
+    Concat,
+    Expand,
+    Narrow,
+    RepeatHeads,
+    Reshape,
+    Shard,
+    SizeOf,
+    Slice,
+    SplitLast,
+    Transpose,
+)
 from rlx_jax.ir.types import is_static
 from tests.fuzz.meaning import sine_and_first, twice_plus_one
 from tests.fuzz.sketch import BF16, BOOL, F16, F32, I32, MAX_RANK, Known, Sketch, plain, size
@@ -263,6 +275,14 @@ def narrow(s: Sketch) -> object:
     return s.one(Narrow(axis, start - (x.shape[axis] if s.coin(3) else 0), length), x)
 
 
+def split_last(s: Sketch) -> object:
+    """The last axis in two parts, one of which may be empty, or in one."""
+    x = s.pick(lambda k: len(k.shape) > 0 and is_static(k.shape[-1])) or floating(s, 1)
+    size = x.shape[-1]
+    first = s.draw(size)
+    return s.add(SplitLast((first, size - first) if s.coin(3) else (size,)), x)
+
+
 def shard(s: Sketch) -> object:
     """What the axes of a value are."""
     x = s.pick(lambda k: len(k.shape) > 0) or floating(s, 1)
@@ -429,8 +449,8 @@ def ring_step(s: Sketch) -> object:
 
 
 OPS: tuple[Grow, ...] = (
-    unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul, batch_matmul,
-    fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, slices, concat, gather, take_row, iota,
-    expand, reduce, reduce, softmax, cumsum, repeat_heads, shard, attention, rope_table, rope, cache_update, ring_step,
-    fused_residual, fused_residual, region,
+    unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul,
+    batch_matmul, fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, split_last, slices,
+    concat, gather, take_row, iota, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard, attention,
+    rope_table, rope, cache_update, ring_step, fused_residual, fused_residual, region,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul, check_linear
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary, check_kind
-from rlx_jax.ir.ops.shape import AxisOf, Narrow, Reshape
+from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.traits import BLOCK, Initial, Normal
 from rlx_jax.ir.types import TensorType
 
@@ -68,13 +68,12 @@ class Split(Hir):
             raise ShapeError(f"split: {self.shards} shards have no equal part of each of {list(self.sizes)}")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        (x,), parts = operands, [size // self.shards for size in self.sizes]
-        starts, rank = [sum(parts[:i]) for i in range(len(parts))], b.type(operands[0]).rank
+        (x,) = operands
         if self.shards == 1:
-            return tuple(b(Narrow(rank - 1, start, size), x) for start, size in zip(starts, parts, strict=True))
-        lead = tuple(AxisOf(axis) for axis in range(rank - 1))
-        pieces = b(Reshape((*lead, self.shards, sum(parts))), x)
-        cuts = [b(Narrow(rank, start, size), pieces) for start, size in zip(starts, parts, strict=True)]
+            return b.add(SplitLast(self.sizes), x)
+        parts = tuple(size // self.shards for size in self.sizes)
+        lead = tuple(AxisOf(axis) for axis in range(b.type(x).rank - 1))
+        cuts = b.add(SplitLast(parts), b(Reshape((*lead, self.shards, sum(parts))), x))
         return tuple(b(Reshape((*lead, size)), cut) for size, cut in zip(self.sizes, cuts, strict=True))
 
 

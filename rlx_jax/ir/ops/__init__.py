@@ -15,12 +15,12 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, Transpose
+from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, SplitLast, Transpose
 
 OPS: tuple[type[Mir], ...] = (
     Unary, Binary, Compare, Where, CastTo, FullLike,
     MatMul, BatchMatMul, RmsNormOp, LayerNormOp, Reduce, Softmax, Cumsum,
-    Reshape, Transpose, Narrow, Slice, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
+    Reshape, Transpose, Narrow, SplitLast, Slice, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     JaxFn,

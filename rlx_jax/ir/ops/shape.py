@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.traits import MOVEMENT, Types, nothing, results_moved
+from rlx_jax.ir.traits import MOVEMENT, Types, each_once, nothing, results_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 Array = jax.Array
@@ -239,6 +239,29 @@ class Narrow(Mir):
 
     def text(self) -> str:
         return f"narrow({self.axis}, {self.start}, {self.length})"
+
+
+@dataclass(frozen=True)
+class SplitLast(Mir):
+    """x `[…, N]` → its last axis in consecutive parts of these `sizes`, whose sum is N.
+
+    A `Narrow` for each part means the same; here a gradient joins the parts, and would pad and add those of each.
+    """
+
+    traits = replace(MOVEMENT, bytes=each_once)
+
+    sizes: tuple[int, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if not x.rank or not is_static(x.shape[-1]) or sum(self.sizes) != x.shape[-1] or min(self.sizes) < 0:
+            raise ShapeError(f"split_last: parts of {list(self.sizes)} do not make up the last axis of {x}")
+
+    def eval(self, x: Array) -> tuple[Array, ...]:
+        return tuple(jax.lax.split(x, self.sizes, axis=x.ndim - 1))
+
+    def text(self) -> str:
+        return f"split_last({list(self.sizes)})"
 
 
 SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
