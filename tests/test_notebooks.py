@@ -18,6 +18,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 CHECKS = {
     "train": lambda printed: float(re.findall(r"held out: ([\d.]+) nats per byte", printed)[-1]) <= 1.5,
     "generate": lambda printed: "<|im_start|>assistant" in printed and "LimitError" in printed,
+    "devices": lambda printed: (
+        printed.count("equal tokens") == 2
+        and max(map(float, re.findall(r"largest difference ([\d.e+-]+)", printed))) <= 1e-4
+    ),
     "tour": lambda printed: "fused_mm_bias" in printed and "stablehlo" in printed.lower(),
 }
 """What the outputs of a run say, by notebook."""
@@ -36,7 +40,7 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 
 def test_all_are_there() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"generate", "train", "tour"}
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"devices", "generate", "train", "tour"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
