@@ -153,14 +153,11 @@ def train_all(shape: single.Shape, counts: Sequence[int], rounds: int, goals: Go
         for each in (rows, rows // devices):
             ms = train_step(shape, devices, each, seq, rounds)
             speed = each * devices / ms / (rows / one)
-            goal = (
-                goals.at_most("1 / speed-up of training", 1 / speed, 1 / SPEED_UP)
-                if (each, devices) == (rows, 2)
-                else ""
-            )
-            lines.append(
-                [f"train, {each}x{seq} a device, {devices} / 1", f"{one:.1f}", f"{ms:.1f}", f"{speed:.2f} x {goal}"]
-            )
+            verdict = ""
+            if (each, devices) == (rows, 2):
+                verdict = goals.at_most("1 / speed-up of training", 1 / speed, 1 / SPEED_UP)
+            what = f"train, {each}x{seq} a device, {devices} / 1"
+            lines.append([what, f"{one:.1f}", f"{ms:.1f}", f"{speed:.2f} x {verdict}"])
     return lines
 
 

@@ -215,3 +215,11 @@ def test_a_consumed_state_and_leaves_without_gradients() -> None:
     )
     with pytest.raises(errors.WeightDTypeError, match="leaf 'n' is i32 and has no gradient"):
         train.init(whole, optimizer, 0)
+
+
+def test_options_of_xla_reach_the_step() -> None:
+    """One that it does not know is an error, as for every other program."""
+    model = llama(backend={"cpu": {"compiler_options": {"xla_no_such_option": 1}}})
+    step = train.make_step(model, optax.sgd(0.1))
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        step(train.init(model, optax.sgd(0.1), 0), np.ones((2, 4), np.int32))

@@ -142,6 +142,11 @@ def settings_for(
     )
 
 
+def divided(settings: Settings, division: Division) -> Settings:
+    """The settings of a model that is divided over devices, which have equal rows of requests each."""
+    return replace(settings, division=division, buckets=replace(settings.buckets, share=division.parts("batch")))
+
+
 def choose_loop(backend: Backend, target: str) -> Loop:
     """As the table of the backend says."""
     steps = STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch

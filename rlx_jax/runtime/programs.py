@@ -28,7 +28,7 @@ from rlx_jax.compiler.executable import (
 )
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import Template, facts_of, make_function, make_lir, make_template
-from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings
+from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
 from rlx_jax.errors import (
     GraphError,
     ProfileError,
@@ -358,9 +358,7 @@ def open_programs(
     source = check_sources([built for built, _ in builds.values()], strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     division = divide_model(mesh, [built for built, _ in builds.values()], settings, program, serves)
-    if division is not None:
-        settings = replace(settings, buckets=replace(settings.buckets, share=division.parts("batch")))
-    settings = replace(settings, max_positions=max_positions, division=division)
+    settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
     first = program if program in ("train", "explicit") else "forward"
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.scan)
