@@ -13,6 +13,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.errors import GraphError, quote, shown
+from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue
 
@@ -119,13 +120,20 @@ class Stages:
         return self.stage(blocks.LlamaKvTap(f"model.layers.{index}", index, head_dim, eps))
 
     def linear(
-        self, key: str, transpose: bool = True, *, bias: str | None = None, shape: tuple[int, int] | None = None
+        self,
+        key: str,
+        transpose: bool = True,
+        *,
+        bias: str | None = None,
+        shape: tuple[int, int] | None = None,
+        roles: Roles | None = None,
     ) -> Self:
         """`x W [+ b]`: the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`.
 
-        `shape` is that of the weight as stored; needed only without weights.
+        `shape` is that of the weight as stored; needed only without weights. `roles` are what its axes are
+        (`rlx_jax.ir.roles.ROLES`), as stored, for a mesh of devices.
         """
-        return self.stage(blocks.Linear(key, transpose, bias, shape))
+        return self.stage(blocks.Linear(key, transpose, bias, shape, roles))
 
     def residual_save(self) -> Self:
         """Remember the active value for `residual_add`."""

@@ -1067,3 +1067,17 @@ def test_shapes_alone_compile_and_lower() -> None:
         model(IDS)
     logits = model.replace(params=model.init(jax.random.key(0)))(IDS)
     assert logits.shape == (B, S, V) and np.isfinite(logits).all()
+
+
+def test_linear_says_what_its_axes_are() -> None:
+    """Columns of the first and rows of the second on four devices; without roles every device has all."""
+    weights = {"up": w(F, H), "down": w(H, F), "bias": w(F), "whole": w(H, H)}
+    flow = x_flow().linear("up", bias="bias", roles=("ffn", "hidden")).linear("down", roles=("hidden", "ffn"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
+    model = compiled(flow.linear("whole"), weights, mesh=mesh)
+    specs = {name: tuple(array.sharding.spec) for name, array in model.params.items()}
+    assert specs == {"up": ("tensor",), "bias": ("tensor",), "down": (None, "tensor"), "whole": ()}
+    want = ((X @ weights["up"].T + weights["bias"]) @ weights["down"].T) @ weights["whole"].T
+    np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(GraphError, match=r"weight 'up': there is no role 'fnn'.*did you mean 'ffn'"):
+        compiled(x_flow().linear("up", roles=("fnn", None)), {"up": w(F, H)})
