@@ -59,6 +59,13 @@ class Division:
         the mesh each has it whole, as each brings all of it from its host; it is divided where it is first used."""
         return self.whole if self.mesh.is_multi_process else self.value(of_dims(t), shape)
 
+    def placed(self, program: Program) -> tuple[str, int]:
+        """How a parameter is kept, as `(tensor, -)`, and the bytes of it that one device has."""
+        sharding = self.resting(program)
+        entries = [*sharding.spec, *[None] * (program.type.rank - len(sharding.spec))]
+        names = ("-" if e is None else "+".join(e) if isinstance(e, tuple) else str(e) for e in entries)
+        return f"({', '.join(names)})", on_one(program.type, sharding).nbytes
+
     @property
     def whole(self) -> NamedSharding:
         """On every device, all of it."""
@@ -93,6 +100,11 @@ class Division:
     def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
         """Leaves of more than one axis that every device has whole, by name."""
         return tuple(leaf_name(p) for p in programs if p.type.rank > 1 and self.resting(p).is_fully_replicated)
+
+
+def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
+    """What one device has of an array; all of it without a sharding."""
+    return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
 def with_groups(division: Division, graph: Graph) -> Division:

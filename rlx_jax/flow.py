@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.compiler.graph_module import BuiltModel
+from rlx_jax.compiler.meshes import divide_model
+from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
@@ -34,6 +36,7 @@ from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
+from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, Weights
@@ -333,9 +336,18 @@ class ModelFlow(Stages):
             return emit.positions(value)
         return emit.full_like(value, float(decl.default), decl.type.dtype)
 
-    def summary(self, weights: Weights = None) -> str:
-        """A table of block path, shape and weights, one row for each part of the model."""
-        return summary(self.build(weights).hir)
+    def summary(self, weights: Weights = None, mesh: Any = None, program: str = "forward") -> str:
+        """A table of block path, shape and weights, one row for each part of the model.
+
+        With `mesh`, as in `rlx_jax.compile` of `program`, also how each weight is divided, `(tensor, -)`, and the bytes
+        that one device has. What is sent between devices XLA decides: `model.report()` counts it.
+        """
+        built = self.build(weights)
+        settings = choose_settings(built, None, merge=False, program=program)
+        division = divide_model(mesh, [built], settings, program, ())
+        if division is None:
+            return summary(built.hir)
+        return summary(pad_vocabulary(built.hir, division, built.types), division.placed)
 
 
 def _known(emit: Emit) -> dict[str, FlowValue]:

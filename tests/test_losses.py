@@ -261,7 +261,7 @@ SEES_ALL = SelfAttnPrefill(SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, MaskKind.
     ((GatherLastToken(), HEAD), "train", "a loss wants those of every token"),
     ((SEES_ALL, HEAD), "train", "self_attn: this attention is not causal"),
     ((HEAD,), "prefill", "reads the program train or forward, and this is prefill"),
-], ids=str)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_refused_models(stages: Any, program: str, says: str) -> None:
     """What is no head is named."""
     shapes = {"e": (80, H), "w": (V, H)} | dict.fromkeys("qkv", (H, H))

@@ -23,6 +23,7 @@ from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Op, Param, StateRead
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.costs import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
@@ -94,11 +95,6 @@ def examine(
         ),
         largest=largest_result(text),
     )
-
-
-def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
-    """What one device has of an array."""
-    return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
 
 
 def computed_types(graph: Graph) -> set[TensorType]:

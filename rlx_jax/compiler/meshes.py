@@ -17,6 +17,7 @@ from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import agreed
 from rlx_jax.lowering.division import Division, heads_of, with_groups
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Built
 
@@ -42,7 +43,7 @@ def divide_model(
             raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")
     graphs = [expand_composites(built.hir, built.types) for built in builds if built.stage == GraphStage.HIR]
     if not isinstance(mesh, Mesh):
-        mesh = arranged(chosen_devices(mesh), graphs, program, bool(serves) and "extend" in serves)
+        mesh = arranged(chosen_devices(mesh), graphs, program, not {program, *serves}.isdisjoint(CACHED_PROGRAMS))
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
     # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.

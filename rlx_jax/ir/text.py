@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
-from rlx_jax.ir.param import Program, Stack, leaf_name
+from rlx_jax.ir.param import Padded, Program, Stack, leaf_name
 from rlx_jax.ir.types import Path, TensorType, path_text
 
 
@@ -105,43 +106,63 @@ def block_paths(graph: Graph) -> set[Path]:
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
-def summary(graph: Graph) -> str:
-    """One row for each block path: what leaves it, and the weights it reads."""
-    rows: dict[str, tuple[str, list[str], int]] = {}
+def summary(graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = None) -> str:
+    """One row for each block path: what leaves it, and the weights it reads. With `placed` also how each weight is
+    divided over devices, and the bytes that one of them has."""
+    rows: dict[str, Row] = {}
     _collect(graph, rows, set(), 1)
-    table = [("block", "output", "parameters", "weights")]
-    total = 0
-    for path, (shape, weights, count) in rows.items():
-        total += count
-        table.append((path, shape, f"{count:,}" if count else "", ", ".join(weights)))
-    widths = [max(len(row[i]) for row in table) for i in range(3)]
+    head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
+    table, total, held = [head], 0, 0
+    for path, row in rows.items():
+        total += row.count
+        weights, bytes_ = list(row.weights), ""
+        if placed is not None:
+            weights = [f"{name} {placed(programs[0])[0]}" for name, programs in row.weights.items()]
+            here = sum(placed(program)[1] for program in row.new)
+            held, bytes_ = held + here, f"{here:,}" if here else ""
+        count = f"{row.count:,}" if row.count else ""
+        table.append([path, row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
+    widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)]
     lines = [f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs)}"]
     lines += [
-        "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in table
+        "  " + "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in table
     ]
-    return "\n".join([*lines, f"  {total:,} parameters"])
+    of_one = "" if placed is None else f", {held:,} bytes of them on one device"
+    return "\n".join([*lines, f"  {total:,} parameters{of_one}"])
 
 
-def _collect(graph: Graph, rows: dict[str, tuple[str, list[str], int]], counted: set[Program], iterations: int) -> None:
+@dataclass
+class Row:
+    """Of a summary: what leaves a block, its weights by name, those that no row before it has, and their elements."""
+
+    shape: str = ""
+    weights: dict[str, tuple[Program, ...]] = field(default_factory=dict)
+    new: list[Program] = field(default_factory=list)
+    count: int = 0
+
+
+def _collect(graph: Graph, rows: dict[str, Row], counted: set[Program], iterations: int) -> None:
     """A weight that two blocks share is named by both and counted once."""
     for node in graph.nodes:
         for region in node.op.regions():
             _collect(region, rows, counted, node.op.iterations())
         if isinstance(node.op, Leaf) or node.op.regions():
             continue
-        path = path_text(node.origin.path) or node.op.name()
-        shape, weights, count = rows.get(path, ("", [], 0))
+        row = rows.setdefault(path_text(node.origin.path) or node.op.name(), Row())
         for value in node.inputs:
             op = graph.nodes[value.node].op
             if not isinstance(op, Param):
                 continue
             programs = tuple(dict.fromkeys(op.programs))
-            if (name := leaf_name(Stack(programs))) not in weights:
-                weights = [*weights, name]
-                count += op.type.size * len(set(programs) - counted)
+            if (name := leaf_name(Stack(programs))) not in row.weights:
+                row.weights[name] = programs
+                new = [program for program in programs if program not in counted]
+                row.new += new
+                row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in new)  # no one's padding
                 counted.update(programs)
         times = f" × {iterations}" if iterations > 1 else ""
-        rows[path] = (f"{_types(node.types)}{times}", weights, count)
+        row.shape = f"{_types(node.types)}{times}"
 
 
 def _types(types: tuple[TensorType, ...]) -> str:

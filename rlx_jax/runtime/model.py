@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.compiler.pipeline import Template, make_function, make_plan, text_after
@@ -26,13 +24,13 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
+from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
 from rlx_jax.lowering.inspect.costs import cost
 from rlx_jax.lowering.inspect.text import dump_lir
-from rlx_jax.lowering.lir.donation import on_one
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
@@ -48,7 +46,7 @@ from rlx_jax.runtime.inputs import (
 )
 from rlx_jax.runtime.placing import at_home, own_mesh
 from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
-from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.report import Report, mesh_facts
 from rlx_jax.runtime.state import (
     EmptyState,
     FromEmpty,
@@ -442,19 +440,6 @@ class CompiledModel:
         inputs = {i.input: i.type.spec for i in mir.inputs}
         return jax.make_jaxpr(make_function(lir, self.programs.layout))(self.param_specs(), state, inputs)
 
-    def _mesh_facts(self) -> dict[str, Any]:
-        """Of a report, what depends on devices."""
-        division, layout = self.settings.division, self.programs.layout
-        if division is None:
-            return {}
-        at = {name: division.resting(program) for name, program in layout.leaves.items()}
-        return {
-            "mesh": division.text(),
-            "leaf_bytes": sum(on_one(t, at[name]).nbytes for name, t in layout.types().items()),
-            "shardings": dict(Counter(_spec_text(s) for s in at.values() if not s.is_fully_replicated)),
-            "whole": division.whole_leaves(layout.leaves.values()),
-        }
-
     def report(self, **sizes: int) -> Report:
         """What compiling cost, and what the program of the last call needs.
 
@@ -476,7 +461,7 @@ class CompiledModel:
             "fusion": template.fusion,
             "device": settings.device,
             "loop": settings.loop if any(key.program == "extend" for key in self.programs.templates) else None,
-            **self._mesh_facts(),
+            **mesh_facts(settings.division, self.programs.layout),
         }
         if sizes:
             return Report(seconds, **common, **asdict(template.cost(sizes)))
@@ -496,11 +481,6 @@ class CompiledModel:
             peak_bytes=executable.peak_bytes,
             estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
         )
-
-
-def _spec_text(sharding: NamedSharding) -> str:
-    """`(tensor, -)`: the mesh axes of each axis."""
-    return f"({', '.join('-' if axes is None else str(axes) for axes in sharding.spec)})"
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.device import Device
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.inspect.fusion_report import FusionReport
+from rlx_jax.lowering.lir.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,16 @@ class Report:
             *([f"{'collectives':<18} {found or 'none'}"] if self.program else []),
             *(f"whole on each device: {name}" for name in self.whole),
         ]
+
+
+def mesh_facts(division: Division | None, layout: Layout) -> dict[str, Any]:
+    """Of a report, what depends on the mesh; nothing on one device."""
+    if division is None:
+        return {}
+    placed = [division.placed(program) for program in layout.leaves.values()]
+    return {
+        "mesh": division.text(),
+        "leaf_bytes": sum(nbytes for _, nbytes in placed),
+        "shardings": dict(Counter(spec for spec, _ in placed if set(spec) - set("(-, )"))),
+        "whole": division.whole_leaves(layout.leaves.values()),
+    }

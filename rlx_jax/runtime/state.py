@@ -15,7 +15,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, check_elements, is_static
-from rlx_jax.lowering.lir.donation import on_one
+from rlx_jax.lowering.division import on_one
 
 LENGTH = "length"
 """The name of the tokens that each row holds."""

@@ -33,7 +33,7 @@ from rlx_jax.io import atomic
 from rlx_jax.io.files import list_directory
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.train import step_files
-from rlx_jax.train.leaves import Leaf, check_same, named_leaves
+from rlx_jax.train.leaves import StoredLeaf, check_same, named_leaves
 from rlx_jax.train.preemption import Stop, preemption
 from rlx_jax.train.processes import Processes
 from rlx_jax.weights import manifest
@@ -165,7 +165,7 @@ class Checkpoints:
                 raise
             error.add_note(f"and the save in the background failed: {failure}")
 
-    def _begin(self, stack: ExitStack, step: int, leaves: tuple[Leaf, ...], overwrite: bool) -> str:
+    def _begin(self, stack: ExitStack, step: int, leaves: tuple[StoredLeaf, ...], overwrite: bool) -> str:
         """The directory to write into. When `stack` closes it becomes the step, or goes if there was an exception."""
         target, kept = self._target(step), self._kept()
         with atomic.storage_errors(target, kept):
@@ -184,7 +184,7 @@ class Checkpoints:
         self,
         topic: str,
         step: int,
-        leaves: tuple[Leaf, ...],
+        leaves: tuple[StoredLeaf, ...],
         new: str,
         writing: Future[Callable[[], None]],
         stack: ExitStack,

@@ -21,7 +21,7 @@ WHOLE = "state"
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredLeaf:
     """One leaf of a state: an array, a number of Python or NumPy, or a `jax.ShapeDtypeStruct`."""
 
     name: str
@@ -62,7 +62,7 @@ class Leaf:
         return type(self.value)(stored.item()) if isinstance(self.value, Numbers) else stored
 
 
-def named_leaves(tree: Any, what: str) -> tuple[Leaf, ...]:
+def named_leaves(tree: Any, what: str) -> tuple[StoredLeaf, ...]:
     """The leaves of a pytree, in its order. The name of one is its path, dotted: `params.embed.weight`, `opt.0.count`.
 
     Args:
@@ -72,7 +72,7 @@ def named_leaves(tree: Any, what: str) -> tuple[Leaf, ...]:
         RequestError: no leaves; one that is no array; one that is traced or was donated; two of one name.
         UnsupportedError: a random key, an empty array, a dtype or a shape that cannot be stored.
     """
-    found: dict[str, Leaf] = {}
+    found: dict[str, StoredLeaf] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or WHOLE
         where = f"{what}: leaf {quote(name)}"
@@ -80,7 +80,7 @@ def named_leaves(tree: Any, what: str) -> tuple[Leaf, ...]:
             raise RequestError(f"{where}: two leaves have this name when their paths are dotted; rename one")
         if not is_text(name) or len(name.encode()) > limits.MAX_NAME_BYTES:
             raise UnsupportedError(f"{where}: a name is text of at most {limits.MAX_NAME_BYTES} bytes in UTF-8")
-        found[name] = Leaf(name, value, _type(value, where))
+        found[name] = StoredLeaf(name, value, _type(value, where))
     if not found:
         raise RequestError(f"{what}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
     limits.at_most(len(found), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
@@ -104,7 +104,7 @@ def _type(value: Any, where: str) -> TensorType:
     return found
 
 
-def check_same(stored: Mapping[str, TensorType], like: tuple[Leaf, ...], where: str) -> None:
+def check_same(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], where: str) -> None:
     """Names, shapes and dtypes are the same on both sides.
 
     Raises:

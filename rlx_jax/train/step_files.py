@@ -30,7 +30,7 @@ from rlx_jax.io import limits
 from rlx_jax.io.atomic import sync, sync_tree, write_synced
 from rlx_jax.io.files import files_below
 from rlx_jax.ir.types import TensorType
-from rlx_jax.train.leaves import Leaf
+from rlx_jax.train.leaves import StoredLeaf
 from rlx_jax.weights import manifest
 from rlx_jax.weights.manifest import FileEntry, Manifest, WeightEntry, check_lengths, check_weights, read_manifest
 from rlx_jax.weights.orbax import OrbaxSource
@@ -67,7 +67,7 @@ def own_files(directory: str, process: int) -> dict[str, FileEntry]:
     return manifest.file_digests(directory, names)
 
 
-def finish(directory: str, leaves: Sequence[Leaf], written: Iterable[str]) -> None:
+def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[str]) -> None:
     """Join what the processes wrote, look at it as a reader would, and vouch for it. Process 0 does this.
 
     Args:
@@ -132,7 +132,7 @@ def _describe(directory: str, found: Manifest) -> None:
     check_weights(OrbaxSource(read_tree(directory)), found.weights, quote(directory))
 
 
-def read_arrays(directory: str, like: Sequence[Leaf]) -> list[Any]:
+def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
     """The leaves of a step that was checked, each where and as `like` has it."""
     import orbax.checkpoint as ocp
     from etils import epath
@@ -154,7 +154,7 @@ def _target(type: TensorType, sharding: jax.sharding.Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding)
 
 
-def _host_bytes(leaf: Leaf) -> int:
+def _host_bytes(leaf: StoredLeaf) -> int:
     """What a leaf takes of this machine's memory in this process, where that is where it stays."""
     if leaf.sharding is None:
         return leaf.type.nbytes

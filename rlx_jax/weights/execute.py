@@ -90,7 +90,7 @@ class Share(NamedTuple):
     devices: tuple[Any, ...]
 
 
-class Plan(NamedTuple):
+class Filling(NamedTuple):
     """How a leaf is loaded: what of it is read here, and its sharding, if it has one."""
 
     type: TensorType
@@ -120,10 +120,10 @@ class Plan(NamedTuple):
         return leaf.block_until_ready()
 
 
-def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> Plan:
+def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> Filling:
     """How a leaf is loaded."""
     if not isinstance(placement, Mapping):
-        return Plan(program.type, (Share(program, (placement,)),), None)
+        return Filling(program.type, (Share(program, (placement,)),), None)
     sharding, shape = placement[name], program.type.shape
     try:
         sharding.shard_shape(shape)
@@ -136,10 +136,10 @@ def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) 
         edges = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         boxes.setdefault(tuple(edges), []).append(device)
     shares = (Share(boxed(program, box), tuple(devices)) for box, devices in boxes.items())
-    return Plan(program.type, tuple(shares), sharding)
+    return Filling(program.type, tuple(shares), sharding)
 
 
-def _check_space(plans: Iterable[Plan], on_host: int) -> None:
+def _check_space(plans: Iterable[Filling], on_host: int) -> None:
     """Whether each device has room for its shares, and the host for what it holds meanwhile."""
     held: Counter[Any] = Counter()
     for plan in plans:
