@@ -66,6 +66,12 @@ class Division:
         names = ("-" if e is None else "+".join(e) if isinstance(e, tuple) else str(e) for e in entries)
         return f"({', '.join(names)})", on_one(program.type, sharding).nbytes
 
+    def gathered_bytes(self, programs: Iterable[Program]) -> int:
+        """What the parameters that are gathered to be used take of one device beside the parts that it keeps, if all
+        of them are there at once."""
+        gathered = [p for p in programs if self.used(p) != self.resting(p)]
+        return sum(on_one(p.type, self.used(p)).nbytes for p in gathered)
+
     @property
     def whole(self) -> NamedSharding:
         """On every device, all of it."""

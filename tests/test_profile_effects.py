@@ -665,6 +665,12 @@ def ids_only(**tables: Any) -> Any:
     return rlx.compile(flow, {}, profile=profile(**tables))
 
 
+def over_two(**tables: Any) -> Any:
+    """`flat` over two devices, whose axis divides rows whatever the other roles say."""
+    flow = rlx.ModelFlow("flat").input("x", ("batch", 8)).custom(lambda emit, x: emit.tanh(x))
+    return rlx.compile(flow, {}, profile=profile(**tables), mesh=2)
+
+
 def trained(**tables: Any) -> Any:
     """`small` as the program `train`."""
     flow = rlx.ModelFlow("small").input("x", ("batch", 8)).linear("up.weight", shape=(24, 8))
@@ -720,6 +726,14 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (llama, 3, "only prefill and extend have rings"),
     ],
     "buckets.on_recompile": [(llama, "error", "no list of buckets says what is foreign"), (generating, "error", "")],
+    **{
+        f"sharding.{role}": [
+            (flat, ["x"], "there is no mesh"),
+            *([(over_two, ["x"], "the mesh has the axes 'data'")] if role != "batch" else []),  # or it divides nothing
+            (over_two, ["x", "data"], ""),
+        ]
+        for role in leaves(rlx.CompileProfile().sharding)
+    },
     "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
     "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
     "backend.cuda.merge": [(generating, False, "it is for cuda, and the target is cpu")],

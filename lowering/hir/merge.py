@@ -102,6 +102,8 @@ def _groups(graph: Graph, uses: Counter[Program], parts: Parts) -> list[list[int
             weight = operands[0]
             assert isinstance(weight, Param)
             over = tuple(parts(weight.programs[0], axis) for axis in (0, 1))
+            if any(int(size) % n for size, n in zip(weight.type.shape, over, strict=True)):
+                continue  # refused by name once the layout is known
             found[(node.inputs[0], node.op, iterations, over)].append(number)
     return [group for group in found.values() if len(group) > 1 and _one_place_each(graph, group)]
 

@@ -62,11 +62,16 @@ class DonationProof:
 
 
 def examine(
-    lir: Lir, compiled: jax.stages.Compiled, after: Mapping[str, Any], shardings: Mapping[str, NamedSharding]
+    lir: Lir,
+    compiled: jax.stages.Compiled,
+    after: Mapping[str, Any],
+    shardings: Mapping[str, NamedSharding],
+    gathered: int = 0,
 ) -> DonationProof:
     """Measure a compiled program that was given its state to consume; `after` has the state that it returns, or its
     shapes and dtypes. On several devices `shardings` say which part of the state is on each, and sizes are of one;
-    beside the state it is allowed what the whole program would be on one device."""
+    beside the state it is allowed what the whole program would be on one device, and `gathered`, the bytes of
+    parameters that devices have parts of and bring together where they are used."""
     types = state_types(lir.graph, lir.plan.scan)
     held = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
@@ -86,7 +91,7 @@ def examine(
         temp_bytes=memory.temp_size_in_bytes,
         # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
         # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack,
+        temp_limit=activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + gathered + slack,
         copies=tuple(cache_copies(text, set(held.values()) - computed_types(lir.graph))),
         changed=tuple(
             f"{k} is read as {t} and written as {got}"

@@ -73,10 +73,14 @@ class Env:
         raise TypeError(op)
 
     def gathered(self, program: Program, array: AnyArray) -> AnyArray:
-        """A parameter as it is used: from the devices that keep parts of it alone."""
-        if self.division is None or (used := self.division.used(program)) == self.division.resting(program):
+        """A parameter as it is used: from the devices that keep parts of it alone. Its gradient goes back to them: each
+        sums its own part."""
+        if self.division is None:
             return array
-        return lax.with_sharding_constraint(array, used)
+        used, resting = self.division.used(program), self.division.resting(program)
+        if used == resting:
+            return array
+        return lax.with_sharding_constraint(lax.with_sharding_constraint(array, resting), used)
 
     def weight(self, program: Program) -> AnyArray:
         """The array of a program: a leaf, or a row of one."""

@@ -33,12 +33,14 @@ Around = Callable[[Function], Function]
 @dataclass(frozen=True)
 class Shardings:
     """Where a program has its arguments, on several devices: those of parameters and of the state by name, of the
-    inputs as they are given. The state it returns stands where it stood; `outputs` are anywhere if None."""
+    inputs as they are given. The state it returns stands where it stood; `outputs` are anywhere if None. `gathered` are
+    the bytes that parameters take where they are used, beside those that are kept."""
 
     params: Mapping[str, NamedSharding]
     state: Mapping[str, NamedSharding]
     inputs: Mapping[str, Any]
     outputs: NamedSharding | None
+    gathered: int
 
 
 @dataclass
@@ -142,8 +144,7 @@ def compile_program(
             raise
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    held = {} if shardings is None else shardings.state
-    proof = prove_donation(lir, compiled, lowered.out_info[1], held) if donates_state else None
+    proof = prove_donation(lir, compiled, lowered.out_info[1], shardings) if donates_state else None
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -151,16 +152,17 @@ def compile_program(
 
 
 def prove_donation(
-    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Mapping[str, NamedSharding]
+    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Shardings | None
 ) -> DonationProof:
     """The state is consumed in place, or this is an error. `after`: the types of the state that is returned;
-    `shardings`: where it is, on several devices.
+    `shardings`: where it and all else is, on several devices.
 
     Raises:
         GraphError: bytes that are not aliased, or a cache that is copied. More temporaries than the plan expects are a
             warning, as that is an estimate.
     """
-    donation, name = examine(lir, compiled, after, shardings), lir.graph.name
+    held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
+    donation, name = examine(lir, compiled, after, held, gathered), lir.graph.name
     if broken := donation.broken():
         raise GraphError(
             f"{name}: the state is not updated in place: {broken}; nothing may read the old state once the new one is "

@@ -80,16 +80,19 @@ def arranged(devices: list[Any], graphs: Iterable[Graph], program: str, generate
 
 
 def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
-    """Every axis of the mesh divides something.
+    """Every axis of the mesh divides something, and no role has one twice.
 
     Raises:
-        ProfileError: names those that do not.
+        ProfileError: names those that do not, and the role.
     """
+    for role, names in axes.items():
+        if len(set(names)) < len(names):
+            raise ProfileError(f"sharding.{role} = {listing(names)}: an axis of a mesh stands there once")
     used = {name for names in axes.values() for name in names}
     idle = [str(name) for name, size in mesh.shape.items() if size > 1 and name not in used]
     if idle:
         raise ProfileError(
-            f"mesh: nothing is divided over axis {listing([quote(n) for n in idle])}; by convention axes are data, "
+            f"mesh: nothing is divided over axis {listing(idle)}; by convention axes are data, "
             'fsdp, tensor, expert and context, and sharding = {heads = ["' + idle[0] + '"], …} in the profile maps '
             "roles to others"
         )

@@ -234,7 +234,10 @@ class Programs:
             for name, value in inputs.items()
         }
         outputs = None if set(inputs) <= set(declared) else division.whole
-        return Shardings(self.resting() or {}, state_shardings(template, bound, division), given, outputs)
+        state = state_shardings(template, bound, division)
+        return Shardings(
+            self.resting() or {}, state, given, outputs, division.gathered_bytes(self.layout.leaves.values())
+        )
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Tell whoever asked for progress."""

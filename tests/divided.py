@@ -1,0 +1,64 @@
+"""Tiny models of every family, whose sizes eight devices divide, all but the vocabulary; and meshes of devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import rlx_jax as rlx
+from rlx_jax.models import bert
+
+V = 61
+SIZES = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": False, "max_position_embeddings": 256,
+}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+WINDOW = {"sliding_window": 5}
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (rlx.Llama32Flow, {}),
+    "llama tied": (rlx.Llama32Flow, TIED),
+    "mistral": (rlx.MistralFlow, WINDOW),
+    "qwen2": (rlx.Qwen2Flow, TIED),
+    "qwen3": (rlx.Qwen3Flow, {}),
+    "gemma": (rlx.GemmaFlow, GELU | TIED | {"model_type": "gemma"}),
+    "gemma2": (
+        rlx.GemmaFlow,
+        GELU | TIED | WINDOW | {"model_type": "gemma2", "num_hidden_layers": 4, "final_logit_softcapping": 3.0}
+        | {"attn_logit_softcapping": 5.0},
+    ),
+}  # fmt: skip
+BERT = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")} | {"type_vocab_size": 2}
+KINDS = ("data", "fsdp", "tensor", "data tensor", "fsdp tensor", "data fsdp tensor")
+
+
+def recipe(family: str, **changes: Any) -> Any:
+    """The recipe of a family without a checkpoint."""
+    if family == "bert":
+        return rlx.BertFlow(bert.BertConfig.from_hf(BERT | changes))
+    flow, own = DECODERS[family]
+    return flow.for_prefill(SIZES | own | changes)
+
+
+@functools.cache
+def weights(family: str, *changes: tuple[str, Any]) -> dict[str, np.ndarray]:
+    """Random weights by checkpoint key: vectors about 1, matrices that keep the scale, no number a special case."""
+    made = recipe(family, **dict(changes))
+    specs = bert.weight_specs(made.config) if family == "bert" else made.shapes()
+    rng = np.random.default_rng(0)
+    normal = {k: rng.normal(0.0, s.shape[-1] ** -0.5, s.shape) for k, s in specs.items()}
+    return {k: (0.3 * v + 1 if v.ndim == 1 else 1.5 * v).astype(np.float32) for k, v in normal.items()}
+
+
+def mesh(kinds: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    """So many devices along axes of these names: 2 along each but the last, which has the rest."""
+    names = kinds.split()
+    sizes = [2] * (len(names) - 1)
+    shape = (*sizes, devices // math.prod(sizes))
+    return Mesh(np.array(jax.devices()[:devices]).reshape(shape), names, axis_types=(kind,) * len(names))

@@ -1,0 +1,248 @@
+"""Models divided over devices say what they say on one: logits, tokens, gradients, files; and what they send for it.
+
+The quick tier has a selection of meshes; the slow one every family on every mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from tests.divided import DECODERS, KINDS, SIZES, V, mesh, recipe, weights
+from tests.oracles.comparing import TOLERANCE, assert_close
+
+RNG = np.random.default_rng(1)
+IDS = RNG.integers(0, V, (4, 11)).astype(np.int32)
+LENGTHS = np.array([11, 5, 1, 8])
+PROMPTS = [RNG.integers(0, V, n).tolist() for n in (3, 9, 6, 1, 12)]
+HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
+GRID = [
+    (kinds, devices)
+    for kinds in KINDS
+    for devices in (1, 2, 4, 8)
+    if devices >= 2 ** len(kinds.split()) or (devices == 1 and kinds == "tensor")
+]
+QUICK = {
+    ("mistral", "fsdp tensor", 4),
+    ("qwen2", "tensor", 8),
+    ("gemma2", "data fsdp tensor", 8),
+}
+
+
+def profile(**tables: Any) -> rlx.CompileProfile:
+    """The default profile with other settings."""
+    return rlx.CompileProfile().replace(**tables)
+
+
+@functools.lru_cache(maxsize=8)
+def lm(family: str, kinds: str = "", devices: int = 1) -> rlx.CausalLM:
+    """A tiny model: on one device, or over a mesh."""
+    return rlx.CausalLM(recipe(family), weights(family), mesh=mesh(kinds, devices) if kinds else None)
+
+
+@functools.cache
+def logits(family: str) -> np.ndarray:
+    """What one device says."""
+    return np.asarray(lm(family).logits(IDS))
+
+
+@functools.cache
+def greedy(family: str, rows: int = 3) -> list[list[int]]:
+    """32 tokens after each of so many prompts, on one device."""
+    return lm(family).generate(PROMPTS[:rows], max_new_tokens=32)
+
+
+def slow_but(quick: bool) -> Any:
+    """The marks of a case."""
+    return () if quick else pytest.mark.slow
+
+
+# -- the same numbers and tokens ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [pytest.param(f, *g, marks=slow_but((f, *g) in QUICK)) for f in DECODERS for g in GRID],
+)
+def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
+    """Logits, and 32 greedy tokens of a ragged batch whose rows no axis divides."""
+    ours = lm(family, kinds, devices)
+    assert_close(ours.logits(IDS), logits(family))
+    assert ours.generate(PROMPTS[:3], max_new_tokens=32) == greedy(family)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "devices"), [pytest.param(*g, marks=slow_but(g == ("data tensor", 8))) for g in GRID]
+)
+def test_encoder(kinds: str, devices: int) -> None:
+    """Hidden states and pooled vectors of BERT, of rows that are padded."""
+    one, ours = (rlx.Encoder(recipe("bert"), weights("bert"), mesh=m) for m in (None, mesh(kinds, devices)))
+    for rows in (4, 1, 3):
+        want = np.asarray(one.hidden_states(IDS[:rows], LENGTHS[:rows]))
+        assert_close(ours.hidden_states(IDS[:rows], LENGTHS[:rows]), want)
+
+
+MESHES = [pytest.param(*g, marks=slow_but(g == ("data tensor", 4))) for g in GRID if g[1] > 1]
+
+
+@pytest.mark.parametrize(("kinds", "devices"), MESHES)
+def test_requests(kinds: str, devices: int) -> None:
+    """Five rows, of which the devices have no equal parts; drawn tokens."""
+    one, ours = lm("llama"), lm("llama", kinds, devices)
+    assert ours.generate(PROMPTS, max_new_tokens=32) == greedy("llama", 5)
+    sampler = rlx.Sampler(temperature=1.3, top_k=20, top_p=0.9, repetition_penalty=1.2)
+    both = [m.generate(PROMPTS, max_new_tokens=12, sampler=sampler, seed=5) for m in (one, ours)]
+    assert both[0] == both[1] != [row[:12] for row in greedy("llama", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "devices"), [g for g in GRID if g[1] > 1])
+def test_one_row(kinds: str, devices: int) -> None:
+    """A row alone, at once and in pieces."""
+    ours = lm("llama", kinds, devices)
+    assert ours.generate(PROMPTS[:1], max_new_tokens=32) == greedy("llama", 1)
+    assert list(ours.stream(PROMPTS[0], max_new_tokens=12)) == greedy("llama", 1)[0][:12]
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [
+        ("mistral", "fsdp tensor", 4),
+        pytest.param("llama", "fsdp", 4, marks=pytest.mark.slow),
+        pytest.param("gemma2", "data fsdp tensor", 8, marks=pytest.mark.slow),
+        pytest.param("qwen3", "tensor", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_states(family: str, kinds: str, devices: int) -> None:
+    """A prompt in parts is the prompt at once; a copy goes on as the state does; the last tokens alone are the last."""
+    ours, want = lm(family, kinds, devices), logits(family)
+    first, state = ours.prefill(IDS[:, :6])
+    again = state.copy()
+    second, state = ours.extend(state, IDS[:, 6:9])
+    third, _ = ours.extend(state, IDS[:, 9:], logits="last")
+    assert_close(np.concatenate([first, second], axis=1), want[:, :9], tolerance=2 * TOLERANCE)
+    assert_close(third, want[:, -1], tolerance=2 * TOLERANCE)
+    np.testing.assert_array_equal(ours.extend(again, IDS[:, 6:9])[0], second)
+
+    # As a conversation goes on: rows of their own lengths, one that says nothing.
+    last, state = ours.prefill(IDS[:, :8], lengths=[8, 2, 1, 5], logits="last")
+    assert_close(last, want[np.arange(4), [7, 1, 0, 4]])
+    last, state = ours.extend(
+        state, np.stack([IDS[0, 8:11], IDS[1, 2:5], IDS[2, :3], IDS[3, 5:8]]), [3, 3, 0, 2], "last"
+    )
+    assert_close(np.asarray(last)[[0, 1, 3]], want[[0, 1, 3], [10, 4, 6]], tolerance=2 * TOLERANCE)
+    assert state.lengths.tolist() == [11, 5, 1, 7]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "scan": {"layers": {"roll": "scan"}},
+    "fusable": {"fusion": {"policy": "fusable"}},
+    "no fusion": {"fusion": {"skip": True}},
+    "kv bf16": {"precision": {"kv": "bf16"}},
+    "apart": {"backend": {"cpu": {"merge": False}}},
+    "in_out": {"backend": {"cpu": {"weight_layout": "in_out"}}},
+    "regions": {"backend": {"cpu": {"unfuse_regions": False}}},
+    "rows": {"backend": {"cpu": {"products": "row"}}},
+    "not donated": {"donation": {"state": False}},
+    "all passes off": {"passes": {"dce": False, "cse": False, "constant_folding": False}},
+    "other loop": {"backend": {"cpu": {"steps_per_dispatch": 3, "stop_early": False}}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow_but(n == "scan")) for n in SETTINGS])
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [("llama tied", "fsdp tensor", 8), pytest.param("qwen2", "data tensor", 8, marks=pytest.mark.slow)],
+)
+def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
+    """Whatever a profile says."""
+    chosen = profile(**SETTINGS[name])
+    one, ours = (
+        rlx.CausalLM(recipe(family), weights(family), profile=chosen, mesh=m) for m in (None, mesh(kinds, devices))
+    )
+    assert_close(ours.logits(IDS), np.asarray(one.logits(IDS)))
+    assert ours.generate(PROMPTS[:3], max_new_tokens=12) == one.generate(PROMPTS[:3], max_new_tokens=12)
+
+
+@pytest.mark.parametrize(
+    "precision", [{"compute": "bf16"}, pytest.param({"mixed": "auto_mixed_bf16"}, marks=pytest.mark.slow)]
+)
+def test_narrow(precision: dict[str, str]) -> None:
+    """In bf16 sums in another order are rounded otherwise, by less than bf16 is from f32."""
+    chosen = profile(precision=precision)
+    ours = rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=mesh("data tensor", 8))
+    assert_close(ours.logits(IDS), logits("llama"), tolerance=0.04)
+
+
+@pytest.mark.slow
+def test_buckets_and_warm_up() -> None:
+    """After warm-up nothing compiles, whatever number of rows comes."""
+    chosen = profile(buckets={"prompt": [16], "batch": [1, 4], "context": [48], "on_recompile": "error"})
+    ours = rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=mesh("data tensor", 4))
+    ours.warmup()
+    for rows in (3, 1):
+        assert ours.generate(PROMPTS[:rows], max_new_tokens=32) == greedy("llama", rows)
+    assert ours.model.report().recompiles == 0
+
+
+# -- what it sends -----------------------------------------------------------------------------
+
+_LINE = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
+SLOTS = 80
+
+
+def sent(ours: rlx.CausalLM, program: str) -> list[tuple[str, str]]:
+    """What a program sends, but for what takes no room: kinds, and dtypes with shapes."""
+    (made,) = (e for key, e in ours.model.programs.executables.items() if key.program == program)
+    found = [m for line in (made.call.as_text() or "").splitlines() if (m := _LINE.match(line))]
+    return [(m[2], m[1].split("{")[0]) for m in found if m[1].startswith("f32")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [
+        ("llama tied", "data tensor", 4),
+        ("mistral", "fsdp", 4),
+        pytest.param("llama", "tensor", 2, marks=pytest.mark.slow),
+        pytest.param("gemma", "tensor", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_collectives(family: str, kinds: str, devices: int) -> None:
+    """Heads: two sums a layer, and one for a table whose rows are divided; logits are gathered. Parameters: each that
+    is kept in parts is gathered once. Nothing of the size of a cache is sent."""
+    chosen = profile(buckets={"context": [SLOTS]})
+    ours = rlx.CausalLM(recipe(family), weights(family), profile=chosen, mesh=mesh(kinds, devices))
+    ours.generate([[1, 2, 3]] * 4, max_new_tokens=4)
+    division = ours.model.programs.division
+    assert division is not None
+    leaves = ours.model.programs.layout.leaves.values()
+    gathered = [p for p in leaves if division.resting(p) != division.used(p)]
+    rows = {"fsdp": 1, "tensor": 4, "data tensor": 2}[kinds]
+    for program in ("prefill", "extend"):
+        found = sent(ours, program)
+        sums = [shape for kind, shape in found if kind == "all-reduce"]
+        others = [kind for kind, _ in found if kind != "all-reduce"]
+        assert all(re.fullmatch(rf"f32\[{rows},\d+,{HIDDEN}\]", shape) for shape in sums)
+        assert len(sums) == (0 if kinds == "fsdp" else 2 * LAYERS + (family != "llama"))
+        assert others == ["all-gather"] * (len(gathered) + (kinds != "fsdp"))
+        assert not any(re.search(rf"[\[,]({SLOTS}|5)[,\]]", shape) for _, shape in found)
+    assert len(gathered) == (4 * LAYERS + 2 if kinds == "fsdp" else 0)
+
+
+def test_the_state_is_divided_and_written_in_place() -> None:
+    """Each device has its rows and heads of the cache, and rings as short as on one."""
+    ours = lm("mistral", "fsdp tensor", 4)
+    _, state = ours.prefill(IDS)
+    arrays = state.take(state.owner, peek=True).arrays()
+    for name in ("layers.0.self_attn.k", "layers.1.self_attn.v"):
+        assert arrays[name].shape == (4, 5, 4, 8) and arrays[name].sharding.shard_shape((4, 5, 4, 8)) == (2, 5, 2, 8)
+    held = sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays.values())
+    ours.extend(state, IDS[:, :1])
+    proofs = [e.donation for k, e in ours.model.programs.executables.items() if k.program == "extend"]
+    assert proofs and all(p is not None and p.aliased_bytes >= p.state_bytes for p in proofs)
+    assert held in {p.state_bytes for p in proofs if p is not None}

@@ -1,0 +1,430 @@
+"""Parameters over devices: where they are kept, what training makes of them, what files have; flows of one's own; and
+what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import rlx_jax as rlx
+from rlx_jax import errors, losses, train
+from tests.divided import SIZES, V, mesh, recipe, weights
+from tests.oracles.comparing import assert_close
+from tests.oracles.packed import meaning, packed
+
+P = PartitionSpec
+RNG = np.random.default_rng(2)
+IDS = RNG.integers(0, V, (4, 11)).astype(np.int32)
+LENGTHS = np.array([11, 5, 1, 8])
+LAYERS = SIZES["num_hidden_layers"]
+
+
+def profile(**tables: Any) -> rlx.CompileProfile:
+    """The default profile with other settings."""
+    return rlx.CompileProfile().replace(**tables)
+
+
+def check_resting(model: rlx.CompiledModel, params: Any) -> None:
+    """Each leaf is where its division says."""
+    division = model.programs.division
+    assert division is not None and set(params) == set(model.programs.layout.leaves)
+    for name, program in model.programs.layout.leaves.items():
+        assert params[name].sharding.is_equivalent_to(division.resting(program), params[name].ndim), name
+
+
+# -- training ----------------------------------------------------------------------------------
+
+TRAINED = [
+    ("llama tied", "data fsdp tensor", 8, "scan"),
+    pytest.param("llama", "fsdp", 8, "scan", marks=pytest.mark.slow),
+    pytest.param("llama", "fsdp", 2, "unroll", marks=pytest.mark.slow),
+    pytest.param("mistral", "data", 4, "scan", marks=pytest.mark.slow),
+    pytest.param("qwen2", "tensor", 4, "unroll", marks=pytest.mark.slow),
+    pytest.param("qwen3", "tensor", 8, "scan", marks=pytest.mark.slow),
+    pytest.param("gemma", "fsdp tensor", 4, "scan", marks=pytest.mark.slow),
+    pytest.param("gemma2", "data tensor", 8, "scan", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "kinds", "devices", "roll"), TRAINED)
+def test_gradients(family: str, kinds: str, devices: int, roll: str) -> None:
+    """Of the loss in pieces and of logits; a gradient is divided as its parameter."""
+    chosen = profile(layers={"roll": roll})
+    one, ours = (
+        rlx.compile(recipe(family), weights(family), program="train", profile=chosen, mesh=m)
+        for m in (None, mesh(kinds, devices))
+    )
+
+    def loss(model: rlx.CompiledModel, p: Any) -> Any:
+        return losses.cross_entropy(model, p, IDS, lengths=LENGTHS, chunk=5)
+
+    def squares(model: rlx.CompiledModel, p: Any) -> Any:
+        return jnp.square(model.apply(p, IDS)).mean()
+
+    for function in (loss, squares):
+        (a, of_a), (b, of_b) = (
+            jax.jit(jax.value_and_grad(lambda p, m=m: function(m, p)))(m.params)  # noqa: B023
+            for m in (one, ours)
+        )
+        np.testing.assert_allclose(b, a, rtol=3e-6)
+        check_resting(ours, of_b)
+        got, want = ours.weights(of_b), one.weights(of_a)
+        for key, gradient in want.items():
+            assert_close(got[key], np.asarray(gradient))
+
+
+@pytest.mark.parametrize(("kinds", "devices"), [("fsdp tensor", 8), pytest.param("data", 2, marks=pytest.mark.slow)])
+def test_steps(kinds: str, devices: int) -> None:
+    """Two steps of Adam give the losses and weights of one device, and leave every leaf where it was."""
+    found = []
+    for where in (None, mesh(kinds, devices)):
+        model = rlx.compile(recipe("llama tied"), weights("llama tied"), program="train", mesh=where)
+        step, state = train.make_step(model, optax.adam(1e-2)), train.init(model, optax.adam(1e-2))
+        told = []
+        for _ in range(2):
+            state, metrics = step(state, IDS)
+            told.append(float(metrics.loss))
+        if where is not None:
+            check_resting(model, state.params)
+            check_resting(model, state.optimizer[0].mu)
+        found.append((told, model.weights(state.params)))
+    (one, before), (ours, after) = found
+    np.testing.assert_allclose(ours, one, rtol=1e-5)
+    assert one[1] < one[0]
+    for key, want in before.items():
+        np.testing.assert_allclose(after[key], want, rtol=0, atol=1e-3)
+
+
+# -- what is kept, and what is written ---------------------------------------------------------
+
+
+def test_resting() -> None:
+    """After compile, init, and replace by arrays of the host."""
+    ours = rlx.compile(recipe("llama"), weights("llama"), mesh=mesh("data fsdp tensor", 8))
+    check_resting(ours, ours.params)
+    assert ours.params is not None
+    assert {k: v.sharding.spec for k, v in ours.params.items() if ".0." in k or "lm_head" in k} == {
+        "lm_head.weight": P("tensor", "fsdp"),
+        "model.layers.0.input_layernorm.weight": P(),
+        "model.layers.0.mlp.down_proj.weight": P("fsdp", "tensor"),
+        "model.layers.0.mlp.gate_proj.weight": P("tensor", "fsdp"),
+        "model.layers.0.mlp.up_proj.weight": P("tensor", "fsdp"),
+        "model.layers.0.post_attention_layernorm.weight": P(),
+        "model.layers.0.self_attn.k_proj.weight": P("tensor", "fsdp"),
+        "model.layers.0.self_attn.o_proj.weight": P("fsdp", "tensor"),
+        "model.layers.0.self_attn.q_proj.weight": P("tensor", "fsdp"),
+        "model.layers.0.self_attn.v_proj.weight": P("tensor", "fsdp"),
+    }
+    drawn = ours.init(3)
+    check_resting(ours, drawn)
+    host = {name: np.asarray(a) for name, a in drawn.items()}
+    check_resting(ours, ours.replace(host).params)
+    one = rlx.compile(recipe("llama"), weights("llama"))
+    want = one.replace({n: jnp.asarray(a[:V] if n == "lm_head.weight" else a) for n, a in host.items()})(IDS)
+    assert_close(ours.replace(host)(IDS), np.asarray(want))
+    assert ours.report().leaf_bytes == sum(a.addressable_shards[0].data.nbytes for a in ours.params.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "devices"),
+    [
+        ("llama tied", 8),
+        *(pytest.param(f, n, marks=pytest.mark.slow) for f, n in (("llama", 2), ("llama tied", 4), ("llama", 8))),
+    ],
+)
+def test_padded_words_are_never_seen(family: str, devices: int, tmp_path: Path) -> None:
+    """61 words over 2, 4, 8 devices: logits, tokens, losses, weights and files have no more, whatever stands behind."""
+    ours = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", devices))
+    one = rlx.CausalLM(recipe(family), weights(family))
+    name = "lm_head.weight" if family == "llama" else "model.embed_tokens.weight"
+    assert ours.model.params is not None and one.model.params is not None
+    rows = -(-V // devices) * devices
+    assert ours.model.params[name].shape == (rows, SIZES["hidden_size"])
+    high = np.asarray(ours.model.params[name]).copy()
+    high[V:] = 100.0
+    model = ours.model.replace({**ours.model.params, name: high})
+    noisy = rlx.CausalLM(model)
+    assert_close(noisy.logits(IDS), np.asarray(one.logits(IDS)))
+    sampler = rlx.Sampler(temperature=30.0)
+    assert max(map(max, noisy.generate([[1, 2], [3], [4, 5]], max_new_tokens=40, sampler=sampler))) < V
+    losses_of = [float(losses.cross_entropy(m, m.require_params("a loss"), IDS)) for m in (model, one.model)]
+    np.testing.assert_allclose(losses_of[0], losses_of[1], rtol=3e-6)
+    for key, want in weights(family).items():
+        np.testing.assert_array_equal(model.weights()[key], want)
+    for form in ("safetensors", "orbax"):
+        rlx.save(model, tmp_path / form, format=form)
+        again = rlx.CausalLM(recipe(family), tmp_path / form)
+        assert again.model.params is not None
+        for leaf, array in again.model.params.items():
+            np.testing.assert_array_equal(array, one.model.params[leaf])
+    loaded = rlx.CausalLM(recipe(family), tmp_path / "orbax", mesh=mesh("fsdp tensor", 4))
+    np.testing.assert_array_equal(loaded.model.weights()[name], weights(family)[name])
+
+
+def test_fewer_key_heads_than_devices() -> None:
+    """Keys and values are whole on each device; what does not divide is refused by name."""
+    changes = {"num_key_value_heads": 2}
+    made = weights("llama", *changes.items())
+    one = rlx.compile(recipe("llama", **changes), made)
+    for devices in (4, 8):
+        ours = rlx.compile(recipe("llama", **changes), made, mesh=mesh("tensor", devices))
+        assert_close(ours(IDS), np.asarray(one(IDS)))
+        assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
+        assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
+        assert "model.layers.1.self_attn.v_proj.weight" in ours.report().whole
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "kinds", "devices", "text"),
+    [
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3},
+            "tensor",
+            2,
+            "self_attn: 9 query heads .* over 2 devices",
+        ),
+        ({"num_attention_heads": 12}, "tensor", 8, "self_attn: 12 query heads .* over 8 devices"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 6}, "tensor", 2, "self_attn: 3 key heads .*kv_heads = "),
+        ({"intermediate_size": 45}, "tensor", 2, "mlp.gate_proj.weight: .*45 along axis 0.*ffn = "),
+    ],
+)
+def test_sizes_that_do_not_divide(changes: Any, kinds: str, devices: int, text: str, merged: bool) -> None:
+    flow, made = recipe("llama", **changes), weights("llama", *changes.items())
+    open_model: Callable[..., Any] = rlx.CausalLM if merged else rlx.compile
+    with pytest.raises(errors.UnsupportedError, match=text):
+        open_model(flow, made, mesh=mesh(kinds, devices))
+
+
+def test_a_width_that_does_not_divide_is_whole() -> None:
+    changes = {"hidden_size": 30}
+    made = weights("llama", *changes.items())
+    ours = rlx.compile(recipe("llama", **changes), made, mesh=mesh("fsdp", 4))
+    assert_close(ours(IDS), np.asarray(rlx.compile(recipe("llama", **changes), made)(IDS)))
+    report = ours.report()
+    assert len(report.whole) == 7 * LAYERS + 2 and report.shardings == {}
+    assert "whole on each device: lm_head.weight" in str(report) and "fsdp 4" in str(report)
+
+
+def test_packed_weights() -> None:
+    """Blocks of 32 numbers that lie on two devices, and those that do not."""
+    up, down = packed("gguf_q8_0", (96, 64), 5), packed("gguf_q4_0", (8, 96), 6)
+    flow = (
+        rlx.ModelFlow("mlp").input("x", ("batch", 64))
+        .custom(lambda emit, x: emit.tanh(emit.linear(x, "up", roles=("ffn", "hidden"))))
+        .custom(lambda emit, x: emit.linear(x, "down", roles=("hidden", "ffn")))
+    )  # fmt: skip
+    x = RNG.normal(size=(4, 64)).astype(np.float32)
+    want = np.asarray(rlx.compile(flow, {"up": meaning(up), "down": meaning(down)})(x))
+    for kinds, devices in (("tensor", 2), ("fsdp tensor", 8), ("fsdp", 8)):
+        ours = rlx.compile(flow, {"up": up, "down": down}, mesh=mesh(kinds, devices))
+        assert_close(ours(x), want)
+        for key, packed_one in (("up", up), ("down", down)):
+            np.testing.assert_array_equal(ours.params[key], meaning(packed_one))  # type: ignore[index]
+
+
+# -- flows of one's own ------------------------------------------------------------------------
+
+OWN = {
+    "w": RNG.normal(size=(24, 16)).astype(np.float32),
+    "b": RNG.normal(size=(24,)).astype(np.float32),
+    "v": RNG.normal(size=(16, 24)).astype(np.float32),
+}
+X = RNG.normal(size=(6, 16)).astype(np.float32)
+
+
+def own(*roles: str | None) -> rlx.ModelFlow:
+    """Two products in functions: one says its roles, with a value that does; the other is silent."""
+
+    def into(emit: rlx.Emit, x: Any) -> Any:
+        w = emit.param("w", roles=roles or None)
+        x = emit.linear(x, w, emit.param("b"), transpose=True)
+        return emit.shard(x, "batch", roles[0]) if roles else x
+
+    flow = rlx.ModelFlow("own").input("x", ("batch", 16))
+    return flow.custom(into).custom(lambda emit, x: emit.linear(emit.tanh(x), "v"))
+
+
+def test_roles_divide_a_flow_of_ones_own() -> None:
+    want = np.asarray(rlx.compile(own(), OWN)(X))
+    for kinds, devices, spec in (
+        ("tensor", 4, P("tensor")), ("fsdp", 8, P(None, "fsdp")), ("data tensor", 4, P("tensor")),
+        ("data fsdp tensor", 8, P("tensor", "fsdp")),
+    ):  # fmt: skip
+        ours = rlx.compile(own("ffn", "hidden"), OWN, mesh=mesh(kinds, devices))
+        assert ours.params is not None and ours.params["w"].sharding.spec == spec
+        for rows in (6, 3):
+            assert_close(ours(X[:rows]), want[:rows])
+        assert ours.report().whole == ("v",) and ours.params["v"].is_fully_replicated
+    silent = rlx.compile(own(), OWN, mesh=mesh("tensor", 4))
+    assert_close(silent(X), want)
+    assert silent.report().whole == ("w", "v") and silent.report().collectives == {}
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        (("head", "hidden"), "weight 'w': there is no role 'head'; .*did you mean 'heads'"),
+        (("ffn",), r"f32\[24,16\] needs one role, or None, for each of its axes"),
+        (("ffn", "ffn"), "each once"),
+        ((1, 2), "there is no role 1"),
+        ("ffn", "roles are one name, or None, for each axis; got 'ffn'"),
+    ],
+)
+def test_wrong_roles(roles: Any, text: str) -> None:
+    def stage(emit: rlx.Emit, x: Any) -> Any:
+        return emit.linear(x, emit.param("w", roles=roles), transpose=True)
+
+    with pytest.raises(errors.GraphError, match=text):
+        rlx.compile(rlx.ModelFlow("own").input("x", ("batch", 16)).custom(stage), {"w": OWN["w"]}, mesh=2)
+
+
+def test_roles_that_contradict_each_other() -> None:
+    def stage(emit: rlx.Emit, x: Any) -> Any:
+        return emit.linear(x, "w", roles=("ffn", "hidden")) + emit.linear(x, "w", roles=("heads", "hidden"))
+
+    flow = rlx.ModelFlow("own").input("x", ("batch", 16)).custom(stage)
+    with pytest.raises(errors.GraphError, match="weight 'w': an axis is 'ffn' in one place and 'heads' in another"):
+        rlx.compile(flow, {"w": OWN["w"]})
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [(("batch", "hiden"), "did you mean 'hidden'"), (("batch",), "needs one role"), ((), "needs one")],
+)
+def test_wrong_roles_of_values(roles: tuple[str, ...], text: str) -> None:
+    def stage(emit: rlx.Emit, x: Any) -> Any:
+        return emit.shard(x, *roles)
+
+    with pytest.raises(errors.GraphError, match=text):
+        rlx.compile(rlx.ModelFlow("own").input("x", ("batch", 16)).custom(stage), {})
+
+
+# -- meshes and the profile's table ------------------------------------------------------------
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+BASE = {
+    "lm_head.weight": P("tensor"), "model.embed_tokens.weight": P(), "model.norm.weight": P(),
+    "model.layers.0.self_attn.q_proj.weight": P("tensor"), "model.layers.0.self_attn.k_proj.weight": P("tensor"),
+    DOWN: P(None, "tensor"),
+}  # fmt: skip
+FIELDS = {
+    "heads": (
+        [],
+        {"model.layers.0.self_attn.q_proj.weight": P(), "model.layers.0.self_attn.k_proj.weight": P("tensor")},
+    ),
+    "ffn": ([], {DOWN: P()}),
+    "vocab": ([], {"lm_head.weight": P()}),
+    "embedding": (["tensor"], {"model.embed_tokens.weight": P("tensor")}),
+    "channel": (["tensor"], {"model.norm.weight": P("tensor")}),
+    "hidden": (["tensor"], {"model.embed_tokens.weight": P(None, "tensor"), DOWN: P("tensor")}),
+    "kv_heads": (["tensor", "none"], {}),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_changes_a_division(field: str) -> None:
+    axes, changed = FIELDS[field]
+    tables: dict[str, Any] = {field: axes} | ({"kv_heads": []} if field == "heads" else {})
+    changed = changed | ({"model.layers.0.self_attn.k_proj.weight": P()} if field == "heads" else {})
+    ours = rlx.compile(recipe("llama"), weights("llama"), profile=profile(sharding=tables), mesh=mesh("tensor", 2))
+    assert ours.params is not None
+    assert {name: ours.params[name].sharding.spec for name in BASE} == BASE | changed
+    assert_close(ours(IDS), np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS)))
+
+
+def test_axes_of_other_names() -> None:
+    """Rows, tokens and heads over axes that the profile names; several axes for one role."""
+    table = {"batch": ["b"], "sequence": ["s"], "heads": ["m"], "kv_heads": ["m"], "ffn": ["m", "s"], "vocab": ["m"]}
+    ours = rlx.compile(recipe("llama"), weights("llama"), profile=profile(sharding=table), mesh=mesh("b s m", 8))
+    one = rlx.compile(recipe("llama"), weights("llama"))
+    for length in (11, 8):  # tokens that the axis does not divide, and that it does
+        assert_close(ours(IDS[:, :length]), np.asarray(one(IDS[:, :length])))
+    assert ours.params is not None
+    assert ours.params["model.layers.0.mlp.down_proj.weight"].sharding.spec == P(None, ("m", "s"))
+
+
+@pytest.mark.parametrize(
+    ("given", "tables", "error", "text"),
+    [
+        ("all", {}, errors.RequestError, "mesh is 'all'; expected a jax.sharding.Mesh, a number of devices, or 'auto'"),
+        (0, {}, errors.RequestError, r"mesh=0: JAX has 8 devices \(cpu\)"),
+        (99, {}, errors.RequestError, "mesh=99: JAX has 8"),
+        (True, {}, errors.RequestError, "mesh is True"),
+        (3.0, {}, errors.RequestError, "mesh is 3.0"),
+        ([0, 1], {}, errors.RequestError, r"mesh is \[0, 1\]"),
+        ("modle", {}, errors.ProfileError, "nothing is divided over axis 'modle'; .*heads = \\[\"modle\"\\]"),
+        ("data x", {}, errors.ProfileError, "nothing is divided over axis 'x'"),
+        ("tensor", {"heads": ["tensor", "tensor"]}, errors.ProfileError, "sharding.heads = .*stands there once"),
+    ],
+)
+def test_meshes_that_mean_nothing(given: Any, tables: Any, error: type[Exception], text: str) -> None:
+    where = mesh(given, 4) if isinstance(given, str) and given != "all" else given
+    with pytest.raises(error, match=text):
+        rlx.compile(recipe("llama"), weights("llama"), mesh=where, profile=profile(sharding=tables))
+
+
+def test_numbers_of_devices() -> None:
+    """The axes follow from what the model is for."""
+    made = weights("llama")
+    assert rlx.CausalLM(recipe("llama"), made, mesh="auto").report().mesh == "data 2 × tensor 4"
+    assert rlx.CausalLM(recipe("llama"), made, mesh=2).report().mesh == "data 1 × tensor 2"
+    assert rlx.compile(recipe("llama"), made, mesh=np.int64(3)).report().mesh == "data 3"
+    assert rlx.compile(recipe("llama"), made, mesh="auto", program="train").report().mesh == "fsdp 8"
+    assert rlx.compile(recipe("llama"), made).report().mesh == ""
+    with pytest.raises(errors.RequestError, match="llama is compiled already: leave out 'mesh'"):
+        rlx.CausalLM(rlx.compile(recipe("llama"), made), mesh=2)
+
+
+# -- arguments, and functions of JAX -----------------------------------------------------------
+
+
+def test_inputs_and_transformations() -> None:
+    """Arrays of the host, of one device, of the mesh, of one with explicit axes; `jit`, `grad` and `vmap`."""
+    where, explicit = mesh("data tensor", 4), mesh("data tensor", 4, AxisType.Explicit)
+    ours = rlx.compile(recipe("llama"), weights("llama"), mesh=explicit)
+    want = np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS))
+    params = ours.require_params("the test")
+    inputs = [IDS, jnp.asarray(IDS), *(jax.device_put(IDS, NamedSharding(m, P("data"))) for m in (where, explicit))]
+    for ids in inputs:
+        for run in (ours, lambda x: ours.apply(params, x), lambda x: jax.jit(ours.apply)(params, x)):
+            assert_close(run(ids), want)
+    assert_close(ours(jax.device_put(IDS, jax.devices()[3])), want)
+    assert_close(jax.vmap(lambda row: ours.apply(params, row[None])[0])(IDS), want)
+    gradient = jax.grad(lambda p: ours.apply(p, IDS).sum())(params)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradient.values())
+    for around in (where, explicit):
+        with jax.set_mesh(around):
+            assert_close(ours(IDS[:, :7]), want[:, :7])
+            assert_close(ours.apply(params, IDS), want)
+
+
+@pytest.mark.slow
+def test_one_mesh_around_a_whole_request() -> None:
+    """Everything under `jax.set_mesh`: loading, reading, generating."""
+    want = rlx.CausalLM(recipe("llama"), weights("llama")).generate([[1, 2, 3], [4]], max_new_tokens=8)
+    around = mesh("data tensor", 4, AxisType.Explicit)
+    with jax.set_mesh(around):
+        ours = rlx.CausalLM(recipe("llama"), weights("llama"), mesh=around)
+        assert ours.generate([[1, 2, 3], [4]], max_new_tokens=8) == want
+
+
+def test_the_report_tells() -> None:
+    ours = rlx.compile(recipe("llama"), weights("llama"), mesh=mesh("data tensor", 4))
+    ours(IDS)
+    report = ours.report()
+    assert report.mesh == "data 2 × tensor 2" and report.whole == ("model.embed_tokens.weight",)
+    assert report.collectives == {"all-reduce": 2 * LAYERS, "all-gather": 1}
+    assert sum(report.shardings.values()) == 7 * LAYERS + 1
+    text = str(report)
+    for line in ("mesh +data 2 × tensor 2", "collectives +", "whole on each device: model.embed_tokens.weight"):
+        assert re.search(line, text)
