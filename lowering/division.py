@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlx_jax.errors import UnsupportedError, listing
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph
-from rlx_jax.ir.param import Program, Roles, leaf_name
+from rlx_jax.ir.param import Program, Roles, Stack, leaf_name
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.ir.types import DimLike, TensorType, is_static, path_text
 
@@ -55,9 +55,8 @@ class Division:
         return self._sharding(roles, tuple(shape), self._rows)
 
     def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
-        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number. Where several processes share
-        the mesh each has it whole, as each brings all of it from its host; it is divided where it is first used."""
-        return self.whole if self.mesh.is_multi_process else self.value(of_dims(t), shape)
+        """Of an input, whose dims have meaning: `t` has them by name, `shape` by number."""
+        return self.value(of_dims(t), shape)
 
     def placed(self, program: Program) -> tuple[str, int]:
         """How a parameter is kept, as `(tensor, -)`, and the bytes of it that one device has."""
@@ -104,8 +103,9 @@ class Division:
         return " × ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
 
     def whole_leaves(self, programs: Iterable[Program]) -> tuple[str, ...]:
-        """Leaves of more than one axis that every device has whole, by name."""
-        return tuple(leaf_name(p) for p in programs if p.type.rank > 1 and self.resting(p).is_fully_replicated)
+        """Leaves of more than one axis, beside that of stacked layers, that every device has whole: by name."""
+        named = ((p, p.parts[0] if isinstance(p, Stack) else p) for p in programs)
+        return tuple(leaf_name(p) for p, one in named if one.type.rank > 1 and self.resting(p).is_fully_replicated)
 
 
 def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:

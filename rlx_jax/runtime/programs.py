@@ -227,9 +227,10 @@ class Programs:
         template, division = self.template(key.symbolic), self.division
         declared = {i.input: i.type for i in template.mir.inputs}
         bound = dict(key.binding)
+        parts = jax.process_count() == 1  # of several, each brings the whole input, which is divided where it is used
         given = {
             name: division.of_input(declared[name], declared[name].bind(bound).shape)
-            if name in declared
+            if name in declared and parts
             else jax.tree.map(lambda _: division.whole, value)
             for name, value in inputs.items()
         }
