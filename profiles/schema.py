@@ -148,12 +148,13 @@ class Layers(_Table):
     """roll: equal layers as one `scan` or one after the other (`unroll`); `auto` scans on TPU and in training.
     remat: what a gradient of the `train` program computes again instead of keeping it. `layer` keeps only what
         enters each layer; `dots` keeps the results of products with weights too, `products` those and what cuDNN's
-        attention gives, so that only what is cheap is computed again. Other programs have no gradient to plan for.
+        attention gives, so that only what is cheap is computed again. `offload` keeps what `dots` does, in the memory
+        of the host, for sequences whose activations fit no device. Other programs have no gradient to plan for.
     """
 
     PATH: ClassVar[str] = "layers"
     roll: Literal["auto", "scan", "unroll"] = "auto"
-    remat: Literal["none", "layer", "dots", "products"] = "none"
+    remat: Literal["none", "layer", "dots", "products", "offload"] = "none"
 
 
 @dataclass(frozen=True)

@@ -414,7 +414,7 @@ def test_the_program_for_training_is_the_forward_program() -> None:
     assert relative(train(IDS), logits()) < 2e-6
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "dots", "products"])
+@pytest.mark.parametrize("remat", ["none", "layer", "dots", "products", "offload"])
 @pytest.mark.parametrize("roll", ["scan", "unroll"])
 def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     """`layer` keeps nothing of a layer and computes all its products again; `dots` keeps those with weights, and
@@ -425,10 +425,10 @@ def test_what_a_gradient_recomputes(remat: str, roll: str) -> None:
     assert bool({"remat2", "checkpoint"} & set(names)) == (remat != "none")
     # 9 products a layer (7 with weights, 2 of attention) and the head; a gradient has two more for each.
     layers = 1 if roll == "scan" else 2
-    again = {"none": 0, "layer": 9 - 1, "dots": 2, "products": 2}[
-        remat
-    ]  # the last product of a layer is not needed again
+    # The last product of a layer is not needed again.
+    again = {"none": 0, "layer": 9 - 1, "dots": 2, "products": 2, "offload": 2}[remat]
     assert names.count("dot_general") == layers * (27 + again) + 3
+    assert ("<host>" in str(jaxpr)) == (remat == "offload")
     assert f"remat={remat}" in model.text("lir")
 
 
@@ -440,7 +440,10 @@ def test_products_keeps_what_cudnn_gives() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("remat", "roll"), [("layer", "scan"), ("dots", "scan"), ("layer", "unroll")])
+@pytest.mark.parametrize(
+    ("remat", "roll"),
+    [("layer", "scan"), ("dots", "scan"), ("layer", "unroll"), ("offload", "scan"), ("offload", "unroll")],
+)
 def test_recomputing_changes_no_gradient(remat: str, roll: str, plain_gradient: dict[str, np.ndarray]) -> None:
     model = loaded("train", layers={"remat": remat, "roll": roll})
     gradient = model.weights(jax.jit(jax.grad(loss(model)))(model.params))
