@@ -9,8 +9,10 @@ import functools
 import re
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from tests.divided import DECODERS, KINDS, SIZES, V, mesh, recipe, weights
@@ -98,6 +100,26 @@ def test_requests(kinds: str, devices: int) -> None:
     sampler = rlx.Sampler(temperature=1.3, top_k=20, top_p=0.9, repetition_penalty=1.2)
     both = [m.generate(PROMPTS, max_new_tokens=12, sampler=sampler, seed=5) for m in (one, ours)]
     assert both[0] == both[1] != [row[:12] for row in greedy("llama", 5)]
+
+
+def test_nothing_goes_to_devices_unasked() -> None:
+    """Where JAX refuses what is not sent explicitly, requests are served all the same."""
+    ours, want = lm("llama", "data tensor", 4), greedy("llama", 5)
+    with jax.transfer_guard("disallow"):
+        assert ours.generate(PROMPTS, max_new_tokens=32) == want
+
+
+@pytest.mark.slow
+def test_other_devices_than_the_first() -> None:
+    """Devices in any order, not those that JAX would take; another one as the default."""
+    where = Mesh(np.array(jax.devices())[[5, 3]], ("tensor",))
+    for default in (None, jax.devices()[7]):
+        with jax.default_device(default):
+            ours = rlx.CausalLM(recipe("llama"), weights("llama"), mesh=where)
+            assert_close(ours.logits(IDS), logits("llama"))
+            assert ours.generate(PROMPTS, max_new_tokens=32) == greedy("llama", 5)
+            _, state = ours.prefill(IDS)
+            ours.extend(state.copy(), IDS[:, :1])
 
 
 @pytest.mark.slow

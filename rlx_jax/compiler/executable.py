@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,25 +67,28 @@ class Executable:
 
     def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Run it. The arguments are those of the pure function; those on the host go to the device."""
-        results: Results = self.call(params, on_device(state), *parted(on_device(inputs), self.consumed))
+        arguments = (params, state, *parted(inputs, self.consumed))
+        results: Results = self.call(*on_device(arguments, self.placement))
         return results
 
 
 T = TypeVar("T")
 
 
-def on_device(arrays: T) -> T:
+def on_device(arrays: T, at: Sequence[Any] = ()) -> T:
     """The same tree, where `jax.transfer_guard` is set with arrays of the host on the device: explicitly, as it wants
-    it. Otherwise they go with the call, which on a GPU takes 0.3 ms less of the host."""
-    if jax.config.jax_transfer_guard_host_to_device in (None, "allow"):  # type: ignore[attr-defined]
+    it. Otherwise they go with the call, which on a GPU takes 0.3 ms less of the host. `at`: the sharding of each leaf,
+    in order, where it matters: on several devices."""
+    if not guarded():
         return arrays
     leaves, tree = jax.tree.flatten(arrays)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HOST)]
-    if not at:
-        return arrays
-    for i, moved in zip(at, jax.device_put([leaves[i] for i in at]), strict=True):
-        leaves[i] = moved
-    return jax.tree.unflatten(tree, leaves)  # type: ignore[no-any-return]
+    moved = [jax.device_put(x, at[i] if at else None) if isinstance(x, HOST) else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(tree, moved)  # type: ignore[no-any-return]
+
+
+def guarded() -> bool:
+    """Whether nothing may go to a device that is not sent there explicitly."""
+    return jax.config.jax_transfer_guard_host_to_device not in (None, "allow")  # type: ignore[attr-defined]
 
 
 def stands(argument: Any, sharding: Any) -> bool:

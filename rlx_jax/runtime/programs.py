@@ -24,6 +24,7 @@ from rlx_jax.compiler.executable import (
     Shardings,
     StateArrays,
     compile_program,
+    guarded,
     on_device,
 )
 from rlx_jax.compiler.meshes import divide_model
@@ -257,7 +258,10 @@ class Programs:
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with own_mesh(self.division):
-            return self.small((function, types), make)(*on_device(at_home(arguments, self.division)))
+            moved = on_device(at_home(arguments, self.division))
+        if self.division is not None and guarded():  # what is on one device would go to the others unasked
+            moved = jax.device_put(moved, self.whole)
+        return self.small((function, types), make)(*moved)
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
