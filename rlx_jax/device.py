@@ -113,6 +113,11 @@ def running_device() -> Device:
     return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
 
 
+def devices_here() -> list[Any]:
+    """Those of the default backend, of all processes."""
+    return jax.devices()
+
+
 @functools.cache
 def _running(chosen: Any) -> Device:
     if isinstance(chosen, str):  # the name of a platform

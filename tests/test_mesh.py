@@ -29,6 +29,7 @@ GRID = [
     for devices in (1, 2, 4, 8)
     if devices >= 2 ** len(kinds.split()) or (devices == 1 and kinds == "tensor")
 ]
+MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor", 8), ("data fsdp tensor", 8)]
 QUICK = {
     ("mistral", "fsdp tensor", 4),
     ("qwen2", "tensor", 8),
@@ -69,7 +70,11 @@ def slow_but(quick: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
-    [pytest.param(f, *g, marks=slow_but((f, *g) in QUICK)) for f in DECODERS for g in GRID],
+    [
+        pytest.param(f, *g, marks=slow_but((f, *g) in QUICK))
+        for f in DECODERS
+        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED)
+    ],
 )
 def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
     """Logits, and 32 greedy tokens of a ragged batch whose rows no axis divides."""
@@ -89,7 +94,7 @@ def test_encoder(kinds: str, devices: int) -> None:
         assert_close(ours.hidden_states(IDS[:rows], LENGTHS[:rows]), want)
 
 
-MESHES = [pytest.param(*g, marks=slow_but(g == ("data tensor", 4))) for g in GRID if g[1] > 1]
+MESHES = [pytest.param(*g, marks=slow_but(g == ("data tensor", 4))) for g in (*MIXED, ("data tensor", 4))]
 
 
 @pytest.mark.parametrize(("kinds", "devices"), MESHES)
@@ -123,7 +128,7 @@ def test_other_devices_than_the_first() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "devices"), [g for g in GRID if g[1] > 1])
+@pytest.mark.parametrize(("kinds", "devices"), MIXED)
 def test_one_row(kinds: str, devices: int) -> None:
     """A row alone, at once and in pieces."""
     ours = lm("llama", kinds, devices)
@@ -195,10 +200,11 @@ def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
     "precision", [{"compute": "bf16"}, pytest.param({"mixed": "auto_mixed_bf16"}, marks=pytest.mark.slow)]
 )
 def test_narrow(precision: dict[str, str]) -> None:
-    """In bf16 sums in another order are rounded otherwise, by less than bf16 is from f32."""
-    chosen = profile(precision=precision)
-    ours = rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=mesh("data tensor", 8))
-    assert_close(ours.logits(IDS), logits("llama"), tolerance=0.04)
+    """In bf16 sums in another order are rounded otherwise: no further from f32 than on one device."""
+    chosen, where = profile(precision=precision), (None, mesh("data tensor", 8))
+    models = [rlx.CausalLM(recipe("llama"), weights("llama"), profile=chosen, mesh=m) for m in where]
+    one, ours = (np.abs(np.asarray(m.logits(IDS)) - logits("llama")).max() for m in models)
+    assert 0 < ours < 1.5 * one < 0.1 * np.abs(logits("llama")).max()
 
 
 @pytest.mark.slow

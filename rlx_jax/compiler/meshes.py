@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.device import running_device
+from rlx_jax.device import devices_here, running_device
 from rlx_jax.errors import ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
@@ -60,7 +59,7 @@ def chosen_devices(mesh: Any) -> list[Any]:
     Raises:
         RequestError: no number of devices that there are.
     """
-    devices = jax.devices()
+    devices = devices_here()
     if isinstance(mesh, str) and mesh == "auto":
         return devices
     if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
