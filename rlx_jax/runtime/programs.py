@@ -259,9 +259,9 @@ class Programs:
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with own_mesh(self.division):
             moved = on_device(at_home(arguments, self.division))
-        if self.division is not None and guarded():  # what is on one device would go to the others unasked
-            moved = jax.device_put(moved, self.whole)
-        return self.small((function, types), make)(*moved)
+            if self.division is not None and guarded():  # what is on one device would go to the others unasked
+                moved = jax.device_put(moved, self.whole)
+            return self.small((function, types), make)(*moved)
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
