@@ -33,7 +33,6 @@ MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor",
 QUICK = {
     ("mistral", "fsdp tensor", 4),
     ("qwen2", "tensor", 8),
-    ("gemma2", "data fsdp tensor", 8),
 }
 
 
@@ -181,10 +180,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=slow_but(n == "scan")) for n in SETTINGS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
-    [("llama tied", "fsdp tensor", 8), pytest.param("qwen2", "data tensor", 8, marks=pytest.mark.slow)],
+    [("llama tied", "fsdp tensor", 8), ("qwen2", "data tensor", 8)],
 )
 def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
     """Whatever a profile says."""
@@ -196,9 +196,8 @@ def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
     assert ours.generate(PROMPTS[:3], max_new_tokens=12) == one.generate(PROMPTS[:3], max_new_tokens=12)
 
 
-@pytest.mark.parametrize(
-    "precision", [{"compute": "bf16"}, pytest.param({"mixed": "auto_mixed_bf16"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"mixed": "auto_mixed_bf16"}])
 def test_narrow(precision: dict[str, str]) -> None:
     """In bf16 sums in another order are rounded otherwise: no further from f32 than on one device."""
     chosen, where = profile(precision=precision), (None, mesh("data tensor", 8))

@@ -82,7 +82,8 @@ def test_gradients(family: str, kinds: str, devices: int, roll: str) -> None:
             assert_close(got[key], np.asarray(gradient))
 
 
-@pytest.mark.parametrize(("kinds", "devices"), [("fsdp tensor", 8), pytest.param("data", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "devices"), [("fsdp tensor", 8), ("data", 2)])
 def test_steps(kinds: str, devices: int) -> None:
     """Two steps of Adam give the losses and weights of one device, and leave every leaf where it was."""
     found = []
