@@ -48,7 +48,7 @@ def test_the_table() -> None:
     levels = [list(GraphStage).index(p.level) for p in PIPELINE]
     assert levels == sorted(levels)
     job = Job(plain(), FLOW.build(W).types)
-    assert [p.name for p in PIPELINE if p.runs(job)] == ["expand", "derive", "lower"]
+    assert [p.name for p in PIPELINE if p.runs(job)] == ["expand", "undivided", "derive", "lower"]
     assert [p.name for p in PIPELINE if p.runs(replace(job, sizes={"batch": 2}))][-1] == "specialise"
 
 
@@ -94,7 +94,7 @@ STOPS = {
     "cse": ("hir", "pass 'cse' leaves a program at mir"),
     "merge_ropes": (
         "hir",
-        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, merge_linears",
+        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_linears",
     ),
 }
 

@@ -786,6 +786,9 @@ def test_every_setting_has_a_row() -> None:
 
 def test_no_preset_is_idle_where_it_belongs() -> None:
     for name in PRESETS:
-        if name != "encoder":
+        if name.startswith("train"):
+            recipe = Llama32Flow.for_prefill(LLAMA)
+            rlx.compile(recipe, checkpoint(), profile=rlx.CompileProfile.preset(name), program="train")
+        elif name != "encoder":
             rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=rlx.CompileProfile.preset(name))
     rlx.load(FIXTURES / "bert" / "bare_v5", profile=rlx.CompileProfile.preset("encoder"))
