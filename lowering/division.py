@@ -39,6 +39,11 @@ class Division:
         role = of_program(program, self.roles)[axis]
         return math.prod(self.mesh.shape[name] for name in self._over(role) if name not in self._rows)
 
+    def repeats(self, program: Program, axis: int) -> bool:
+        """Whether an axis of a parameter is key heads that every device has, while query heads are divided."""
+        whole = self.parts("kv_heads") < self.parts("heads")
+        return whole and of_program(program, self.roles)[axis] == "kv_heads"
+
     # -- shardings ---------------------------------------------------------------------------
 
     def resting(self, program: Program) -> NamedSharding:

@@ -182,6 +182,12 @@ def test_fewer_key_heads_than_devices() -> None:
         assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
         assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
         assert "model.layers.1.self_attn.v_proj.weight" in ours.report().whole
+    merged = rlx.CausalLM(recipe("llama", **changes), made, mesh=mesh("tensor", 8)).model
+    assert [n for n in merged.param_specs() if "k_proj" in n] == [
+        f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)
+    ]
+    merged.lower(IDS)
+    assert "collective-permute" not in merged.report().collectives
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -381,6 +387,10 @@ def test_numbers_of_devices() -> None:
     assert rlx.CausalLM(recipe("llama"), made, mesh=2).report().mesh == "data 1 × tensor 2"
     assert rlx.compile(recipe("llama"), made, mesh=np.int64(3)).report().mesh == "data 3"
     assert rlx.compile(recipe("llama"), made, mesh="auto", program="train").report().mesh == "fsdp 8"
+    assert rlx.compile(recipe("llama"), made, mesh=4, program="prefill").report().mesh == "data 1 × tensor 4"
+    narrow = {"intermediate_size": 50}
+    odd = rlx.CausalLM(recipe("llama", **narrow), weights("llama", *narrow.items()), mesh="auto")
+    assert odd.report().mesh == "data 4 × tensor 2"
     assert rlx.compile(recipe("llama"), made).report().mesh == ""
     with pytest.raises(errors.RequestError, match="llama is compiled already: leave out 'mesh'"):
         rlx.CausalLM(rlx.compile(recipe("llama"), made), mesh=2)
@@ -399,7 +409,9 @@ def test_inputs_and_transformations() -> None:
     for ids in inputs:
         for run in (ours, lambda x: ours.apply(params, x), lambda x: jax.jit(ours.apply)(params, x)):
             assert_close(run(ids), want)
-    assert_close(ours(jax.device_put(IDS, jax.devices()[3])), want)
+    elsewhere = jax.device_put(IDS, jax.devices()[7])
+    assert_close(ours.apply(params, elsewhere), want)
+    assert_close(ours(elsewhere[:, :9]), want[:, :9])  # the first of its size
     assert_close(jax.vmap(lambda row: ours.apply(params, row[None])[0])(IDS), want)
     gradient = jax.grad(lambda p: ours.apply(p, IDS).sum())(params)
     assert all(bool(jnp.isfinite(g).all()) for g in gradient.values())

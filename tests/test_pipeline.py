@@ -94,7 +94,7 @@ STOPS = {
     "cse": ("hir", "pass 'cse' leaves a program at mir"),
     "merge_ropes": (
         "hir",
-        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_linears",
+        "pass 'merge_ropes' does not run for forward with these settings; those that do are expand, undivided, merge_",
     ),
 }
 

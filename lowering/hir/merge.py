@@ -25,9 +25,6 @@ Make = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Value, ...
 """From the numbers of a group's nodes and the inputs of the first: one value for each node."""
 
 
-Parts = Callable[[Program, int], int]
-"""Into how many pieces a parameter is cut along an axis where it is multiplied."""
-
 LINEARS = Pattern(
     "shared_input_matmul",
     "merge_linears",
@@ -46,17 +43,14 @@ def merge_linears(graph: Graph, types: TypeCache, division: Division | None = No
     Only where biases agree and each weight is used nowhere else in the program: in one place of the layers, beside the
     same weights in each that shares it. So it has a place in one merged leaf, and no copy in another.
     Over a mesh the merged weight has for each device its part of w₁ beside its part of w₂, so that the cut is local;
-    those that are divided into different numbers of parts stay apart.
+    those that are divided into different numbers of parts stay apart, and so do those of key heads that every device
+    has whole: it cuts what it needs of them.
 
     Missed: products of one value whose weights nothing else reads, and that could not be one.
     """
     uses = _uses(graph)
-
-    def parts(program: Program, axis: int) -> int:
-        return 1 if division is None else division.weight_parts(program, axis)
-
     done = _at_once(
-        graph, types, LINEARS.by, lambda graph: _groups(graph, uses, parts), functools.partial(_merge, parts)
+        graph, types, LINEARS.by, lambda graph: _groups(graph, uses, division), functools.partial(_merge, division)
     )
     return Fused(done, (*_merged(done, hir.Linear, LINEARS), *_missed(done, _uses(done))))
 
@@ -90,7 +84,7 @@ def _missed(graph: Graph, uses: Counter[Program]) -> Iterator[Place]:
             yield LINEARS.missed(numbers[0], first, "SharedMatmulCount", f"{{{len(numbers)}}}")
 
 
-def _groups(graph: Graph, uses: Counter[Program], parts: Parts) -> list[list[int]]:
+def _groups(graph: Graph, uses: Counter[Program], division: Division | None) -> list[list[int]]:
     """Node numbers of Linears that can become one, in order."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -101,9 +95,11 @@ def _groups(graph: Graph, uses: Counter[Program], parts: Parts) -> list[list[int
             iterations = tuple(len(op.programs) for op in operands if isinstance(op, Param))
             weight = operands[0]
             assert isinstance(weight, Param)
-            over = tuple(parts(weight.programs[0], axis) for axis in (0, 1))
+            over = tuple(_parts(division, weight.programs[0], axis) for axis in (0, 1))
             if any(int(size) % n for size, n in zip(weight.type.shape, over, strict=True)):
                 continue  # refused by name once the layout is known
+            if division is not None and division.repeats(weight.programs[0], 1 - node.op.contract):
+                continue
             found[(node.inputs[0], node.op, iterations, over)].append(number)
     return [group for group in found.values() if len(group) > 1 and _one_place_each(graph, group)]
 
@@ -117,13 +113,20 @@ def _one_place_each(graph: Graph, group: list[int]) -> bool:
     return True
 
 
-def _merge(parts: Parts, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+def _parts(division: Division | None, program: Program, axis: int) -> int:
+    """Into how many pieces a parameter is cut along an axis where it is multiplied."""
+    return 1 if division is None else division.weight_parts(program, axis)
+
+
+def _merge(
+    division: Division | None, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]
+) -> tuple[Value, ...]:
     nodes = [graph.nodes[number] for number in group]
     op = nodes[0].op
     assert isinstance(op, hir.Linear)
     axis = 0 if op.contract == 1 else 1
     sizes = tuple(int(graph.type(n.inputs[1]).shape[axis]) for n in nodes)
-    shards = parts(_param(graph, nodes[0].inputs[1]).programs[0], axis)
+    shards = _parts(division, _param(graph, nodes[0].inputs[1]).programs[0], axis)
     weights = [_concat([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
     if op.bias:
         weights.append(_concat([_param(graph, n.inputs[2]) for n in nodes], 0, shards))

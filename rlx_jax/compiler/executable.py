@@ -91,6 +91,12 @@ def guarded() -> bool:
     return jax.config.jax_transfer_guard_host_to_device not in (None, "allow")  # type: ignore[attr-defined]
 
 
+def anywhere(argument: Any) -> Any:
+    """What a program is compiled for: of an array the shape and dtype, wherever that one is."""
+    concrete = isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer)
+    return jax.ShapeDtypeStruct(argument.shape, argument.dtype) if concrete else argument
+
+
 def stands(argument: Any, sharding: Any) -> bool:
     """Whether an argument may be given to a program that was compiled for this sharding."""
     if sharding is None or not isinstance(argument, jax.Array):  # what comes from the host goes where it is wanted
@@ -138,7 +144,8 @@ def compile_program(
         }
     jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options, **at)
     start = time.perf_counter()
-    lowered = jitted.lower(params, state, *parted(inputs, consumed))
+    arguments = (params, state, *parted(inputs, consumed))
+    lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))
     traced = time.perf_counter()
     try:
         compiled = lowered.compile()

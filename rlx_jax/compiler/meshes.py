@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ def divide_model(
     them. None where there is no mesh.
 
     Of a number of devices the axes follow: in training all divide the parameters and the batch (`fsdp`); of a model
-    that generates as many as its key heads allow divide heads (`tensor`), and the rest rows (`data`); of any other all
-    divide rows.
+    that generates as many as its key heads and feed-forward blocks allow divide these (`tensor`), and the rest rows
+    (`data`); of any other all divide rows.
 
     Raises:
         RequestError: something else, or more devices than there are. ProfileError: a mesh axis that divides nothing.
@@ -42,7 +42,8 @@ def divide_model(
             raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")
     graphs = [expand_composites(built.hir, built.types) for built in builds if built.stage == GraphStage.HIR]
     if not isinstance(mesh, Mesh):
-        mesh = arranged(chosen_devices(mesh), graphs, program, not {program, *serves}.isdisjoint(CACHED_PROGRAMS))
+        devices, generates = chosen_devices(mesh), not {program, *serves}.isdisjoint(CACHED_PROGRAMS)
+        mesh = arranged(devices, [*divisible(builds, graphs)] if generates else [], program)
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
     # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.
@@ -69,13 +70,23 @@ def chosen_devices(mesh: Any) -> list[Any]:
     return devices[: int(mesh)]
 
 
-def arranged(devices: list[Any], graphs: Iterable[Graph], program: str, generates: bool) -> Mesh:
-    """The mesh of so many devices, by what they are for."""
-    if program == "train" or not generates:
+def arranged(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
+    """The mesh of so many devices, by what they are for; `sizes` are those that `tensor` divides, if there is one."""
+    if program == "train" or not sizes:
         return Mesh(np.array(devices), ("fsdp" if program == "train" else "data",))
-    heads = [heads_of(n.op) for g in graphs for _, n in g.walk() if isinstance(n.op, hir.Attention)]
-    fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(a % t or b % t for a, b in heads)]
+    fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(size % t for size in sizes)]
     return Mesh(np.array(devices).reshape(-1, max(fit)), ("data", "tensor"))
+
+
+def divisible(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]:
+    """Numbers of heads, and widths of feed-forward blocks: what is divided in equal parts, or refused."""
+    for graph in graphs:
+        for _, node in graph.walk():
+            if isinstance(node.op, hir.Attention):
+                yield from heads_of(node.op)
+    for built in builds:
+        for key, roles in built.roles.items():
+            yield from (built.params[key].shape[axis] for axis, role in enumerate(roles) if role == "ffn")
 
 
 def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:

@@ -30,21 +30,29 @@ def own_mesh(division: Division | None) -> Iterator[None]:
 
 
 def at_home(arrays: T, division: Division | None) -> T:
-    """The same arrays; those on a mesh with explicit axes as arrays on the same devices, divided as they are."""
-    if division is None or not any(map(_is_explicit, jax.tree.leaves(arrays))):
+    """The same arrays where a model over devices takes them: those on a mesh with explicit axes on the same devices,
+    divided as they are; those that were put on other devices on all of its own."""
+    if division is None:
         return arrays
-    moved: T = jax.tree.map(lambda a: jax.device_put(a, _auto(a.sharding)) if _is_explicit(a) else a, arrays)
+    own = set(division.mesh.devices.flat)
+
+    def home(a: Any) -> Any:
+        if not isinstance(a, jax.Array) or isinstance(a, jax.core.Tracer) or not a.committed:
+            return a
+        if a.sharding.device_set != own:
+            return jax.device_put(a, division.whole)
+        return jax.device_put(a, _auto(a.sharding)) if _is_explicit(a.sharding) else a
+
+    moved: T = jax.tree.map(home, arrays)
     return moved
 
 
-def _is_explicit(array: Any) -> bool:
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    sharding = array.sharding if concrete else None
+def _is_explicit(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _auto(sharding: NamedSharding) -> NamedSharding:
-    mesh: Any = sharding.mesh
+def _auto(sharding: Any) -> NamedSharding:
+    mesh = sharding.mesh
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return NamedSharding(auto, sharding.spec)
 
