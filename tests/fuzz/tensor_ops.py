@@ -276,11 +276,11 @@ def narrow(s: Sketch) -> object:
 
 
 def split_last(s: Sketch) -> object:
-    """The last axis in two parts, one of which may be empty, or in one."""
+    """The last axis in two parts, or in one. None is empty: there is no maximum of nothing."""
     x = s.pick(lambda k: len(k.shape) > 0 and is_static(k.shape[-1])) or floating(s, 1)
     size = x.shape[-1]
-    first = s.draw(size)
-    return s.add(SplitLast((first, size - first) if s.coin(3) else (size,)), x)
+    first = 1 + s.draw(size - 1) if size > 1 else size
+    return s.add(SplitLast((first, size - first) if first < size and s.coin(3) else (size,)), x)
 
 
 def shard(s: Sketch) -> object:
