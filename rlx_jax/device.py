@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, quote
 from rlx_jax.io import limits
@@ -148,6 +149,25 @@ def _capability(text: str) -> tuple[int, int] | None:
     """`9.0` as (9, 0); None for anything else."""
     major, _, minor = str(text).partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def auto_axes(mesh: Any) -> Mesh:
+    """The same mesh, whose axes are no part of types: XLA divides along them by itself."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def freed(array: Any) -> Any:
+    """The same array where XLA may choose how what is made of it is divided.
+
+    Outside of `jax.jit`, JAX does not cut an array along an axis that an explicit axis of a mesh divides.
+    """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return array
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    auto = NamedSharding(auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.device_put(array, auto)
 
 
 # -- what fits ---------------------------------------------------------------------------------

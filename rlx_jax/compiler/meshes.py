@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.device import devices_here, running_device
+from rlx_jax.device import auto_axes, devices_here, running_device
 from rlx_jax.errors import ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
@@ -47,8 +47,7 @@ def divide_model(
     axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
     check_axes(mesh, axes)
     # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    division = Division(auto, {role: names for role, names in axes.items() if names}, all_roles(builds))
+    division = Division(auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds))
     for graph in graphs:
         division = with_groups(division, graph)
     return division

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.device import freed
 from rlx_jax.ir.roles import of_dims
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.plan import Lir, state_leaves
@@ -41,20 +42,10 @@ def at_home(arrays: T, division: Division | None) -> T:
             return a
         if a.sharding.device_set != own:
             return jax.device_put(a, division.whole)
-        return jax.device_put(a, _auto(a.sharding)) if _is_explicit(a.sharding) else a
+        return freed(a)
 
     moved: T = jax.tree.map(home, arrays)
     return moved
-
-
-def _is_explicit(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _auto(sharding: Any) -> NamedSharding:
-    mesh = sharding.mesh
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return NamedSharding(auto, sharding.spec)
 
 
 def in_any_mesh(function: Function, template: Template, lir: Lir, division: Division | None) -> Function:

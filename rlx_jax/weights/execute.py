@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
-from rlx_jax.device import check_space
+from rlx_jax.device import check_space, freed
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.boxes import Box, side_by_side
 from rlx_jax.ir.packed import PackedSpec, decoded
@@ -278,25 +278,9 @@ def by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
     """
     found: dict[str, list[Piece]] = {}
     for program, array in leaves.items():
-        for piece in pieces(program, _free_to_cut(array)):
+        for piece in pieces(program, freed(array)):
             found.setdefault(piece.key.key, []).append(piece)
     return {name: _as_stored(whole(held), held[0].key.type.dtype) for name, held in found.items()}
-
-
-def _free_to_cut(array: jax.Array) -> jax.Array:
-    """The same array where XLA may choose how pieces of it are divided.
-
-    Outside of `jax.jit`, JAX does not cut an array along an axis that an explicit axis of a mesh divides.
-    """
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-        return array
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
-        return array
-    names = sharding.mesh.axis_names
-    mesh = Mesh(sharding.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
-    free: jax.Array = jax.device_put(array, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
-    return free
 
 
 class Piece(NamedTuple):
