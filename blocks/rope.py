@@ -1,12 +1,7 @@
-"""Rotary position embeddings: the frequencies, and the RopeTables stage that makes cos and sin.
-
-Frequencies follow Su et al. 2021 and the scaling rules of the checkpoints' own reference
-(`rope_scaling` / `rope_parameters`: linear, llama3).
-"""
+"""Rotary position embeddings: the RopeTables stage that makes cos and sin, of `rlx_jax.ir.frequencies`."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,39 +9,10 @@ import numpy as np
 
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
+from rlx_jax.ir.frequencies import Frequencies, frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
 
-Frequencies = tuple[float, ...]
 MAX_TABLE = 2**20  # bytes: tables are constants of the program
-
-
-def frequencies(head_dim: int, theta: float = 10000.0) -> Frequencies:
-    """Inverse frequencies θ^(−2i/D), i < D/2, in radians a token; computed in f32 as the reference does."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return tuple(float(f) for f in np.float32(1.0) / np.float32(theta) ** exponent)
-
-
-def linear_scaling(freqs: Frequencies, factor: float) -> Frequencies:
-    """Positions divided by `factor`."""
-    return tuple(float(np.float32(f) / np.float32(factor)) for f in freqs)
-
-
-def llama3_scaling(
-    freqs: Frequencies, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
-) -> Frequencies:
-    """Llama 3.1's rule: wavelengths over `original/low` are divided by `factor`, under `original/high` kept,
-    those between interpolated smoothly."""
-    out = []
-    for f in freqs:
-        wavelength = 2 * math.pi / f
-        if wavelength < original_context / high_freq_factor:
-            out.append(f)
-        elif wavelength > original_context / low_freq_factor:
-            out.append(f / factor)
-        else:
-            smooth = (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
-            out.append((1 - smooth) * f / factor + smooth * f)
-    return tuple(float(np.float32(f)) for f in out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,6 +87,7 @@ CALLS: dict[str, Call] = {
     "attention_": lambda m, i: m.attention_(i.x, i.x, i.y, mask_value=i.keep, heads=2, head_dim=4),
     "rope": lambda m, i: m.rope(i.x, i.cos, i.sin, head_dim=4),
     "rope_n": lambda m, i: m.rope_n(i.x, i.cos, i.sin, head_dim=8, n_rot=4),
+    "axial_rope_2d": lambda m, i: m.axial_rope_2d(m.reshape(i.g, (1, 2, 4)), end_x=2, end_y=1, head_dim=4),
     "positions": lambda m, i: m.positions(i.x), "rope_angles": lambda m, i: m.rope_angles(i.ids, (1.0, 0.1)),
     "embed": lambda m, i: m.embed(i.w, i.ids), "last_token": lambda m, i: m.last_token(i.x, i.at),
     "first_token": lambda m, i: m.first_token(i.x),

@@ -29,7 +29,6 @@ from rlx_jax.blocks import (
     gemma_decode_layer,
     gemma_prefill_layer_kv,
 )
-from rlx_jax.blocks.rope import frequencies
 from rlx_jax.errors import (
     DeriveError,
     GraphError,
@@ -43,6 +42,7 @@ from rlx_jax.errors import (
     UnboundStreamError,
 )
 from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
+from rlx_jax.ir.frequencies import frequencies
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.hir import GrowingAttention
 from rlx_jax.lowering.mir.cse import cse

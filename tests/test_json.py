@@ -68,7 +68,9 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.Embed(), ("f32 7 8", "i32 2 3")),
     (hir.Positions(), ("f32 2 3 8",)),
     (hir.RopeAngles((1.0, 0.1), 1.25), ("i32 1 3",)),
+    (hir.RopeAngles((1.0, 0.1), axes=(1, 0)), ("i32 1 3 2",)),
     (hir.RopeRows(2, ROWS, ROWS), ("i32 1 3",)),
+    (hir.Rope(4, 4, "interleaved"), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Attention(4, 2, True, 2, 0.3, 5.0, ("keep",)), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 3")),
     (

@@ -63,6 +63,7 @@ from tests.oracles.op_formulas import (
     ring_step,
     rms_norm,
     rope,
+    rope_table,
     softmax,
 )
 
@@ -247,21 +248,23 @@ def fused_samples() -> Iterator[Sample]:
 def sequence_samples() -> Iterator[Sample]:
     """Rotary embeddings and the cache."""
     for n_rot, width in ((8, 4), (8, 8), (4, 2), (4, 4)):
-        for rows in ("1", "batch"):
+        for rows, style in (("1", "half"), ("batch", "half"), ("batch", "interleaved")):
             yield Sample(
-                RopeOp(8, n_rot),
+                RopeOp(8, n_rot, style),
                 ("f32 batch seq 24", f"f32 {rows} seq {width}", f"f32 {rows} seq {width}"),
-                lambda x, c, s, r=n_rot: rope(x, c, s, 8, r),
+                lambda x, c, s, r=n_rot, style=style: rope(x, c, s, 8, r, style),
             )
     yield Sample(RopeOp(4, 4), ("bf16 2 3 8", "f32 1 3 2", "f32 1 3 2"), lambda x, c, s: rope(x, c, s, 4, 4))
     freqs = (1.0, 0.31, 0.01)
 
-    def table(p: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
-        angles = p[..., None] * np.array(freqs)
-        return np.cos(angles) * factor, np.sin(angles) * factor
-
-    yield Sample(RopeTable(freqs), ("i32 1 seq",), lambda p: table(p, 1.0), below=50, tolerance=1e-5)
-    yield Sample(RopeTable(freqs, 1.2), ("i32 batch seq",), lambda p: table(p, 1.2), below=50, tolerance=1e-5)
+    for op, positions in (
+        (RopeTable(freqs), "i32 1 seq"),
+        (RopeTable(freqs, 1.2), "i32 batch seq"),
+        (RopeTable(freqs, axes=(3, 0, 1)), "i32 batch seq 4"),
+        (RopeTable(freqs, 0.7, (1, 0, 1)), "i32 1 seq 2"),
+    ):
+        yield Sample(op, (positions,), lambda p, o=op: rope_table(p, o.inv_freq, o.factor, o.axes), below=50,
+                     tolerance=1e-5)  # fmt: skip
     for cache in ("f32 batch keys 3", "f32 batch keys 2 3"):
         new = cache.replace("keys", "4")
         yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
@@ -472,6 +475,12 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a bias of rank 3", AttentionOp(2, 2, extra=("bias",)), ("f32 1 2 8",) * 3 + ("f32 2 2 2",), ShapeError),
     ("batches that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 3 2 8", "f32 3 2 8"), ShapeError),
     ("float positions", RopeTable((1.0,)), ("f32 1 4",), GraphError),
+    ("rows of coordinates for one", RopeTable((1.0,)), ("i32 1 4 2",), ShapeError),
+    ("one position for several coordinates", RopeTable((1.0,), axes=(0,)), ("i32 1 4",), ShapeError),
+    ("a coordinate too far", RopeTable((1.0,), axes=(2,)), ("i32 1 4 2",), ShapeError),
+    ("an axis for one of two frequencies", RopeTable((1.0, 0.1), axes=(1,)), ("i32 1 4 2",), ShapeError),
+    ("an unknown style", RopeOp(8, 8, "neox"), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), GraphError),
+    ("rank 4 to rotate", RopeOp(8, 8), ("f32 1 2 1 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
     ("odd n_rot", RopeOp(8, 3), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
     ("n_rot over head_dim", RopeOp(4, 8), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
     ("tables of another length", RopeOp(8, 8), ("f32 1 2 8", "f32 1 3 4", "f32 1 3 4"), ShapeError),

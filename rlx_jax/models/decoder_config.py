@@ -13,8 +13,8 @@ from typing import Any, Self, TypedDict
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, DecoderLayerSpec, MaskKind
-from rlx_jax.blocks.rope import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.ir.frequencies import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
 
 Windows = tuple[int | None, ...]

@@ -17,8 +17,8 @@ from rlx_jax.blocks import (
     gemma_layer_spec,
     gemma_prefill_layer_composed,
 )
-from rlx_jax.blocks.rope import Frequencies
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
+from rlx_jax.ir.frequencies import Frequencies
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs

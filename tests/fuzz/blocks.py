@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, TypeCache
+from rlx_jax.ir.ops.attention import ROPE_STYLES
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Narrow
 from rlx_jax.ir.types import symbol
@@ -131,7 +132,7 @@ def rope(s: Sketch) -> object:
     head_dim, n_rot = s.choice(((4, 4), (2, 2), (4, 2)))
     x = sequence(s, 4 * (1 + s.draw(2)))
     cos_sin = tables(s, x, n_rot)
-    return s.one(hir.Rope(head_dim, n_rot), x, *cos_sin) if cos_sin else None
+    return s.one(hir.Rope(head_dim, n_rot, s.choice(ROPE_STYLES)), x, *cos_sin) if cos_sin else None
 
 
 HEADS = ((2, 1, 2), (1, 1, 4), (2, 2, 2), (4, 2, 1), (4, 2, 2))

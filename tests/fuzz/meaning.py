@@ -165,13 +165,12 @@ def region(op: ElementwiseRegion, *operands: Array) -> Array:
 
 def rope_table(op: RopeTable | hir.RopeAngles, positions: Array) -> tuple[Array, Array]:
     """cos and sin of position · frequency."""
-    angles = positions[..., None] * np.array(op.inv_freq)
-    return np.cos(angles) * op.factor, np.sin(angles) * op.factor
+    return formula.rope_table(positions, op.inv_freq, op.factor, op.axes)
 
 
 def rotate(op: RopeOp | hir.Rope, x: Array, cos: Array, sin: Array) -> Array:
-    """Pairs (i, i + R/2) of each head."""
-    return formula.rope(x, cos, sin, op.head_dim, op.n_rot)
+    """Pairs of columns of each head."""
+    return formula.rope(x, cos, sin, op.head_dim, op.n_rot, op.style)
 
 
 def twice_plus_one(x: Any) -> Any:

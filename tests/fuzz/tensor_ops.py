@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import ROPE_STYLES, AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
@@ -416,7 +416,9 @@ def attention(s: Sketch) -> object:
 def rope_table(s: Sketch) -> object:
     """cos and sin of positions."""
     freqs = s.choice(((1.0, 0.31), (0.5,), (1.0, 0.2, 0.04)))
-    return s.add(RopeTable(freqs, s.choice((1.0, 1.2))), integers(s, s.dims(2), 9))
+    axes = (1, 0, 1)[: len(freqs)] if s.coin(4) else ()
+    positions = integers(s, (*s.dims(2), 2) if axes else s.dims(2), 9)
+    return s.add(RopeTable(freqs, s.choice((1.0, 1.2)), axes), positions)
 
 
 def rope(s: Sketch) -> object:
@@ -427,7 +429,7 @@ def rope(s: Sketch) -> object:
     rows = s.choice((1, batch))
     freqs = (1.0, 0.31, 0.1)[: n_rot // 2]
     tables = s.add(RopeTable(freqs), integers(s, (rows, length), 9))
-    return s.one(RopeOp(dim, n_rot), x, *tables) if tables else None
+    return s.one(RopeOp(dim, n_rot, s.choice(ROPE_STYLES)), x, *tables) if tables else None
 
 
 def cache_update(s: Sketch) -> object:

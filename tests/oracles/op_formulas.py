@@ -6,7 +6,7 @@ Each is written from the published formula, slowly where that is clearer: attent
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,17 +114,27 @@ def attention(
     return out
 
 
-def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: int) -> np.ndarray:
-    """Half-split rotation of packed heads, one pair at a time."""
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: int, style: str = "half") -> np.ndarray:
+    """Rotation of packed heads, one pair at a time."""
     out, half = x.copy(), n_rot // 2
     for b in range(x.shape[0]):
         for head in range(x.shape[2] // head_dim):
             for i in range(half):
-                first, second = head * head_dim + i, head * head_dim + half + i
+                pair = (i, half + i) if style == "half" else (2 * i, 2 * i + 1)
+                first, second = (head * head_dim + column for column in pair)
                 c, s = cos[b % len(cos), :, i], sin[b % len(sin), :, i]
                 out[b, :, first] = x[b, :, first] * c - x[b, :, second] * s
                 out[b, :, second] = x[b, :, second] * c + x[b, :, first] * s
     return out
+
+
+def rope_table(
+    positions: np.ndarray, inv_freq: Sequence[float], factor: float = 1.0, axes: Sequence[int] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, one frequency at a time."""
+    columns = [positions if not axes else positions[..., axes[i]] for i in range(len(inv_freq))]
+    angles = np.stack([p * f for p, f in zip(columns, inv_freq, strict=True)], axis=-1)
+    return np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def cumsum(x: np.ndarray, axis: int, exclusive: bool) -> np.ndarray:

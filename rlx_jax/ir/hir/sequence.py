@@ -30,18 +30,19 @@ class Positions(Hir):
 
 @dataclass(frozen=True)
 class RopeAngles(Hir):
-    """cos and sin for positions `[B|1, S]`: two f32 `[B|1, S, R/2]`. See `RopeTable`."""
+    """cos and sin for positions `[B|1, S]`, or with `axes` `[B|1, S, A]`: two f32 `[B|1, S, R/2]`. See `RopeTable`."""
 
     traits = TABLES
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
+    axes: tuple[int, ...] = ()
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        return b.add(RopeTable(self.inv_freq, self.factor), *operands)
+        return b.add(RopeTable(self.inv_freq, self.factor, self.axes), *operands)
 
     def text(self) -> str:
-        return f"rope_angles(n_rot={2 * len(self.inv_freq)})"
+        return f"rope_angles(n_rot={2 * len(self.inv_freq)}{f', axes={1 + max(self.axes)}' if self.axes else ''})"
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,20 @@ class RopeRows(Hir):
 
 @dataclass(frozen=True)
 class Rope(Hir):
-    """Rotary embedding of packed heads. x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]`. See `RopeOp`."""
+    """Rotary embedding of packed heads. x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]`; `style` half or interleaved.
+    See `RopeOp`."""
 
     traits = TABLES
 
     head_dim: int
     n_rot: int
+    style: str = "half"
 
     def check(self, *operands: TensorType) -> None:
         check_arity("rope", len(operands), 3)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(RopeOp(self.head_dim, self.n_rot), *operands)
+        return b(RopeOp(self.head_dim, self.n_rot, self.style), *operands)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
@@ -187,6 +187,8 @@ class RopeTable(Mir):
     """cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 `[P,S,R/2]`.
 
     `inv_freq` are the R/2 inverse frequencies in radians a token, θ^(−2i/R) before any scaling.
+    With `axes` a token has several coordinates, positions `[P,S,A]` int32 (row and column of an image, say), and column
+    i of the tables turns by coordinate `axes[i]`.
     `factor` multiplies both tables (YaRN's attention factor).
     """
 
@@ -194,59 +196,83 @@ class RopeTable(Mir):
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
+    axes: tuple[int, ...] = ()
 
     def check(self, *operands: TensorType) -> None:
         (positions,) = operands
-        if positions.rank != 2 or not jnp.issubdtype(positions.dtype, jnp.integer):
-            raise ShapeError(f"rope_table: positions are integers [B,S], got {positions}")
+        rank, letters = (3, "[B,S,A]") if self.axes else (2, "[B,S]")
+        if positions.rank != rank or not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise ShapeError(f"rope_table: positions are integers {letters}, got {positions}")
+        if self.axes and len(self.axes) != len(self.inv_freq):
+            raise ShapeError(f"rope_table: {len(self.axes)} axes for {len(self.inv_freq)} frequencies: one for each")
+        count = positions.shape[-1]
+        if self.axes and not (is_static(count) and 0 <= min(self.axes) <= max(self.axes) < count):
+            raise ShapeError(f"rope_table: axes {list(self.axes)} are not among the coordinates of {positions}")
 
     def eval(self, positions: Array) -> tuple[Array, Array]:
-        flat = positions.reshape(-1)
-        angles = flat.astype(jnp.float32)[:, None] * jnp.asarray(self.inv_freq, jnp.float32)[None, :]
+        columns = jnp.asarray(self.axes, jnp.int32)
+        each = jnp.take(positions, columns, axis=2, mode="clip") if self.axes else positions[..., None]
+        flat = each.reshape(-1, each.shape[-1])
+        angles = flat.astype(jnp.float32) * jnp.asarray(self.inv_freq, jnp.float32)[None, :]
         table = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * jnp.float32(self.factor)
         # Reading the table through a gather makes XLA:CPU keep it; fused, every layer would take sin and cos again.
         rows = jnp.take(table, jnp.arange(flat.shape[0], dtype=jnp.int32), axis=0, mode="clip")
-        rows = rows.reshape(*positions.shape, 2 * len(self.inv_freq))
+        rows = rows.reshape(*positions.shape[:2], 2 * len(self.inv_freq))
         return rows[..., : len(self.inv_freq)], rows[..., len(self.inv_freq) :]
 
     def text(self) -> str:
-        return f"rope_table(n_rot={2 * len(self.inv_freq)})"
+        return f"rope_table(n_rot={2 * len(self.inv_freq)}{f', axes={1 + max(self.axes)}' if self.axes else ''})"
+
+
+ROPE_STYLES = ("half", "interleaved")
+"""Which columns of a head a rotation pairs: (i, i + R/2), as NeoX and Llama do, or (2i, 2i + 1), as GPT-J does."""
 
 
 @dataclass(frozen=True)
 class RopeOp(Mir):
-    """Rotate pairs (i, i+R/2) of each head by the angle of its position (half-split, NeoX style).
+    """Rotate pairs (a, b) of each head's first R columns by the angle of its position: `half` pairs columns i and
+    i+R/2 (NeoX), `interleaved` 2i and 2i+1 (GPT-J), for i < R/2. Su et al. 2021.
 
     x `[B,S,N·D]`, cos and sin `[B|1,S,W]` with W = R/2 (also D/2 or R: the first R/2 columns are used);
-    columns from R on pass through. `y[i] = x[i]c[i] − x[i+R/2]s[i]`, `y[i+R/2] = x[i+R/2]c[i] + x[i]s[i]`, in f32.
+    columns from R on pass through. `y[a] = x[a]c[i] − x[b]s[i]`, `y[b] = x[b]c[i] + x[a]s[i]`, in f32.
     """
 
     traits = replace(TOKENS, narrows=1, bytes=each_once)
 
     head_dim: int
     n_rot: int
+    style: str = "half"
 
     def check(self, *operands: TensorType) -> None:
         x, cos, sin = operands
+        if self.style not in ROPE_STYLES:
+            raise GraphError(f"rope: style is {quote(self.style)}; expected {' or '.join(ROPE_STYLES)}")
         if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
             raise ShapeError(f"rope: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
-        if not is_static(x.shape[-1]) or x.shape[-1] % self.head_dim:
-            raise ShapeError(f"rope: the last axis of {x} is not a multiple of head_dim {self.head_dim}")
+        if x.rank != 3 or not is_static(x.shape[-1]) or x.shape[-1] % self.head_dim:
+            raise ShapeError(f"rope: x is [B,S,N·{self.head_dim}], whole heads of width head_dim; got {x}")
         if cos.shape != sin.shape or cos.rank != 3 or cos.shape[1] != x.shape[1] or cos.shape[2] < self.n_rot // 2:
             raise ShapeError(f"rope: for x {x} the tables are [B,S,{self.n_rot // 2}], got {cos} and {sin}")
 
     def eval(self, x: Array, cos: Array, sin: Array) -> Array:
         half, heads = self.n_rot // 2, x.shape[-1] // self.head_dim
         wide = x.reshape(*x.shape[:-1], heads, self.head_dim).astype(jnp.float32)
+        c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
         whole = self.n_rot == self.head_dim
         # A gradient joins what was split, and would pad and add what was sliced.
-        first, second, *rest = jnp.split(wide, (half,) if whole else (half, self.n_rot), axis=-1)
-        c, s = (t.astype(jnp.float32)[..., None, :half] for t in (cos, sin))
-        parts = [first * c - second * s, second * c + first * s, *rest]
-        return jnp.concatenate(parts, axis=-1).reshape(x.shape).astype(x.dtype)
+        if self.style == "interleaved":
+            turned, *rest = (wide,) if whole else jnp.split(wide, (self.n_rot,), axis=-1)
+            pairs = jnp.split(turned.reshape(*turned.shape[:-1], half, 2), 2, axis=-1)
+            first, second = (p.reshape(*turned.shape[:-1], half) for p in pairs)
+        else:
+            first, second, *rest = jnp.split(wide, (half,) if whole else (half, self.n_rot), axis=-1)
+        parts = [first * c - second * s, second * c + first * s]
+        if self.style == "interleaved":
+            parts = [jnp.stack(parts, axis=-1).reshape(*wide.shape[:-1], self.n_rot)]
+        return jnp.concatenate([*parts, *rest], axis=-1).reshape(x.shape).astype(x.dtype)
 
     def text(self) -> str:
-        return f"rope(d={self.head_dim}, n_rot={self.n_rot})"
+        return f"rope(d={self.head_dim}, n_rot={self.n_rot}{', interleaved' * (self.style == 'interleaved')})"
 
 
 def _rows_written(op: Any, operands: Types, results: Types) -> int:
