@@ -17,7 +17,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.layer_stack import Stages
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.emit import Emit
-from rlx_jax.trace.ops import Ops
+from rlx_jax.trace.writer import Writer
 
 INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "x": (("batch", "seq", 8), "f32"), "y": (("batch", "seq", 8), "f32"), "w": ((8, 6), "f32"), "wt": ((6, 8), "f32"),
@@ -26,6 +26,9 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "sin": ((1, "seq", 2), "f32"), "sq": ((8, 8), "f32"),
 }  # fmt: skip
 """What the calls below read, under these names."""
+
+TOPICS = [c for c in Builders.__mro__ if issubclass(c, Writer)]
+"""The classes that define ops, each with a topic of its own."""
 
 Call = Callable[[Any, Any], Any]
 CALLS: dict[str, Call] = {
@@ -143,7 +146,7 @@ def by_emit(call: Call) -> list[Any]:
 def test_every_op_stands_in_the_table() -> None:
     """A method that is added to the builders is added here."""
     own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level"}
-    methods = {n for c in (Ops, Builders) for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
+    methods = {n for c in TOPICS for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
     assert methods == set(CALLS), "a call of each method stands in CALLS of this file"
 
 
@@ -159,7 +162,7 @@ def test_every_op_is_reachable_from_the_package() -> None:
 
 def test_no_surface_spells_an_op_again() -> None:
     """The mixins alone define ops and stages; the one exception names the output of a flow too."""
-    for surface, mixins in ((Emit, (Ops, Builders)), (GraphModule, (Ops, Builders)), (ModelFlow, (Stages,)),
+    for surface, mixins in ((Emit, TOPICS), (GraphModule, TOPICS), (ModelFlow, (Stages,)),
                             (LayerStack, (Stages,))):  # fmt: skip
         shared = {n for c in mixins for n in vars(c) if not n.startswith("_")}
         again = shared & {n for n in vars(surface) if not n.startswith("_")}

@@ -23,7 +23,8 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.checks import items_of
-from rlx_jax.trace.ops import Ops, Shape, V, is_number
+from rlx_jax.trace.ops import Ops
+from rlx_jax.trace.writer import Shape, V, is_number
 
 
 class Builders(Ops[V]):

@@ -11,7 +11,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Value
 from rlx_jax.ir.types import Dim, TensorType, ValueType, is_static
 from rlx_jax.trace.builders import Builders
-from rlx_jax.trace.ops import Axes
+from rlx_jax.trace.writer import Axes
 
 
 class FlowValue:

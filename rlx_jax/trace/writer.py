@@ -1,0 +1,177 @@
+"""How a method writes an op: what the topics of `rlx_jax.trace.ops` share. `Emit` writes with `FlowValue`s,
+`GraphModule` with `Value`s.
+
+The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
+
+- Operands come first, in the order of the op's own formula; what follows the operands that a formula names is
+  keyword-only, so that two numbers, or two weights of one shape, cannot change places without a word.
+- Beside a value stands a number: `add(x, 1.0)`. It takes the dtype of the value, or is refused where it does not fit.
+- Axes may be negative, and `axis` has this name everywhere.
+- A name has one spelling. `reshape_`, `transpose_`, `narrow_`, `concat_`, `gather_`, and `sm`, `ln`, `gelu_approx`,
+  `attention_kind`, `attention_kind_opts`, `transformer_block` are other names of the same methods.
+- A weight is a value, `[in, out]` unless the call says `transpose=True`. In a stage it may also be the key of a weight,
+  which is read as the checkpoint stores it, `[out, in]` unless the call says `transpose=False`.
+
+Shapes are inferred; `out_shape` is optional and checked. All methods raise ShapeError, DTypeError or ArityError where
+operands do not fit, and LevelError for a block in a module that is not at HIR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError
+from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Value, located
+from rlx_jax.ir.ops.custom import JaxFn, small_constant
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, path_text
+from rlx_jax.trace.checks import check_attributes, items_of
+
+V = TypeVar("V")
+Shape = Sequence[Any]
+"""Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`)."""
+Axes = int | Sequence[int] | None
+"""One axis, several, or None for all of them."""
+
+
+def is_number(value: object) -> bool:
+    """Whether an operand is a plain number, to stand beside a value."""
+    return isinstance(value, bool | int | float | np.number | np.bool_)
+
+
+class Writer(Generic[V]):
+    """What every topic of ops is written with, over the values `V` of whoever writes."""
+
+    builder: Builder
+    captured: Captured
+
+    @property
+    def level(self) -> GraphStage:
+        """Where the program stands."""
+        raise NotImplementedError
+
+    # -- what a writer defines ---------------------------------------------------------------
+
+    def own(self, value: V) -> Value:
+        """The graph value behind one of ours; anything else is a GraphError."""
+        raise NotImplementedError
+
+    def wrap(self, value: Value) -> V:
+        """A graph value as users get it."""
+        raise NotImplementedError
+
+    def weight(self, weight: V | str, roles: Roles | None = None) -> V:
+        """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`."""
+        raise NotImplementedError
+
+    # -- appending ---------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The current block path, `layers.3.self_attn`; the name of the program outside of all blocks."""
+        return path_text(self.builder.here.path)
+
+    def type_of(self, value: V) -> TensorType:
+        """The type of a value as the IR holds it."""
+        return self.builder.type(self.own(value))
+
+    def shape(self, value: V) -> ValueType:
+        """The shape and dtype of a value. A symbolic size refuses comparison with a number."""
+        return ValueType(self.type_of(value))
+
+    def add_all(self, op: Op, *values: V) -> tuple[V, ...]:
+        """Append any op; all of its results.
+
+        Raises:
+            LevelError: a HIR block below HIR. ShapeError, DTypeError, ArityError: it does not fit.
+        """
+        if not isinstance(op, Op):
+            raise GraphError(f"{self.path}: expected an op, got {type(op).__name__}")
+        if self.level != GraphStage.HIR and isinstance(op, Hir):
+            raise LevelError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
+        operands = [self.own(v) for v in values]
+        with located(self.builder.here):
+            try:
+                return tuple(self.wrap(v) for v in self._write(op, *operands))
+            except (TypeError, ValueError) as error:
+                if not isinstance(error, RlxError):
+                    check_attributes(op)
+                raise
+
+    def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
+        return self.builder.add(op, *operands)
+
+    def add_node(self, op: Op, *values: V, out_shape: Shape | None = None) -> V:
+        """Append any op with one result; `out_shape` is checked against what is inferred.
+
+        Raises:
+            GraphError: the op has several results. LevelError, ShapeError, DTypeError, ArityError: as `add_all`.
+        """
+        before = len(self.builder.nodes)
+        results = self.add_all(op, *values)
+        if len(results) != 1:
+            del self.builder.nodes[before:]
+            raise GraphError(f"{self.path}: {op.text()} has {len(results)} results: add_all gives all of them")
+        if out_shape is not None:
+            found = self.type_of(results[0])
+            where = f"{self.path}: {op.name()}"
+            dims = tuple(as_dim(d, where) for d in items_of(out_shape, where, "a list of sizes as out_shape"))
+            if dims != found.shape:
+                declared = TensorType(dims, found.dtype)
+                raise ShapeError(f"{self.path}: {op.name()}: declared {declared}, inferred {found}")
+        return results[0]
+
+    def constant(self, value: Any, dtype: Any = None) -> V:
+        """A small array of the program (not a weight): at most 1 MiB, in its own dtype or in `dtype`.
+
+        64-bit numbers become 32-bit ones, as in inputs; whole Python numbers are i32, others f32.
+
+        Raises:
+            DTypeError: `dtype` cannot hold a value. GraphError: over 1 MiB.
+        """
+        with located(self.builder.here):
+            return self.wrap(self.builder.leaf(small_constant(value, dtype)))
+
+    def lift(self, value: Any, like: V) -> V:
+        """A number as a scalar constant in the dtype of `like`; a value as it is."""
+        if isinstance(value, Dim):
+            raise GraphError(f"{self.path}: an op on values gets dimension {value}; sizes are not values")
+        return self.constant(value, self.type_of(like).dtype) if is_number(value) else value
+
+    def _pair(self, op: str, a: V | float, b: V | float) -> tuple[V, V]:
+        """Two operands, one of which may be a number."""
+        like: Any = b if is_number(a) else a
+        if is_number(like):
+            raise GraphError(f"{self.path}: {op} of {a!r} and {b!r}: one of them must be a value")
+        return self.lift(a, like), self.lift(b, like)
+
+    def _axis(self, value: V, axis: int) -> int:
+        """A non-negative axis number; negative ones count from the end."""
+        found = self.type_of(value)
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -found.rank <= axis < found.rank:
+            raise ShapeError(f"{self.path}: {found} has no axis {axis!r}")
+        return int(axis) % found.rank
+
+    def _axes(self, value: V, axes: Axes) -> tuple[int, ...]:
+        chosen = range(self.type_of(value).rank) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
+        return tuple(self._axis(value, axis) for axis in chosen)
+
+    # -- any JAX function --------------------------------------------------------------------
+
+    def jax(self, fn: Callable[..., Any], *values: V) -> Any:
+        """Call any JAX function on values: an array gives a value, a tuple of arrays a tuple of them.
+
+        The function is traced with symbolic sizes, so it may not branch on them. NumPy arrays that it captures are
+        copied; over 1 MiB they are an error.
+        """
+        fn = self.captured.own(fn)
+        results = self.add_all(JaxFn(fn), *values)
+        if len(results) > 1:
+            return results
+        out = jax.eval_shape(fn, *(self.type_of(v).spec for v in values))
+        return results if isinstance(out, tuple | list) else results[0]
