@@ -12,6 +12,13 @@ from rlx_jax.blocks.composition import Homogeneous as Homogeneous
 from rlx_jax.blocks.composition import LayerComposition as LayerComposition
 from rlx_jax.blocks.composition import Pair as Pair
 from rlx_jax.blocks.composition import Single as Single
+from rlx_jax.blocks.contracts import AttentionStage as AttentionStage
+from rlx_jax.blocks.contracts import BlockAsLayer as BlockAsLayer
+from rlx_jax.blocks.contracts import FfnStage as FfnStage
+from rlx_jax.blocks.contracts import KvCacheContract as KvCacheContract
+from rlx_jax.blocks.contracts import NormStage as NormStage
+from rlx_jax.blocks.contracts import StageArtifacts as StageArtifacts
+from rlx_jax.blocks.contracts import StageContract as StageContract
 from rlx_jax.blocks.control import BlockStage as BlockStage
 from rlx_jax.blocks.control import Custom as Custom
 from rlx_jax.blocks.control import Named as Named

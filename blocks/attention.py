@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import check_hidden
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
@@ -13,6 +14,7 @@ from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import FullLike
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -115,6 +117,10 @@ class SelfAttnPrefill:
         if self.kv_name is not None:
             side_outputs(emit, self.kv_name, k, v)
         return context
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values `[B, S, K·D]`."""
+        return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim)
 
 
 def self_attention(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -49,9 +50,9 @@ class Named:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         numbers = [segment for segment in emit.builder.origin.path if isinstance(segment, int)]
         if numbers and self.name == f"layer{numbers[-1]}":
-            return self.inner.emit(emit, value)
+            return run_stage(self.inner, emit, value)
         with emit.stage(), emit.scope(self.name, again=self.again):
-            return self.inner.emit(emit, value)
+            return run_stage(self.inner, emit, value)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class Sequence:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         for stage in self.stages:
-            with emit.stage():
-                value = stage.emit(emit, value)
+            value = run_stage(stage, emit, value)
         return value
 
 
@@ -108,7 +108,7 @@ class Repeat:
                 "(a LayerStack becomes one by .build())"
             )
         with emit.stage(), emit.scope(index):
-            return stage.emit(emit, value)
+            return run_stage(stage, emit, value)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, projections, side_outputs
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.trace.emit import Emit, FlowValue
 
 BOUND = "decode."
@@ -181,6 +182,11 @@ class SelfAttnDecode:
             context, *grown = emit.add_all(block, q, *new, *past, *keep)
             side_outputs(emit, f"kv.{self.layer}", *grown)
             return context
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values `[B, P+S, K·D]`."""
+        past = emit.flow_input(f"past_k_{self.layer}").type.shape[1]
+        return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim, past)
 
     def _keep(self, emit: Emit) -> list[FlowValue]:
         """The keep mask where there is one."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, LlamaDecoder, LlamaDecoderSpec, norm_beta
@@ -18,6 +19,7 @@ from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # -- what they share -----------------------------------------------------------------------------
@@ -59,6 +61,10 @@ class DecodeLayer:
             )
         check_cached(emit, self.layer_idx, stage)
         return layer.whole(emit, x, self.layer_prefix, self.attention(), stage)
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """That of the attention in the middle."""
+        return self.attention().cache_contract(emit, hidden)
 
     def attention(self) -> SelfAttnDecode:
         """The stage in the middle."""

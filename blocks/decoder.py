@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, mask_operand
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
@@ -16,6 +17,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.roles import roles_of_bias
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -260,6 +262,10 @@ class LlamaDecoder:
     def layer(index: int, spec: LlamaDecoderSpec, mask_input: str | None = None) -> LlamaDecoder:
         """Layer `index` under Hugging Face's keys."""
         return LlamaDecoder(f"model.layers.{index}", spec, mask_input)
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values `[B, S, K·D]`."""
+        return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaDecoder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.ir import hir
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -24,6 +25,11 @@ def mlp_keys(prefix: str, kind: str = "weight") -> Keys:
     """`{prefix}.mlp.{gate,up,down}_proj.{kind}`."""
     p = mlp_prefix(prefix)
     return f"{p}.gate_proj.{kind}", f"{p}.up_proj.{kind}", f"{p}.down_proj.{kind}"
+
+
+def inner_shape(emit: Emit, hidden: TensorType, key: str) -> tuple[DimLike, ...]:
+    """`[…, F]` for an input `[…, H]`, from the weight `[F, H]` under `key`."""
+    return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
 def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: Keys | None = None) -> FlowValue:
@@ -57,6 +63,10 @@ class SwiGlu:
         x = emit.require(value, "SwiGlu")
         return gated_ffn(emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases)
 
+    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
+        """`[…, F]`."""
+        return inner_shape(emit, hidden, self.gate_key)
+
 
 @dataclass(frozen=True)
 class GeGlu:
@@ -76,6 +86,10 @@ class GeGlu:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeGlu")
         return gated_ffn(emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key), self.biases)
+
+    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
+        """`[…, F]`."""
+        return inner_shape(emit, hidden, self.gate_key)
 
 
 @dataclass(frozen=True)
@@ -101,3 +115,7 @@ class GeluFfn:
             inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act, roles=INTO)
         with emit.scope("output"):
             return emit.linear(inner, self.output_w, self.output_b, roles=OUT_OF)
+
+    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
+        """`[…, F]`."""
+        return inner_shape(emit, hidden, self.intermediate_w)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -26,6 +27,8 @@ class ZeroBeta:
 class RmsNorm:
     """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`."""
 
+    norm: ClassVar[str] = "rms"
+
     weight_key: str
     eps: float = 1e-5
 
@@ -38,6 +41,8 @@ class RmsNorm:
 @dataclass(frozen=True)
 class GemmaRmsNorm:
     """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0."""
+
+    norm: ClassVar[str] = "rms"
 
     weight_key: str
     eps: float = 1e-6
@@ -56,6 +61,8 @@ class GemmaRmsNorm:
 @dataclass(frozen=True)
 class LayerNorm:
     """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`. Weights: `gamma_key`, `beta_key` `[H]`."""
+
+    norm: ClassVar[str] = "layer"
 
     gamma_key: str
     beta_key: str

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.attention import SelfAttnPrefill
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, decoder_layer
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -98,6 +100,10 @@ class Qwen3Decoder:
     def layer_with_kv(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Qwen3Decoder:
         """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`."""
         return Qwen3Decoder(f"model.layers.{index}", spec, mask_input, f"kv.{index}")
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values `[B, S, K·D]`."""
+        return KvCacheContract.packed(hidden, self.spec.num_kv_heads * self.spec.head_dim)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, layer = emit.require(value, "Qwen3Decoder"), self.spec.layer()

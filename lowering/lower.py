@@ -25,6 +25,7 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.plugins import direct_rule
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.interpret import Env, interpret
@@ -62,7 +63,7 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
 
 
 def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
-    rule = DIRECT.get(type(op)) if policy == "direct" else None
+    rule = DIRECT.get(type(op)) or direct_rule(type(op)) if policy == "direct" else None
     done = rule(op, b, inputs) if rule else None
     if done is not None:
         return done
@@ -119,7 +120,7 @@ DIRECT: dict[type[Hir], LowerRule] = {
     hir.CachedAttention: cached_attention,
     hir.RmsNorm: rms_norm,
 }
-"""Better lowerings than `expand`, by block."""
+"""Better lowerings than `expand`, by block. Plugins have more, for blocks of their own."""
 
 
 # -- an op as a plain function -----------------------------------------------------------------

@@ -14,8 +14,11 @@ from rlx_jax.generate.causal import CausalLM as CausalLM
 from rlx_jax.generate.load import load as load
 from rlx_jax.generate.sampler import Sampler as Sampler
 from rlx_jax.ir import ops as ops
+from rlx_jax.ir import plugins as plugins
+from rlx_jax.ir.extensions import FlowExtensionPlan as FlowExtensionPlan
 from rlx_jax.ir.graph import GraphStage as GraphStage
 from rlx_jax.ir.packed import Packed as Packed
+from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained

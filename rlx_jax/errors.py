@@ -166,6 +166,10 @@ class LevelError(GraphError):
     """An operation that a GraphModule does not have at its level (HIR, MIR, LIR)."""
 
 
+class PluginError(RlxError, RuntimeError):
+    """A plugin cannot be imported, or gives what a plugin does not give. See `rlx_jax.plugins`."""
+
+
 class FusionError(GraphError):
     """The profile says `fusion.assert_clean`, and a pattern that a pass looks for was not fused. See `report`."""
 

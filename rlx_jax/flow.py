@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rlx_jax.blocks.contracts import StageContract, run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import divide_model
@@ -29,9 +30,12 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
+from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
+from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
+from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
@@ -69,6 +73,7 @@ class ModelFlow(Stages):
     binding: Mapping[str, int] = field(default_factory=dict, hash=False)
     program: str = "forward"
     taps: bool = False
+    extensions: FlowExtensionPlan = FlowExtensionPlan()
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -202,6 +207,12 @@ class ModelFlow(Stages):
         flow = replace(self, program="explicit").bind(past=past)
         return flow.input("mask", ("batch", "past + seq"), dtype="int32") if custom_mask else flow
 
+    def with_extensions(self, plan: FlowExtensionPlan) -> ModelFlow:
+        """Run these rewrites of plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
+        if not isinstance(plan, FlowExtensionPlan):
+            raise GraphError(f"{self.name}: with_extensions takes a FlowExtensionPlan, got {shown(plan)}")
+        return replace(self, extensions=plan)
+
     def hidden_states(self) -> ModelFlow:
         """Name the primary output `hidden`."""
         return self.output("hidden")
@@ -241,8 +252,8 @@ class ModelFlow(Stages):
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self.stages:
-                with emit.stage(), emit.users_code():
-                    value = stage.emit(emit, value)
+                with emit.users_code():
+                    value = run_stage(stage, emit, value)
         except RecursionError as error:
             raise GraphError(
                 f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
@@ -257,11 +268,21 @@ class ModelFlow(Stages):
         emit.captured.closed = True
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
+        graph = self.extensions.apply(rolled.graph, types)
+        if graph is not rolled.graph:  # an extension may read weights of its own
+            graph = graph if source is None else bind_params(graph, source, types)
+            emit.keys_read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         return BuiltModel(
-            self.name, rolled.graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
+            self.name, graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
             rolled.refusals, self.binding, program=emit.state.program, captured=emit.captured,
-            roles=emit.roles,
+            roles=emit.roles, contracts=tuple(emit.state.contracts),
         )  # fmt: skip
+
+    def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:
+        """What the stages promise, each held against what it wrote: the cache `[B, T, K·D]` of every attention, the
+        width inside of every feed-forward stage, the epsilon of every norm; with block paths, in the order of the
+        flow."""
+        return self.build(weights).contracts
 
     def _tap_attention(self, emit: Emit) -> tuple[str, ...]:
         """What `export_kv` promises, by name."""

@@ -14,6 +14,7 @@ from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.param import Roles
+from rlx_jax.ir.plugins import stage_maker
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue
 
@@ -215,6 +216,14 @@ class Stages:
         return self.stage(blocks.Custom(fn, name, token_wise))
 
     plugin_named = custom_named
+
+    def plugin_stage(self, name: str, *fields: Any, **options: Any) -> Self:
+        """The stage that an installed plugin gives under `name`, made from these fields; see `rlx_jax.Plugin`.
+
+        Raises:
+            PluginError: no plugin gives a stage of that name.
+        """
+        return self.stage(*check_stages([stage_maker(name)(*fields, **options)], f"plugin_stage {quote(name)}"))
 
     def store_stream(self, name: str) -> Self:
         """Keep the active value as stream `name`."""

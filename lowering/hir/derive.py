@@ -24,6 +24,7 @@ from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import Roles
+from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import Path, TensorType, symbol
@@ -95,7 +96,7 @@ def derive(
     d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        rule = RULES.get(type(node.op))
+        rule = rule_of(node.op)
         if rule is not None:
             return rule(d, b, node, inputs)
         if not (isinstance(node.op, Leaf) or node.op.regions()):
@@ -219,6 +220,11 @@ RULES: dict[type[Op], Rule] = {
 """The blocks that know the sequence. Nothing else mentions a cache."""
 
 
+def rule_of(op: Op) -> Rule | None:
+    """The rule of an op: one of `RULES`, or that of the plugin whose op it is."""
+    return RULES.get(type(op)) or derive_rule(type(op))
+
+
 # -- the proof ---------------------------------------------------------------------------------
 
 
@@ -258,7 +264,7 @@ def try_slices(graph: Graph, types: TypeCache) -> None:
     """Try together all nodes of a graph that slices will be asked of."""
     asked: dict[Asked, None] = {}
     for inner, node in graph.walk():
-        if isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES:
+        if isinstance(node.op, Leaf) or node.op.regions() or rule_of(node.op):
             continue
         operands = tuple(inner.type(v) for v in node.inputs)
         if any(asks_slices(types, node, operands, dim) for dim in dims_of(operands)):
@@ -314,7 +320,7 @@ def _suffix(graph: Graph, types: TypeCache) -> set[int]:
     suffix: set[int] = set()
     for number in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[number]
-        plain = not (isinstance(node.op, Leaf) or node.op.regions() or type(node.op) in RULES)
+        plain = not (isinstance(node.op, Leaf) or node.op.regions() or rule_of(node.op))
         if number in whole or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)

@@ -431,7 +431,12 @@ def _kinds(program: Program) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class BuiltModel(Built):
-    """What `build` returns: the record that the compiler reads, and its graph as a module to edit."""
+    """What `build` returns: the record that the compiler reads, and its graph as a module to edit.
+
+    `contracts` is what the stages of a flow promised; see `ModelFlow.contracts`.
+    """
+
+    contracts: tuple[Any, ...] = ()
 
     @staticmethod
     def from_hir(hir: Graph, weights: Weights = None) -> BuiltModel:

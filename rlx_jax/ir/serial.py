@@ -5,9 +5,10 @@
     node     ::= {op, inputs: [[node, result] …], types: ["f32[2,8]" …], origin}
     op       ::= "Where" | {"Linear": {"bias": true}}       a field at its default is left out; bytes are base64
 
-Reading trusts nothing. Ops are looked up by name in one table and their attributes are checked against the fields of
-their dataclass; a value may only refer to nodes before it; types are inferred again and compared. Nothing is imported
-or called by name. A user's Python function cannot be stored.
+Reading trusts nothing. Ops are looked up by name in one table, then among those of installed plugins, and their
+attributes are checked against the fields of their dataclass; a value may only refer to nodes before it; types are
+inferred again and compared. Nothing is imported or called by the name of a file's choice. A user's Python function
+cannot be stored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import ArtifactFormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
-from rlx_jax.ir import hir
+from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import (
     BodyInput,
     Constant,
@@ -295,6 +296,8 @@ def _decode_record(hint: Any, data: Any, where: str) -> Any:
         raise ArtifactFormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
     known = STORED if issubclass(hint, Op) else {hint.__name__: hint}
+    if issubclass(hint, Op) and tag not in known:
+        known = STORED | {name: cls for name, cls in plugins.known().op_classes().items() if cls.traits.stored}  # type: ignore[attr-defined]
     if tag not in known or not issubclass(known[tag], hint):
         raise ArtifactFormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
     return _record(known[tag], fields, where)

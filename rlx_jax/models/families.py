@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rlx_jax.errors import (
     ConfigError,
     MissingWeightError,
+    NameCollisionError,
     UnsupportedError,
     WeightDTypeError,
     WeightError,
@@ -24,6 +25,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.ir import plugins
 from rlx_jax.models import bert, gemma, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, DecoderFlow
@@ -105,7 +107,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "bert": Family(_bert, BERT),
 }
-"""The families by `model_type`: a row each."""
+"""The families by `model_type`: a row each. Installed plugins have more, under other names."""
 
 
 def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
@@ -149,6 +151,18 @@ def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
     return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))
 
 
+def _of_plugins() -> Mapping[str, plugins.Opens]:
+    """The families of plugins.
+
+    Raises:
+        NameCollisionError: one of them is a family of the package too.
+    """
+    found = plugins.known().families
+    if taken := sorted(found.keys() & FAMILIES.keys()):
+        raise NameCollisionError(f"plugins give the families {listing(taken)}, which rlx_jax has: see rlx_jax.plugins")
+    return found
+
+
 def open_pretrained(path: str | os.PathLike[str] | Folder, **options: Any) -> Pretrained:
     """A Hugging Face directory as a recipe; `options` are those of `open_weights`.
 
@@ -159,19 +173,21 @@ def open_pretrained(path: str | os.PathLike[str] | Folder, **options: Any) -> Pr
     folder = open_folder(path)
     config = read_config(folder)
     kind, name = architecture(config)
-    if kind not in FAMILIES:
+    family = FAMILIES.get(kind) or _of_plugins().get(kind)
+    if family is None:
         of = f" ({quote(name)})" if name else ""
+        every = [*FAMILIES, *_of_plugins()]
         raise UnsupportedError(
-            f"config.json: model_type {quote(kind)}{of} is not built; known are {', '.join(FAMILIES)}"
-            f"{did_you_mean(kind, FAMILIES)}"
+            f"config.json: model_type {quote(kind)}{of} is not built; known are {', '.join(every)}"
+            f"{did_you_mean(kind, every)}"
         )
-    family = FAMILIES[kind]
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
         raise UnsupportedError(f"config.json: architecture {quote(name)} is not built; of {kind} there are {known}")
     source = open_weights(folder.path, **options)
     try:
-        return family.open(config, source)
+        opened: Pretrained = family.open(config, source)
+        return opened
     except WeightError as error:
         error.locate(quote(folder.path))
         raise

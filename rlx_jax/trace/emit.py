@@ -66,6 +66,7 @@ class FlowState:
     streams: dict[str, FlowValue] = field(default_factory=dict)
     outputs: dict[str, FlowValue] = field(default_factory=dict)
     repeats: list[list[int]] = field(default_factory=list)
+    contracts: list[Any] = field(default_factory=list)  # a `StageContract` for each stage that promises something
     left_none: str = ""
 
 

@@ -1,0 +1,174 @@
+"""A plugin of rlx_jax, by `docs/adding-a-block.md` and `docs/plugins.md`: blocks, a rule, a stage, a family.
+
+Each feed-forward half mixes a token with the one before it (the token shift of RWKV, Peng et al. 2023) and is a squared
+ReLU inside (So et al. 2021). With the package installed, `rlx_jax.load` opens checkpoints of `shifted_llama`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import DeriveError, ShapeError
+from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, TypeCache, Value
+from rlx_jax.ir.ops.index import TakeRow
+from rlx_jax.ir.ops.pointwise import Binary, FullLike, Unary
+from rlx_jax.ir.ops.shape import Concat, Narrow, Slice
+from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.traits import BLOCK, ELEMENTWISE
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.hir.derive import LENGTHS, Derivation
+from rlx_jax.models.decoder import DecoderFlow
+from rlx_jax.models.decoder_config import DecoderConfig
+from rlx_jax.models.families import Family
+
+# -- blocks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SquaredRelu(Hir):
+    """`relu(x)²`, element by element."""
+
+    traits = BLOCK
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        y = b(Unary("relu"), *operands)
+        return b(Binary("mul"), y, y)
+
+
+@dataclass(frozen=True)
+class SquaredReluOp(Mir):
+    """`relu(x)²` as one op."""
+
+    traits = ELEMENTWISE
+
+    def eval(self, x: jax.Array) -> jax.Array:
+        return jnp.square(jnp.maximum(x, 0))
+
+
+def one_op(op: SquaredRelu, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """squared_relu(x) → squared_relu_op(x)"""
+    return b.add(SquaredReluOp(), *inputs)
+
+
+@dataclass(frozen=True)
+class TokenShift(Hir):
+    """`y[:, t] = x[:, t − 1]`, zeros at the first token: x `[B, S, H]` → same."""
+
+    traits = BLOCK
+
+    def check(self, *operands: TensorType) -> None:
+        if operands[0].rank != 3:
+            raise ShapeError(f"token_shift: x is [B, S, H], got {operands[0]}")
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        (x,) = operands
+        first = b(FullLike(0.0, b.type(x).dtype), b(Narrow(1, 0, 1), x))
+        return self.behind(b, first, x)
+
+    def behind(self, b: Builder, before: Value, x: Value) -> Value:
+        """The same, with the token `before` `[B, 1, H]` in front."""
+        everything, rows = (None, None, None), (None, -1, None)
+        return b(Slice((everything, rows, everything)), b(Concat(1), before, x))
+
+
+def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """token_shift(x) → [state.last ‖ x] without its last row; state.last := row `lengths` of [state.last ‖ x]
+
+    A row that gets no new tokens keeps its state: row 0 is what it had.
+    """
+    if d.program == "explicit":
+        raise DeriveError("token_shift keeps its last token in the state: it has no explicit program")
+    (x,) = inputs
+    t = b.type(x)
+    kept = TensorType((t.shape[0], 1, t.shape[2]), t.dtype)
+    leaf, before = d.state(b, node.origin.path, "last", kept, ("batch", None, None))
+    b.writes.append((leaf, b(TakeRow(), b(Concat(1), before, x), b.leaf(LENGTHS))))
+    return (node.op.behind(b, before, x),)  # type: ignore[attr-defined]
+
+
+# -- a stage -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShiftedFfn:
+    """`m = x + μ ⊙ (shift(x) − x)`, `y = relu(m Wᵤ)² W_d`.
+
+    Weights: `{prefix}.mix` `[H]`, `{prefix}.up_proj.weight` `[F, H]`, `{prefix}.down_proj.weight` `[H, F]`.
+    """
+
+    prefix: str
+
+    def emit(self, emit: rlx.Emit, value: rlx.FlowValue | None) -> rlx.FlowValue:
+        x = emit.require(value, "ShiftedFfn")
+        with emit.scope("mlp"):
+            before = emit.add_node(TokenShift(), x)
+            mixed = x + emit.param(f"{self.prefix}.mix", roles=("channel",)) * (before - x)
+            inner = emit.linear(mixed, f"{self.prefix}.up_proj.weight", roles=("ffn", "hidden"))
+            inner = emit.add_node(SquaredRelu(), inner)
+            return emit.linear(inner, f"{self.prefix}.down_proj.weight", roles=("hidden", "ffn"))
+
+    def intermediate_shape(self, emit: rlx.Emit, hidden: TensorType) -> tuple[Any, ...]:
+        """`[B, S, F]`."""
+        return (*hidden.shape[:-1], emit.param(f"{self.prefix}.up_proj.weight").type.shape[0])
+
+
+# -- a family ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShiftedLlamaFlow(DecoderFlow[DecoderConfig]):
+    """Llama with `ShiftedFfn` in place of its MLP: see `DecoderFlow`."""
+
+    name: str = "shifted_llama"
+
+    def stage(self, index: int, spec: blocks.DecoderLayerSpec) -> blocks.BlockStage:
+        p = f"model.layers.{index}"
+        return blocks.Sequence(
+            [
+                blocks.ResidualSave(),
+                spec.norm(f"{p}.input_layernorm"),
+                blocks.SelfAttnPrefill(spec.attention(p)),
+                blocks.Linear(f"{p}.self_attn.o_proj.weight", roles=("hidden", "heads")),
+                blocks.ResidualAdd(),
+                blocks.ResidualSave(),
+                spec.norm(f"{p}.post_attention_layernorm"),
+                ShiftedFfn(f"{p}.mlp"),
+                blocks.ResidualAdd(),
+            ]
+        )
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        stock: Mapping[str, jax.ShapeDtypeStruct] = super().shapes()
+        found = {key: shape for key, shape in stock.items() if "gate_proj" not in key}
+        mix = jax.ShapeDtypeStruct((self.config.hidden_size,), jnp.float32)
+        return found | {f"model.layers.{i}.mlp.mix": mix for i in range(self.config.num_hidden_layers)}
+
+
+# -- a rewrite of HIR ----------------------------------------------------------------------------
+
+
+def without_shift(graph: Graph, types: TypeCache) -> Graph:
+    """token_shift(x) → x: what the model is without its look at the token before."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        return inputs if isinstance(node.op, TokenShift) else None
+
+    return rewrite(graph, everywhere(fn), types, "without_shift")
+
+
+PLUGIN = rlx.Plugin(
+    "token_shift",
+    stages={"token_shift.ffn": ShiftedFfn},
+    families={"shifted_llama": Family.decoder(ShiftedLlamaFlow, "ShiftedLlamaForCausalLM")},
+    ops=(SquaredReluOp,),
+    derive={TokenShift: carried},
+    direct={SquaredRelu: one_op},
+    extensions={"token_shift.off": without_shift},
+)

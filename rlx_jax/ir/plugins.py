@@ -1,0 +1,219 @@
+"""Plugins: what an installed package, or a test, gives to the compiler without editing it.
+
+A package says so by an entry point of the group `rlx_jax.plugins` whose value is a `Plugin`:
+
+    [project.entry-points."rlx_jax.plugins"]
+    acme = "acme_blocks:PLUGIN"
+
+Plugins are imported when a name or a block is asked for that the package does not have, never by `import rlx_jax`.
+`using` adds some for the length of a `with` block. There is one table, and nobody edits it: it is made of the plugins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Value
+from rlx_jax.ir.ops import OPS
+
+GROUP = "rlx_jax.plugins"
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Opens(Protocol):
+    """What serves a `model_type`: a `rlx_jax.models.families.Family`."""
+
+    @property
+    def open(self) -> Callable[[Any, Any], Any]: ...
+
+    @property
+    def architectures(self) -> tuple[str, ...]: ...
+
+
+MakeStage = Callable[..., Any]
+"""A stage class, or a function that makes a stage."""
+DeriveRule = Callable[[Any, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
+"""As those of `rlx_jax.lowering.hir.derive.RULES`: given the Derivation, the builder, a node, its new operands."""
+DirectRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
+"""As those of `rlx_jax.lowering.lower.DIRECT`: given the block, the builder and its operands."""
+HirExtension = Callable[[Graph, TypeCache], Graph]
+"""A rewrite of the HIR that `build` made; see `rlx_jax.ir.rewrite`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plugin:
+    """What one package gives. Keys are names that users write, or op classes of the plugin's own.
+
+    Args:
+        name: what messages call it.
+        stages: by the name that `flow.plugin_stage` takes.
+        families: by the `model_type` of a config.json.
+        ops: the blocks and tensor ops that graphs may hold when they are read from JSON, where they have no rule below.
+        derive: what prefill, extend and explicit make of a block that mixes positions.
+        direct: a better lowering of a block than its `expand`, equal to it in numbers.
+        extensions: rewrites of HIR by the name that a `FlowExtensionPlan` has.
+    """
+
+    name: str
+    stages: Mapping[str, MakeStage] = field(default_factory=dict)
+    families: Mapping[str, Opens] = field(default_factory=dict)
+    ops: tuple[type[Op], ...] = ()
+    derive: Mapping[type[Op], DeriveRule] = field(default_factory=dict)
+    direct: Mapping[type[Hir], DirectRule] = field(default_factory=dict)
+    extensions: Mapping[str, HirExtension] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise PluginError(f"a plugin has a name, got {shown(self.name)}")
+        for f in fields(self)[1:]:
+            given = getattr(self, f.name)
+            if f.name != "ops" and not isinstance(given, Mapping):
+                raise PluginError(f"plugin {quote(self.name)}: {f.name} is a mapping, got {shown(given)}")
+        for kind in ("stages", "families", "extensions"):
+            for key, value in getattr(self, kind).items():
+                fits = isinstance(key, str) and key and (kind == "families" or callable(value))
+                if not fits or (kind == "families" and not callable(getattr(value, "open", None))):
+                    what = {"families": "a Family", "extensions": "a rewrite", "stages": "a stage class"}[kind]
+                    raise PluginError(
+                        f"plugin {quote(self.name)}: {kind} maps a name to {what}, got {shown(key)}: {shown(value)}"
+                    )
+        for cls in (*self.ops, *self.derive, *self.direct):
+            _check_own(self.name, cls, Hir if cls in self.direct else Op)
+
+    def op_classes(self) -> dict[str, type[Op]]:
+        """Its blocks and tensor ops, by the name of the class."""
+        return {cls.__name__: cls for cls in (*self.ops, *self.derive, *self.direct)}
+
+
+def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
+        raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
+    if is_ours(cls):
+        raise PluginError(
+            f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: a plugin has rules for ops of its own"
+        )
+    if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
+        raise NameCollisionError(
+            f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON knows ops "
+            "by their names, call it otherwise"
+        )
+
+
+def is_ours(cls: type[Any]) -> bool:
+    """Whether a class is one of this package, for which no plugin is asked."""
+    return cls.__module__.partition(".")[0] == "rlx_jax"
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+_added: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
+
+
+@functools.cache
+def installed() -> tuple[Plugin, ...]:
+    """The plugins of installed packages, imported when this is first called. `installed.cache_clear()` looks again.
+
+    Raises:
+        PluginError: one does not import, or is no `Plugin`; the message names the package.
+    """
+    found = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    return tuple(dict.fromkeys(_loaded(point) for point in found))  # one that is found twice on the path counts once
+
+
+def _loaded(point: EntryPoint) -> Plugin:
+    package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+    where = f"plugin {quote(point.name)}{package} ({GROUP}: {point.value})"
+    try:
+        plugin = point.load()
+    except Exception as error:
+        raise PluginError(
+            f"{where} does not import: {type(error).__name__}: {error}; mend the package or uninstall it"
+        ) from error
+    if not isinstance(plugin, Plugin):
+        raise PluginError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
+    return plugin
+
+
+@contextlib.contextmanager
+def using(*added: Plugin) -> Iterator[None]:
+    """Add plugins inside a `with` block, in this thread: what is opened, built and compiled there knows them.
+
+    A program that is first compiled later, for another size or another use of the model, is compiled without them.
+    """
+    for plugin in added:
+        if not isinstance(plugin, Plugin):
+            raise PluginError(f"using takes plugins, got {shown(plugin)}")
+    token = _added.set((*_added.get(), *added))
+    try:
+        known()
+        yield
+    finally:
+        _added.reset(token)
+
+
+def known() -> Plugin:
+    """All plugins as one.
+
+    Raises:
+        NameCollisionError: two give something under one name.
+        PluginError: an installed one cannot be used.
+    """
+    return _merged((*installed(), *_added.get()))
+
+
+@functools.lru_cache(maxsize=8)
+def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
+    givers: dict[tuple[str, Any], Plugin] = {}
+    for plugin in dict.fromkeys(plugins):
+        tables = {f.name: getattr(plugin, f.name) for f in fields(plugin) if f.name not in ("name", "ops")}
+        for what, keys in (*tables.items(), ("ops", plugin.op_classes())):
+            for key in keys:
+                other = givers.setdefault((what, key), plugin)
+                if other is not plugin:
+                    raise NameCollisionError(
+                        f"plugins {quote(other.name)} and {quote(plugin.name)} both give {what} {shown(key)}: "
+                        "uninstall one of them"
+                    )
+    given = dict.fromkeys(plugins)
+    return Plugin(
+        ", ".join(plugin.name for plugin in given) or "no plugins",
+        {name: stage for plugin in given for name, stage in plugin.stages.items()},
+        {name: family for plugin in given for name, family in plugin.families.items()},
+        tuple(cls for plugin in given for cls in plugin.ops),
+        {cls: rule for plugin in given for cls, rule in plugin.derive.items()},
+        {cls: rule for plugin in given for cls, rule in plugin.direct.items()},
+        {name: fn for plugin in given for name, fn in plugin.extensions.items()},
+    )
+
+
+def stage_maker(name: str) -> MakeStage:
+    """What makes the stage of that name.
+
+    Raises:
+        PluginError: no plugin gives it.
+    """
+    stages = known().stages
+    if name not in stages:
+        raise PluginError(
+            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}{did_you_mean(name, stages)}"
+        )
+    return stages[name]
+
+
+def derive_rule(cls: type[Op]) -> DeriveRule | None:
+    """The rule that a plugin has for an op of its own."""
+    return None if is_ours(cls) else known().derive.get(cls)
+
+
+def direct_rule(cls: type[Hir]) -> DirectRule | None:
+    """The lowering that a plugin has for a block of its own."""
+    return None if is_ours(cls) else known().direct.get(cls)

@@ -1,0 +1,392 @@
+"""Plugins: an installed package gives stages, families, rules, lowerings and rewrites, and edits nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import DeriveError, GraphError, NameCollisionError, PluginError, UnsupportedError
+from rlx_jax.ir.graph import Graph, Param
+from rlx_jax.ir.hir import Linear
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.param import Key
+from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.models.families import FAMILIES
+from tests.oracles.comparing import assert_close
+from tests.oracles.numpy_reference import Array, Weights, linear, rms_norm, rotate, softmax
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "token_shift"
+H, N, D, F, V, LAYERS = 10, 2, 6, 14, 23, 2
+CONFIG = {
+    "model_type": "shifted_llama", "architectures": ["ShiftedLlamaForCausalLM"], "vocab_size": V, "hidden_size": H,
+    "head_dim": D, "intermediate_size": F, "num_hidden_layers": LAYERS, "num_attention_heads": N,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-4, "rope_theta": 700.0, "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, V, (2, 7)).astype(np.int32)
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The example as an installer leaves it: its module and its dist-info on the path."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text("utf-8"))["project"]
+    info = tmp_path / "site" / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    rows = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items())
+            for group, points in project["entry-points"].items()]  # fmt: skip
+    (info / "entry_points.txt").write_text("\n".join(rows))
+    (info.parent / "rlx_token_shift.py").write_text((EXAMPLE / "rlx_token_shift.py").read_text("utf-8"))
+    rlx.plugins.installed.cache_clear()
+    assert rlx.plugins.installed() == ()
+    monkeypatch.syspath_prepend(str(info.parent))
+    rlx.plugins.installed.cache_clear()
+    yield importlib.import_module("rlx_token_shift")
+    monkeypatch.undo()
+    sys.modules.pop("rlx_token_shift")
+    rlx.plugins.installed.cache_clear()
+
+
+def row_logits(w: Weights, ids: Any) -> Array:
+    """Logits `[S, V]` of a row in float64."""
+    s, eps = len(ids), 1e-4
+    behind = np.subtract.outer(np.arange(s), np.arange(s))
+    angles = np.arange(s)[:, None, None] * 700.0 ** (-np.arange(0, D, 2) / D)
+    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    for i in range(LAYERS):
+        p = f"model.layers.{i}"
+        a = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
+        q, k, v = (linear(w, f"{p}.self_attn.{n}_proj", a).reshape(s, -1, D) for n in "qkv")
+        q, k = (rotate(t, np.cos(angles), np.sin(angles)) for t in (q, k))
+        scores = [np.where(behind < 0, -np.inf, q[:, n] @ k[:, 0].T / np.sqrt(D)) for n in range(N)]
+        x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate([softmax(t) @ v[:, 0] for t in scores], -1))
+        m = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
+        before = np.concatenate([np.zeros((1, H)), m[:-1]])
+        inner = linear(w, f"{p}.mlp.up_proj", m + w[f"{p}.mlp.mix"] * (before - m))
+        x = x + linear(w, f"{p}.mlp.down_proj", np.maximum(inner, 0) ** 2)
+    return rms_norm(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
+
+
+def drawn(specs: Any) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(0.2, 0.5, s.shape).astype("f4") for k, s in specs.items()}
+
+
+def test_an_installed_package_is_all_that_a_family_needs(example: ModuleType, tmp_path: Path) -> None:
+    """Loaded by its `model_type`; logits, ragged cached decode behind its own state, and both policies, by formula."""
+    weights = drawn(example.ShiftedLlamaFlow.for_prefill(CONFIG).shapes())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    lm = rlx.load(folder)
+    wide = {key: value.astype(np.float64) for key, value in weights.items()}
+    assert_close(lm.logits(TOKENS), np.stack([row_logits(wide, row) for row in TOKENS]).astype("f4"))
+    prompts = [TOKENS[0].tolist(), TOKENS[1, :3].tolist()]
+    want = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(4):
+            ids.append(int(np.argmax(row_logits(wide, ids)[-1])))
+        want.append(ids[len(prompt) :])
+    assert lm.generate(prompts, max_new_tokens=4) == want
+    assert "shifted_llama" not in FAMILIES
+    direct, fusable = (
+        rlx.compile(rlx.from_pretrained(folder), profile=rlx.CompileProfile().replace(fusion={"policy": policy}))
+        for policy in ("direct", "fusable")
+    )
+    assert "squared_relu_op" in direct.text("mir") and "squared_relu_op" not in fusable.text("mir")
+    assert_close(direct(TOKENS), np.asarray(fusable(TOKENS)))
+
+
+def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(UnsupportedError, match="'shifted_llama'.* is not built; known are llama"):
+        rlx.load(tmp_path)
+    with pytest.raises(PluginError, match="no plugin gives a stage 'token_shift.ffn'; known are none"):
+        rlx.ModelFlow("f").plugin_stage("token_shift.ffn", "ffn")
+    with pytest.raises(PluginError, match="no plugin gives an extension 'off'"):
+        small().with_extensions(rlx.FlowExtensionPlan.only("off")).build()
+
+
+def small() -> rlx.ModelFlow:
+    return rlx.ModelFlow("f").input("x", ("batch", "seq", 3)).custom(lambda emit, x: emit.relu(x))
+
+
+def shifted(example: ModuleType) -> tuple[rlx.ModelFlow, dict[str, np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(3)
+    sizes = {"ffn.mix": (5,), "ffn.up_proj.weight": (7, 5), "ffn.down_proj.weight": (5, 7)}
+    weights = {key: rng.normal(size=shape).astype("f4") for key, shape in sizes.items()}
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 5)).plugin_stage("token_shift.ffn", "ffn")
+    return flow, weights, rng.normal(size=(2, 4, 5)).astype("f4")
+
+
+def test_its_stages_blocks_and_rewrites(example: ModuleType) -> None:
+    """By name: a stage in a flow; a block out of JSON; a rewrite at the end of `build`, by default none."""
+    flow, weights, x = shifted(example)
+    up, down, mix = (weights[f"ffn.{n}"].astype("f8") for n in ("up_proj.weight", "down_proj.weight", "mix"))
+    before = np.concatenate([np.zeros((2, 1, 5)), x[:, :-1]], 1)
+
+    def meant(back: Array) -> Array:
+        return (np.maximum((x + mix * (back - x)) @ up.T, 0) ** 2 @ down.T).astype("f4")
+
+    off = flow.with_extensions(rlx.FlowExtensionPlan.only("token_shift.off"))
+    assert_close(rlx.compile(flow, weights)(x), meant(before))
+    assert_close(rlx.compile(off, weights)(x), meant(x))
+    assert flow.extensions == rlx.FlowExtensionPlan() and rlx.FlowExtensionPlan.all().names() == ("token_shift.off",)
+    module = flow.build(weights).into_graph_module()
+    assert str(rlx.GraphModule.from_json(module.to_json())) == str(module) and "token_shift" in str(module)
+    (contract,) = flow.contracts(weights)
+    assert (contract.stage, str(contract.intermediate), contract.path) == ("ShiftedFfn", "(batch, seq, 7)", "mlp")
+
+
+def test_scoped_plugins() -> None:
+    """`using` adds some for a while; what they give is what an installed one may."""
+
+    def doubled(graph: Graph, types: Any) -> Graph:
+        return graph
+
+    mine = rlx.Plugin("mine", stages={"mine.norm": blocks.RmsNorm}, extensions={"keep": doubled})
+    with rlx.plugins.using(mine):
+        assert rlx.ModelFlow("f").plugin_stage("mine.norm", "w", eps=0.5).stages == (blocks.RmsNorm("w", 0.5),)
+        with pytest.raises(PluginError, match="no plugin gives a stage 'mine.nrom'; .*did you mean 'mine.norm'"):
+            rlx.ModelFlow("f").plugin_stage("mine.nrom")
+        with (
+            pytest.raises(NameCollisionError, match="'mine' and 'yours' both give stages 'mine.norm'"),
+            rlx.plugins.using(rlx.Plugin("yours", stages={"mine.norm": blocks.Linear})),
+        ):
+            raise AssertionError("never entered")
+    assert rlx.plugins.known().stages == {}
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"name": ""}, "a plugin has a name"),
+        ({"stages": [blocks.Linear]}, "stages is a mapping"),
+        ({"stages": {"x": 3}}, "stages maps a name to a stage class, got 'x': 3"),
+        ({"families": {"x": blocks.Linear}}, "families maps a name to a Family"),
+        ({"direct": {Linear: print}}, "Linear is a class of rlx_jax: a plugin has rules for ops of its own"),
+        ({"derive": {int: print}}, "expected a class below Op, got <class 'int'>"),
+    ],
+)
+def test_what_a_plugin_is(given: Any, text: str) -> None:
+    with pytest.raises(PluginError, match=text):
+        rlx.Plugin(**({"name": "p"} | given))
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        ("no_such_module:PLUGIN", "of broken 1.0 .*does not import: ModuleNotFoundError"),
+        ("json:dumps", "is <function dumps.*expected a rlx_jax.Plugin"),
+    ],
+)
+def test_a_broken_package_is_named(value: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[rlx_jax.plugins]\nbroken = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rlx.plugins.installed.cache_clear()
+    with pytest.raises(PluginError, match=text):
+        rlx.ModelFlow("f").plugin_stage("x")
+    rlx.plugins.installed.cache_clear()
+
+
+def test_a_family_of_the_package_stays_its_own(tmp_path: Path) -> None:
+    """A plugin cannot take over a `model_type` that rlx_jax has: it is told so as soon as it is looked at."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with (
+        rlx.plugins.using(rlx.Plugin("greedy", families={"llama": FAMILIES["qwen2"]})),
+        pytest.raises(NameCollisionError, match="plugins give the families 'llama', which rlx_jax has"),
+    ):
+        rlx.load(tmp_path)
+
+
+# -- extension plans -----------------------------------------------------------------------------
+
+
+def test_an_extension_may_read_weights_of_its_own() -> None:
+    """A low-rank correction of every Linear, written as a rewrite: weights, strictness and numbers follow."""
+
+    def biased(graph: Graph, types: Any) -> Graph:
+        t = tensor_type((4,), "f32", "extra")
+
+        def fn(b: Any, number: int, node: Any, inputs: Any) -> Any:
+            if not isinstance(node.op, Linear):
+                return None
+            return b.add(Binary("add"), b(node.op, *inputs), b.leaf(Param((Key("extra", t),), type=t)))
+
+        return rewrite(graph, everywhere(fn), types, "biased")
+
+    def nothing(graph: Graph, types: Any) -> Any:
+        return None
+
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(4, 3)).astype("f4"), "extra": rng.normal(size=4).astype("f4")}
+    x = rng.normal(size=(2, 3)).astype("f4")
+    with rlx.plugins.using(rlx.Plugin("p", extensions={"biased": biased, "nothing": nothing})):
+        flow = rlx.ModelFlow("f").input("x", ("batch", 3)).linear("w").with_extensions(rlx.FlowExtensionPlan.all())
+        with pytest.raises(PluginError, match="extension 'nothing' returns a Graph, got None"):
+            flow.build(weights)
+        model = rlx.compile(flow.with_extensions(rlx.FlowExtensionPlan.only(["biased"])), weights)
+        assert_close(model(x), (x.astype("f8") @ weights["w"].T + weights["extra"]).astype("f4"))
+        assert set(model.weights()) == {"w", "extra"}
+
+
+# -- contracts of stages -------------------------------------------------------------------------
+
+
+class Liar:
+    """Says that it keeps three heads and writes two."""
+
+    def emit(self, emit: Any, value: Any) -> Any:
+        return emit.attention(value, value, value, heads=2, head_dim=4, mask="causal")
+
+    def cache_contract(self, emit: Any, hidden: Any) -> blocks.KvCacheContract:
+        return blocks.KvCacheContract.packed(hidden, 12)
+
+
+def test_what_a_stage_promises_is_held_against_what_it_writes() -> None:
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 8)).named_layer("block", Liar())
+    with pytest.raises(GraphError, match=r"Liar promises a cache f32\[batch,seq,12\].*writes f32\[batch,seq,8\]"):
+        flow.build()
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_contracts_of_a_model(family: str, decode: bool) -> None:
+    """Every attention keeps `[B, T, K·D]`, also under grouped heads; each is listed once."""
+    kinds: dict[str, Any] = {"llama": rlx.Llama32Flow, "qwen3": rlx.Qwen3Flow}
+    config = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
+    recipe = kinds[family].for_prefill(config)
+    flow = recipe.assemble()
+    if decode:
+        layer = {
+            "llama": lambda i: blocks.llama_decode_layer(i, blocks.LlamaDecodeLayerSpec.of(recipe.spec(i))),
+            "qwen3": lambda i: blocks.qwen3_decode_layer_fused(i, blocks.Qwen3DecodeLayerSpec.of(recipe.spec(i))),
+        }[family]
+        flow = (
+            rlx.ModelFlow("d").with_weights(recipe.shapes(), leave=("model.norm.", "lm_head."))
+            .input("input_ids", ("batch", "seq"), dtype="int32")
+            .patch(lambda f: f.input("past_k_0", ("batch", "past", D)).input("past_v_0", ("batch", "past", D)))
+            .patch(lambda f: f.input("past_k_1", ("batch", "past", D)).input("past_v_1", ("batch", "past", D)))
+            .stage(blocks.RopeTables.theta(D, 700.0)).token_embed().bind_decode_inputs(LAYERS, False)
+            .repeat_layers(LAYERS, layer)
+        )  # fmt: skip
+    found = [c for c in flow.contracts() if c.cache]
+    keys = "past + seq" if decode else "seq"
+    assert [c.cache.v for c in found if c.cache] == [tensor_type(("batch", keys, D), "f32", "cache")] * LAYERS
+    assert [c.path.startswith(f"layers.{i}") for i, c in enumerate(found)] == [True] * LAYERS
+
+
+def test_artifacts_of_a_layer() -> None:
+    """What `emit_layer` says of any stage: its value, and the side outputs it gave."""
+    seen = []
+
+    def tap(emit: Any, value: Any) -> Any:
+        layer = blocks.BlockAsLayer(blocks.Custom(lambda emit, v: emit.output("twice", v + v)))
+        out, artifacts = layer.emit_layer(emit, value)
+        seen.append((layer.name, out is value, str(artifacts.hidden), [(n, str(t)) for n, t in artifacts.side_outputs]))
+        return out
+
+    rlx.ModelFlow("f").input("x", ("batch", 3)).custom(tap).build()
+    assert seen == [("block", True, "f32[batch,3]", [("twice", "f32[batch,3]")])]
+
+
+# -- a layer and a norm of one's own, without a plugin -------------------------------------------
+
+
+def power_norm(key: str) -> Any:
+    """`x (mean |x|³ + ε)^(−1/3) ⊙ γ`: a norm that no stage is."""
+
+    def norm(emit: Any, x: Any) -> Any:
+        size = emit.jax(lambda v: jnp.mean(jnp.abs(v) ** 3, axis=-1, keepdims=True) + 1e-3, x)
+        return emit.jax(lambda v, s: v * s ** (-1 / 3), x, size) * emit.param(key, roles=("channel",))
+
+    return norm
+
+
+def cross_attention(prefix: str) -> Any:
+    """`x + attention(x Wq, c Wk, c Wv) Wo` over another input `context` `[B, T, C]`, all of it."""
+
+    def layer(emit: Any, x: Any) -> Any:
+        c = emit.flow_input("context")
+        q, k, v = (emit.linear(a, f"{prefix}.{n}.weight") for a, n in ((x, "q"), (c, "k"), (c, "v")))
+        o = emit.attention(q, k, v, heads=2, head_dim=3, mask="none")
+        return x + emit.linear(o, f"{prefix}.o.weight")
+
+    return layer
+
+
+def recipe_and_weights(extra: dict[str, tuple[int, ...]]) -> tuple[Any, dict[str, np.ndarray]]:
+    config = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
+    recipe = rlx.Llama32Flow.for_prefill(config)
+    specs = recipe.shapes() | {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in extra.items()}
+    return recipe, drawn(specs)
+
+
+def test_a_new_norm_by_hooks_trains_and_generates() -> None:
+    """`.layer` and `custom` alone: greedy tokens are those of a full recompute, gradients those of differences."""
+    recipe, weights = recipe_and_weights({f"extra.{i}": (H,) for i in range(LAYERS)})
+
+    def layer(ctx: Any) -> Any:
+        return blocks.Sequence([blocks.Custom(power_norm(f"extra.{ctx.index}"), "pnorm"), ctx.default_stage()])
+
+    hooked = recipe.layer(layer)
+    model, lm = rlx.compile(hooked, weights), rlx.CausalLM(hooked, weights)
+    stock = np.asarray(rlx.compile(recipe, {k: v for k, v in weights.items() if "extra" not in k})(TOKENS))
+    assert np.abs(np.asarray(model(TOKENS)) - stock).max() > 1e-2
+    ids = np.zeros((2, 7), np.int32)  # one size: what stands behind a token does not change it
+    ids[0, :4] = TOKENS[0, :4]
+    for at in range(4, 7):
+        ids[0, at] = np.argmax(np.asarray(model(ids))[0, at - 1])
+    assert lm.generate([TOKENS[0, :4].tolist()], max_new_tokens=3) == [ids[0, 4:].tolist()]
+    check_gradient(model, "extra.1", TOKENS)
+
+
+def test_a_cross_attention_layer_by_hooks_trains() -> None:
+    extra = {"x.q.weight": (6, H), "x.k.weight": (6, 4), "x.v.weight": (6, 4), "x.o.weight": (H, 6)}
+    recipe, weights = recipe_and_weights(extra)
+
+    def layer(ctx: Any) -> Any:
+        added = [blocks.Custom(cross_attention("x"), "cross")] if ctx.index == 1 else []
+        return blocks.Sequence([ctx.default_stage(), *added])
+
+    hooked = recipe.layer(layer).patch_flow(lambda flow: flow.input("context", ("batch", "other", 4)))
+    model = rlx.compile(hooked, weights)
+    context = np.random.default_rng(5).normal(size=(2, 5, 4)).astype("f4")
+    check_gradient(model, "x.k.weight", TOKENS, context)
+    with pytest.raises(DeriveError):  # its keys stand outside of the sequence
+        rlx.compile(hooked, weights, program="extend")
+
+
+def check_gradient(model: Any, key: str, *inputs: Any) -> None:
+    """Along a random direction of one weight, the gradient is the difference."""
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(value: Any) -> Any:
+        return jnp.mean(jnp.tanh(model.apply(model.params | {key: value}, *inputs)) ** 2)
+
+    at, step = model.params[key], 2e-3
+    way = np.random.default_rng(9).normal(size=at.shape).astype("f4")
+    slope = float(jnp.sum(loss(at)[1] * way))
+    difference = (float(loss(at + step * way)[0]) - float(loss(at - step * way)[0])) / (2 * step)
+    assert abs(slope) > 1e-3 and abs(difference - slope) < 3e-2 * abs(slope) + 2e-5
