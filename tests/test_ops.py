@@ -22,6 +22,7 @@ from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.cut import END, Bound, CutAxis
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -101,7 +102,7 @@ class Sample:
 def operand(text: str) -> TensorType:
     """`"f32 batch seq 8"` as a type."""
     dtype, *dims = text.split()
-    return tensor_type(tuple(int(d) if d.isdigit() else d for d in dims), dtype, text)
+    return tensor_type(tuple(int(d) if d.isdigit() else d.replace("+", " + ") for d in dims), dtype, text)
 
 
 def random_array(rng: np.random.Generator, t: TensorType, positive: bool, below: int) -> np.ndarray:
@@ -294,6 +295,12 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(SplitLast((3, 4, 1)), (x,), lambda x: (x[..., :3], x[..., 3:7], x[..., 7:]))
     yield Sample(Slice(((None, None, None), (1, None, None))), ("i32 batch 6",), lambda x: x[:, 1:])
     yield Sample(Slice((Ellipsis, -1)), (x,), lambda x: x[..., -1])
+    joint, txt = "f32 batch seq+keys 8", Bound((SizeOf(1, 1),))
+    yield Sample(CutAxis(1, stop=txt), (joint, "i32 batch seq"), lambda x, _: x[:, :5])
+    yield Sample(CutAxis(1, txt), (joint, "f32 1 seq 2"), lambda x, _: x[:, 5:])
+    yield Sample(CutAxis(-2, Bound((SizeOf(1, 0),)), Bound((), 1, True)), (joint, "f32 seq"), lambda x, _: x[:, 5:-1])
+    yield Sample(CutAxis(1, Bound((SizeOf(1, 0),), from_end=True), END), (joint, "f32 keys"), lambda x, _: x[:, 5:])
+    yield Sample(CutAxis(0, stop=Bound((SizeOf(0, 1), SizeOf(1, 0)))), ("bf16 9 2", "f32 4"), lambda x, _: x[:6])
     yield Sample(Expand((3, 5, 2)), ("f32 5 1",), lambda x: np.broadcast_to(x, (3, 5, 2)))
     yield Sample(Expand((SizeOf(1, 0), SizeOf(0, 0), 2)), ("i32 seq 1", "bool batch"),
                  lambda x, _: np.broadcast_to(x, (2, 5, 2)))  # fmt: skip
@@ -503,6 +510,12 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("an axis that is not there", Softmax(3), ("f32 2 4",), ShapeError),
     ("a running sum of bools", Cumsum(), ("bool 2 4",), GraphError),
     ("a reduced axis that is not there", Reduce("sum", (2,)), ("f32 2 4",), ShapeError),
+    ("a cut past the end", CutAxis(0, stop=Bound((SizeOf(0, 0),), 1)), ("f32 seq",), ShapeError),
+    ("a cut of a number past the end", CutAxis(0, stop=Bound((SizeOf(1, 0),))), ("f32 3", "f32 4"), ShapeError),
+    ("a cut before the front", CutAxis(0, Bound((SizeOf(0, 0),), 1, True)), ("f32 seq",), ShapeError),
+    ("an empty cut", CutAxis(0, Bound((SizeOf(0, 0),))), ("f32 seq",), ShapeError),
+    ("a cut without its lender", CutAxis(0, Bound((SizeOf(1, 0),))), ("f32 seq",), ShapeError),
+    ("a cut along no axis", CutAxis(1), ("f32 seq",), ShapeError),
     ("a size that is none", Expand((3, 4)), ("f32 2 4",), ShapeError),
     ("fewer axes", Expand((4,)), ("f32 1 4",), ShapeError),
     ("two symbols", Expand((SizeOf(1, 0),)), ("f32 seq", "f32 batch"), ShapeError),

@@ -12,6 +12,7 @@ from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, is_static
 from rlx_jax.trace.along import Along
 from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.cuts import cut_of, is_cut, narrowed, places_of
 from rlx_jax.trace.writer import Shape, V
 
 
@@ -38,8 +39,17 @@ class Shapes(Along[V]):
     transpose_ = transpose
 
     def slice(self, x: V, key: Any) -> V:
-        """`x[key]` for ints, slices of ints, `None` and `...`; `numpy.s_[:, 1:]` spells a key."""
+        """`x[key]` for ints, slices of ints, `None` and `...`; `numpy.s_[:, 1:]` spells a key.
+
+        A bound of a slice may be a symbolic size too, or a sum of them: `x[:, :t.shape[1]]` is what stands in front.
+        """
         keys = key if isinstance(key, tuple) else (key,)
+        cuts = places_of(keys, self.type_of(x).rank, self.path)
+        for axis, cut in cuts:
+            x = self._cut(x, self._axis(x, axis), cut.start, cut.stop)
+        keys = tuple(slice(None) if is_cut(k) else k for k in keys)
+        if cuts and all(k is Ellipsis or k == slice(None) for k in keys):
+            return x
         return self.add_node(Slice(tuple(self._index(k) for k in keys)), x)
 
     def _index(self, key: Any) -> Any:
@@ -52,13 +62,21 @@ class Shapes(Along[V]):
             "(gather(table, ids) reads rows)"
         )
 
+    def _cut(self, x: V, axis: int, start: Any, stop: Any) -> V:
+        """`start:stop` of one axis, where a bound is a symbolic size."""
+        own = self.own(x)
+        op, lenders = cut_of(own, axis, start, stop, lambda dim: self._holder(own, dim), self.path)
+        return self.add_node(op, x, *(self.wrap(lender) for lender in lenders))
+
     def shard(self, x: V, *roles: str | None) -> V:
         """x itself, and what each of its axes is (`rlx_jax.ir.roles.ROLES`; None: nothing said): `shard(x, "batch",
         "sequence", "heads")`. Over a mesh of devices it is divided by them; on one device it is x."""
         return self.add_node(Shard(check_roles(roles, self.type_of(x), f"{self.path}: shard")), x)
 
-    def narrow(self, x: V, axis: int, start: int, length: int) -> V:
-        """`length` elements of one axis from `start` on; a negative start counts from the end."""
+    def narrow(self, x: V, axis: int, start: int | Dim, length: int | Dim) -> V:
+        """`length` elements of one axis from `start` on; a negative start counts from the end. Both may be symbolic."""
+        if isinstance(start, Dim) or isinstance(length, Dim):
+            return self._cut(x, self._axis(x, axis), *narrowed(start, length))
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
     narrow_ = narrow
@@ -97,7 +115,7 @@ class Shapes(Along[V]):
             dims = self.builder.type(value).shape
             if dim in dims:
                 return value, dims.index(dim)
-        raise ShapeError(f"{self.path}: broadcast_to: no input of the program has an axis of size {dim}")
+        raise ShapeError(f"{self.path}: no input of the program has an axis of size {dim}")
 
     def repeat_heads(self, x: V, *, heads: int, times: int) -> V:
         """Each of `heads` heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""

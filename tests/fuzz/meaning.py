@@ -18,6 +18,7 @@ from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.cut import CutAxis
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -122,6 +123,16 @@ def take_row(op: TakeRow, x: Array, index: Array) -> Array:
     return np.stack([x[b % len(x), index[b]] for b in range(len(index))])[:, None]
 
 
+def cut(op: CutAxis, *arrays: Array) -> Array:
+    """From one bound of an axis to the other."""
+    size = arrays[0].shape[op.axis]
+    ends = []
+    for bound in (op.start, op.stop):
+        distance = bound.offset + sum(sizes(s, arrays) for s in bound.sizes)
+        ends.append(size - distance if bound.from_end else distance)
+    return np.take(arrays[0], range(*ends), axis=op.axis)
+
+
 def sizes(target: int | SizeOf, arrays: Sequence[Array]) -> int:
     """One size of an `Expand`."""
     return int(arrays[target.operand].shape[target.axis]) if isinstance(target, SizeOf) else target
@@ -213,6 +224,7 @@ MIR: dict[type[Op], Meaning] = {
     SplitLast: lambda op, x: split(op, x),
     Shard: lambda op, x: x,
     Slice: sliced,
+    CutAxis: cut,
     Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
     Gather: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     TakeRow: take_row,

@@ -32,6 +32,7 @@ from rlx_jax.ir.graph import (
     constant,
 )
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeTable
+from rlx_jax.ir.ops.cut import CutAxis
 from rlx_jax.ir.ops.fused import ElementwiseRegion, FusedResidualLayerNorm, FusedResidualRmsNorm
 from rlx_jax.ir.ops.index import Gather, TakeRow
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
@@ -61,6 +62,7 @@ MOVES = (
     Narrow,
     SplitLast,
     Slice,
+    CutAxis,
     Expand,
     Concat,
     Gather,

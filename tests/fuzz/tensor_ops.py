@@ -8,6 +8,7 @@ from typing import Any
 
 from rlx_jax.ir.ops.attention import ROPE_STYLES, AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.cut import Bound, CutAxis
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -342,6 +343,17 @@ def iota(s: Sketch) -> object:
     return s.one(Iota(s.draw(len(x.shape))), x)
 
 
+def cut(s: Sketch) -> object:
+    """What was joined is taken apart again, by the sizes of the parts, from either end."""
+    x = floating(s, 1)
+    axis = s.draw(len(x.shape))
+    joined = s.one(Concat(axis), x, x) if len(x.array) else None
+    if joined is None:
+        return None
+    bound = Bound((SizeOf(1, axis),), 0, s.coin())
+    return s.one(CutAxis(axis, bound) if s.coin() else CutAxis(axis, stop=bound), joined, x)
+
+
 def reduce(s: Sketch) -> object:
     """Over one axis or several."""
     x = s.pick(lambda k: len(k.shape) > 0 and k.type.dtype != BOOL) or floating(s, 1)
@@ -453,6 +465,6 @@ def ring_step(s: Sketch) -> object:
 OPS: tuple[Grow, ...] = (
     unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul,
     batch_matmul, fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, split_last, slices,
-    concat, gather, take_row, iota, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard, attention,
+    concat, cut, gather, take_row, iota, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard, attention,
     rope_table, rope, cache_update, ring_step, fused_residual, fused_residual, region,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.cut import CutAxis
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -20,7 +21,7 @@ from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, S
 OPS: tuple[type[Mir], ...] = (
     Unary, Binary, Compare, Where, CastTo, FullLike,
     MatMul, BatchMatMul, RmsNormOp, LayerNormOp, Reduce, Softmax, Cumsum,
-    Reshape, Transpose, Narrow, SplitLast, Slice, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
+    Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     JaxFn,
