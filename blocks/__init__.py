@@ -57,6 +57,8 @@ from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
 from rlx_jax.blocks.gemma import gemma_layer_spec as gemma_layer_spec
 from rlx_jax.blocks.gemma import gemma_prefill_layer_composed as gemma_prefill_layer_composed
 from rlx_jax.blocks.gemma import gemma_strided_layer_mask as gemma_strided_layer_mask
+from rlx_jax.blocks.gpt2 import Gpt2Layer as Gpt2Layer
+from rlx_jax.blocks.gpt2 import Gpt2LayerSpec as Gpt2LayerSpec
 from rlx_jax.blocks.linear import ClsTokenPool as ClsTokenPool
 from rlx_jax.blocks.linear import Embed as Embed
 from rlx_jax.blocks.linear import EmbedScale as EmbedScale
@@ -72,6 +74,7 @@ from rlx_jax.blocks.norm import GemmaRmsNorm as GemmaRmsNorm
 from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
+from rlx_jax.blocks.positions import LearnedPositions as LearnedPositions
 from rlx_jax.blocks.qwen3 import Qwen3Decoder as Qwen3Decoder
 from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec as Qwen3DecoderSpec
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
@@ -90,6 +93,6 @@ FlowStage = (
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
-    | GemmaDecodeLayer | GemmaKvTap
+    | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer
 )  # fmt: skip
 """Every stage."""

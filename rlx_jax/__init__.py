@@ -24,6 +24,7 @@ from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
+from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow

@@ -21,8 +21,10 @@ SIZES = {
 TIED = {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 5}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+GPT2 = {"vocab_size": V, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 8, "n_positions": 256}
 DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (rlx.Llama32Flow, {}),
+    "gpt2": (rlx.Gpt2Flow, GPT2),
     "llama tied": (rlx.Llama32Flow, TIED),
     "mistral": (rlx.MistralFlow, WINDOW),
     "qwen2": (rlx.Qwen2Flow, TIED),
@@ -43,7 +45,7 @@ def recipe(family: str, **changes: Any) -> Any:
     if family == "bert":
         return rlx.BertFlow(bert.BertConfig.from_hf(BERT | changes))
     flow, own = DECODERS[family]
-    return flow.for_prefill(SIZES | own | changes)
+    return flow.for_prefill((own if family == "gpt2" else SIZES | own) | changes)
 
 
 @functools.cache

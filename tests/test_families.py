@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.models.decoder import as_decode
 from rlx_jax.models.mistral import MistralConfig
 from rlx_jax.models.qwen2 import Qwen2Config
 from rlx_jax.models.qwen3 import Qwen3Config
@@ -28,7 +29,7 @@ from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
 NAMES = sorted(f"{family}/{f.stem}" for family in FAMILIES for f in (checkpoints.FIXTURES / family).glob("*.npz"))
 SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
 PLAIN = checkpoints.FIXTURES / "qwen3" / "tied_v4"
@@ -37,8 +38,13 @@ LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
 CAPS = checkpoints.FIXTURES / "gemma2" / "caps_v5"
 PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"
 DEEP = checkpoints.FIXTURES / "gemma3_text" / "deep_v5"
+CONV = checkpoints.FIXTURES / "gpt2" / "bare_v4"
+SCALED = checkpoints.FIXTURES / "gpt2" / "scaled_v5"
+EACH = [ODD, SLIDING, LATE, PLAIN, CAPS, PATTERN, DEEP, CONV, SCALED]
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
-QUICK = ("llama/", "mistral/window", "qwen2/window", "qwen3/window", "gemma/", "gemma2/caps", "gemma3_text/pattern")
+QUICK = (
+    "llama/", "mistral/window", "qwen2/window", "qwen3/window", "gemma/", "gemma2/caps", "gemma3_text/pattern", "gpt2/",
+)  # fmt: skip
 """The fixtures of the default suite; the slow tier has the others."""
 
 
@@ -83,15 +89,16 @@ def test_logits(name: str) -> None:
     assert_rows_close(lm.logits(record["ragged_tokens"], lengths), record["ragged_logits"], lengths)
 
 
-@pytest.mark.parametrize(
-    "name", [p for p in recorded(("qwen3/window", "gemma3_text/pattern")) if not p.values[0].startswith("llama")]
-)
+GREEDY = recorded(("qwen3/window", "gemma3_text/pattern", "gpt2/bare"))
+
+
+@pytest.mark.parametrize("name", [p for p in GREEDY if not p.values[0].startswith("llama")])
 def test_greedy_tokens(name: str) -> None:
     """24 tokens after each row of a ragged batch. Llama's are in `test_generate.py`."""
     assert case(name).lm.generate(case(name).prompts, max_new_tokens=24) == case(name).record["greedy"].tolist()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("llama")])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("llama", "gpt2"))])
 def test_what_differs_from_llama_shows(name: str) -> None:
     """The numbers would be others without the windows, the biases or the norms of heads that the fixture has."""
     directory = checkpoints.FIXTURES / name
@@ -120,6 +127,19 @@ def test_what_differs_from_llama_shows(name: str) -> None:
         assert np.abs(got - want).max() > 1e-2 * np.abs(want).max()
 
 
+def test_what_gpt2_has_shows() -> None:
+    """Nor without its positions, its biases, or the scale of each layer."""
+    config, weights = (f(SCALED) for f in (numpy_reference.read_config, numpy_reference.read_weights))
+    record = load_record(SCALED)
+    changed = [(config | {"scale_attn_by_inverse_layer_idx": False}, weights)]
+    changed += [(config | {"scale_attn_weights": False}, weights), (config | {"activation_function": "gelu"}, weights)]
+    for ending in ("wpe.weight", "c_attn.bias", "mlp.c_proj.bias", "ln_1.bias", "ln_f.bias"):
+        changed.append((config, {k: 0 * v if k.endswith(ending) else v for k, v in weights.items()}))
+    for other, values in changed:
+        got = numpy_reference.gpt2_row(other, values, record["tokens"][0])[1]
+        assert np.abs(got - record["logits"][0]).max() > 1e-2 * np.abs(record["logits"]).max()
+
+
 # -- equalities --------------------------------------------------------------------------------
 
 
@@ -140,7 +160,7 @@ def test_alone_is_in_batch_and_padding_is_not_seen(name: str, seed: int, lengths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("directory", [ODD, SLIDING, LATE, PLAIN, CAPS, PATTERN, DEEP], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", EACH, ids=lambda d: d.name)
 def test_chunks_give_what_the_whole_gives(directory: Path) -> None:
     """prefill(n) and extend(m), ragged, over the edge of every window, are forward(n + m)."""
     lm, tokens = rlx.load(directory), load_record(directory)["tokens"]
@@ -173,7 +193,7 @@ def test_layers_of_small_stages(directory: Path, policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
-@pytest.mark.parametrize("directory", [SLIDING, PLAIN, ODD, LATE, CAPS, PATTERN, DEEP], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", EACH, ids=lambda d: d.name)
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
 def test_scanned_layers(directory: Path, policy: str) -> None:
     """Rolled layers give the same numbers and tokens; layers whose windows differ say why they are not one region."""
@@ -184,7 +204,7 @@ def test_scanned_layers(directory: Path, policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("directory", [SLIDING, LATE, ODD, CAPS, PATTERN], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", [SLIDING, LATE, ODD, CAPS, PATTERN, CONV], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
     """Of the `train` program; a stage's own gradients are held against differences elsewhere."""
     import jax
@@ -211,6 +231,22 @@ def test_keys_and_values_as_outputs() -> None:
         _, layer, *_, slot = name.split(".")
         value = outputs[f"kv.{layer}.{slot}"]
         np.testing.assert_array_equal(value, np.reshape(kept, value.shape))
+
+
+@pytest.mark.slow
+def test_options_of_gpt2() -> None:
+    """Hidden states, embeddings as input, the last token alone, explicit decode: the same model."""
+    recipe, record = rlx.recipe_for(SCALED), load_record(SCALED)
+    tokens = record["tokens"]
+    assert_close(rlx.compile(dataclasses.replace(recipe, hidden_only=True))(tokens), record["hidden"])
+    embedded = np.asarray(recipe.weights.read("transformer.wte.weight"))[tokens]
+    assert_close(rlx.compile(dataclasses.replace(recipe, inputs_embeds=True))(embedded), record["logits"])
+    last = rlx.compile(dataclasses.replace(recipe, last_token_logits=True))
+    assert_close(last(tokens), record["logits"][:, -1:])
+    first: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))(tokens[:, :7])
+    past = {f"past_{n}_{i}": first[f"kv.{i}.{n}"] for i in range(3) for n in "kv"}
+    step: Any = rlx.compile(as_decode(recipe))
+    assert_close(step(input_ids=tokens[:, 7:], **past)["logits"], record["logits"][:, 7:])
 
 
 # -- configs -----------------------------------------------------------------------------------
@@ -280,6 +316,10 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": 32768, "max_window_layers": 24,
         "use_sliding_window": False, "use_mrope": False, "tie_word_embeddings": True,
     }),
+    "gpt2": (124_439_808, {
+        "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_ctx": 1024, "layer_norm_epsilon": 1e-05, "activation_function": "gelu_new", "resid_pdrop": 0.1,
+    }),
     "Qwen3-8B": (8_190_735_360, {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -295,7 +335,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_published_sizes(name: str) -> None:
     """A flow of the published config reads as many parameters as the published checkpoint has."""
     count, config = PUBLISHED[name]
-    recipe: Any = {"mistral": rlx.MistralFlow, "qwen2": rlx.Qwen2Flow, "qwen3": rlx.Qwen3Flow}[config["model_type"]]
+    families: dict[str, Any] = {"mistral": rlx.MistralFlow, "qwen2": rlx.Qwen2Flow, "qwen3": rlx.Qwen3Flow}
+    recipe = (families | {"gpt2": rlx.Gpt2Flow})[config["model_type"]]
     built = recipe.for_prefill(config).assemble().build()
     assert built.source is not None and built.refusals == ()
     assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == count
@@ -336,6 +377,14 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (PATTERN, "longrope", {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}),
     (PATTERN, "Gemma3TextModel", {"architectures": ["Gemma3TextModel"]}),
     (ODD, "Qwen3Model", {"architectures": ["Qwen3Model"]}),
+    (CONV, "n_embd", {"n_embd": 31}),
+    (CONV, "n_layer", {"n_layer": 0}),
+    (CONV, "hidden_size", {"hidden_size": 30}),
+    (CONV, "activation_function", {"activation_function": "quick_gelu"}),
+    (CONV, "add_cross_attention", {"add_cross_attention": True}),
+    (CONV, "scale_attn_weights", {"scale_attn_weights": None}),
+    (CONV, "reorder_and_upcast_attn", {"reorder_and_upcast_attn": 1}),
+    (CONV, "GPT2ForSequenceClassification", {"architectures": ["GPT2ForSequenceClassification"]}),
 ]
 
 
@@ -361,6 +410,8 @@ def test_harmless_fields(tmp_path: Path) -> None:
         (ODD, "model.layers.2.self_attn.q_norm.weight", r"layers\.2\.self_attn\.q_norm"),
         (ODD, "model.layers.0.self_attn.o_proj.bias", r"layers\.0\.self_attn\.o_proj"),
         (PATTERN, "model.layers.1.self_attn.k_norm.weight", r"layers?\.?1\.self_attn\.k_norm"),
+        (CONV, "h.1.attn.c_attn.bias", r"layers\.1\.attn\.c_attn"),
+        (SCALED, "transformer.h.2.ln_2.weight", r"layers\.2\.ln_2"),
         (CAPS, "model.layers.2.pre_feedforward_layernorm.weight", r"2\.pre_feedforward_layernorm"),
     ],
 )

@@ -1,13 +1,14 @@
 """The recipe of a decoder-only model: from a config to its weights and its flow.
 
-A family is its config (see `decoder_config.py`) and a row in `families.py`; the recipe is this one under another name.
+A family is its config (see `decoder_config.py`) and a row in `families.py`; the recipe is `DecoderFlow` under another
+name. `CausalFlow` is what it shares with families that are not Llama's kin (`gpt2.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +19,6 @@ from rlx_jax.blocks import (
     LlamaDecoderSpec,
     LmHead,
     Qwen3DecoderSpec,
-    RmsNorm,
     RopeTables,
     decoder_layer,
     llama_prefill_layer_composed,
@@ -27,6 +27,7 @@ from rlx_jax.blocks import (
     qwen3_prefill_layer_fused,
 )
 from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.hooks import METHODS, Hooked, Hooks
 from rlx_jax.weights.source import WeightSource
@@ -35,6 +36,37 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 R = TypeVar("R", bound=Hooked)
 C = TypeVar("C", bound=DecoderConfig)
+A = TypeVar("A", bound="CausalConfig")
+
+
+class CausalConfig(Protocol):
+    """What every causal model's config has, under the names of Hugging Face."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self: ...
+
+
+@dataclass(frozen=True)
+class EndKeys:
+    """Under which keys the embedding and the head stand."""
+
+    embedding: str = EMBEDDING
+    head: str = HEAD
 
 
 @dataclass(frozen=True)
@@ -66,15 +98,13 @@ QWEN3 = LayerForm(Qwen3DecoderSpec.of, qwen3_prefill_layer_fused, qwen3_prefill_
 
 
 @dataclass(frozen=True)
-class DecoderFlow(Generic[C]):
-    """The recipe. Inputs: `input_ids` `[batch, seq]`. Output: `logits` `[batch, seq, vocab]`, float32.
+class CausalFlow(Generic[A]):
+    """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
-    A family's recipe is this class with its name, the class of its config, and the form of its layers. One whose layers
-    `DecoderLayerSpec` cannot describe overrides `stage` and `shapes`.
+    A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `shapes`, `assemble`.
 
     Args:
         batch, seq: sizes to compile for ahead of the first call.
-        composed: build the layers from small stages instead of one block; the numbers are the same.
         hidden_only: no head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
         last_token_logits: the head of each row's last token only: `[batch, 1, vocab]`.
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
@@ -84,11 +114,10 @@ class DecoderFlow(Generic[C]):
         hooks: see `rlx_jax.models.hooks`.
     """
 
-    config: C
+    config: A
     batch: int | None = None
     seq: int | None = None
-    composed: bool = False
-    name: str = "decoder"
+    name: str = "causal"
     hidden_only: bool = False
     last_token_logits: bool = False
     inputs_embeds: bool = False
@@ -97,13 +126,12 @@ class DecoderFlow(Generic[C]):
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
-    config_type: ClassVar[type[DecoderConfig]] = DecoderConfig
-    form: ClassVar[LayerForm] = SMALL
+    config_type: ClassVar[type[CausalConfig]]
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
     @classmethod
-    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
+    def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
         """The forward program, bound to sizes where they are given; `config` may be the content of `config.json`."""
         known: Any = config
         read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
@@ -112,7 +140,7 @@ class DecoderFlow(Generic[C]):
     @classmethod
     def for_decode(
         cls,
-        config: C | Mapping[str, Any],
+        config: A | Mapping[str, Any],
         batch: int | None = None,
         past: int | None = None,
         custom_mask: bool = False,
@@ -120,29 +148,62 @@ class DecoderFlow(Generic[C]):
         """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
+    def stored_in(self, source: WeightSource) -> Self:
+        """The recipe for how a checkpoint stores its weights, such as under a prefix."""
+        return self
+
     def spec(self, index: int = 0) -> Any:
         """The spec of layer `index`: what a layer hook sees."""
-        return self.form.spec(self.config.layer_spec(index))
+        raise NotImplementedError
 
     def stage(self, index: int, spec: Any) -> BlockStage:
         """The family's own layer."""
-        return (self.form.composed if self.composed else self.form.fused)(index, spec)
+        raise NotImplementedError
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key with its shape."""
-        return weight_specs(self.config)
+        raise NotImplementedError
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DecoderFlow(CausalFlow[C]):
+    """The recipe of Llama and its kin: see `CausalFlow`.
+
+    A family's recipe is this class with its name, the class of its config, and the form of its layers. One whose layers
+    `DecoderLayerSpec` cannot describe overrides `stage` and `shapes`. With `composed` the layers are built from small
+    stages instead of one block; the numbers are the same.
+    """
+
+    composed: bool = False
+    name: str = "decoder"
+
+    config_type: ClassVar[type[DecoderConfig]] = DecoderConfig
+    form: ClassVar[LayerForm] = SMALL
+
+    def spec(self, index: int = 0) -> Any:
+        return self.form.spec(self.config.layer_spec(index))
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        return (self.form.composed if self.composed else self.form.fused)(index, spec)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return weight_specs(self.config)
+
+    def assemble(self) -> ModelFlow:
         c, ends = self.config, self.config.ends()
         return decoder_flow(
             self,
             self.shapes(),
             self.stage,
-            norm=c.layer_spec(0).norm("model.norm"),
-            rope=ends.rope,
+            tables=(RopeTables(c.inv_freq), *ends.rope),
             embedded=() if self.inputs_embeds else ends.embedded,
+            norm=c.layer_spec(0).norm("model.norm"),
             logits=ends.logits,
+            leave=left_keys(c),
         )
 
 
@@ -182,43 +243,47 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
 
 
 def decoder_flow(
-    recipe: DecoderFlow[Any],
+    recipe: CausalFlow[Any],
     specs: Mapping[str, jax.ShapeDtypeStruct],
     layer: Callable[[int, Any], BlockStage],
     *,
-    norm: BlockStage | None = None,
-    rope: Iterable[BlockStage] = (),
+    norm: BlockStage,
+    keys: EndKeys = EndKeys(),
+    tables: Iterable[BlockStage] = (),
     embedded: Iterable[BlockStage] = (),
     logits: Iterable[BlockStage] = (),
+    leave: Iterable[str] = (),
 ) -> ModelFlow:
     """The flow of a recipe, bound to its weights; without any, to `specs`.
 
     Args:
         layer: makes layer i as `layer(i, recipe.spec(i))`.
-        norm: the final norm, unless it is an `RmsNorm`.
-        rope: further stages before the embedding, behind the tables of `config.inv_freq`.
+        norm: the final norm.
+        keys: of the embedding and of the head.
+        tables: stages before the embedding, such as those of the rope.
         embedded: stages between the embedding and the layers, such as a scale; `inputs_embeds` passes them too.
         logits: stages behind the head, such as a softcap.
+        leave: keys that are left unread on purpose.
     """
     c = recipe.config
-    unread = [EMBEDDING] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
+    unread = [keys.embedding] * recipe.inputs_embeds + [keys.head] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
-        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*left_keys(c), *unread))
-        .patch(_opened(recipe, [RopeTables(c.inv_freq), *rope]))
+        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*leave, *unread))
+        .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)
         .when(recipe.export_kv and not recipe.decode, ModelFlow.export_kv)  # decode gives them anyway
         .patch(recipe.hooks.stack(c.num_hidden_layers, recipe.spec, layer))
         .when(recipe.last_token_logits, ModelFlow.gather_last_token_at)
-        .stage(norm or RmsNorm("model.norm.weight", c.rms_norm_eps))
+        .stage(norm)
         .patch(recipe.hooks.edit)
-        .patch(_closed(recipe, logits))
+        .patch(_closed(recipe, keys, logits))
     )
 
 
-def _opened(recipe: DecoderFlow[Any], rope: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
-    """The inputs, the rope and the embedding."""
+def _opened(recipe: CausalFlow[Any], keys: EndKeys, tables: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+    """The inputs, the tables and the embedding."""
 
     def edit(flow: ModelFlow) -> ModelFlow:
         if recipe.inputs_embeds:
@@ -227,23 +292,25 @@ def _opened(recipe: DecoderFlow[Any], rope: Iterable[BlockStage]) -> Callable[[M
             flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
         if recipe.decode:
             flow = flow.explicit(recipe.decode.past, recipe.decode.custom_mask)
-        flow = flow.raw_stages(rope)
-        return flow if recipe.inputs_embeds else flow.token_embed()
+        flow = flow.raw_stages(tables)
+        return flow if recipe.inputs_embeds else flow.embed(keys.embedding)
 
     return edit
 
 
-def _closed(recipe: DecoderFlow[Any], logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
+def _closed(recipe: CausalFlow[Any], keys: EndKeys, logits: Iterable[BlockStage]) -> Callable[[ModelFlow], ModelFlow]:
     """The head, and what follows it."""
 
     def edit(flow: ModelFlow) -> ModelFlow:
         c = recipe.config
         if recipe.hidden_only:
             return flow.hidden_states()
-        if recipe.inputs_embeds and c.tie_word_embeddings:  # no Embed stage to be tied to
-            flow = flow.stage(LmHead.separate(EMBEDDING, c.vocab_size, c.hidden_size)).output("logits")
+        if not c.tie_word_embeddings:
+            head = LmHead.separate(keys.head, c.vocab_size, c.hidden_size)
+        elif recipe.inputs_embeds:  # no Embed stage to be tied to
+            head = LmHead.separate(keys.embedding, c.vocab_size, c.hidden_size)
         else:
-            flow = flow.lm_head(c.vocab_size, c.hidden_size, tied=c.tie_word_embeddings)
-        return flow.raw_stages(logits)
+            head = LmHead.tied(c.vocab_size, c.hidden_size)
+        return flow.stage(head).output("logits").raw_stages(logits)
 
     return edit

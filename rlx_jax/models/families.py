@@ -26,9 +26,9 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import bert, gemma, llama, mistral, qwen2, qwen3
+from rlx_jax.models import bert, gemma, gpt2, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.models.decoder import HEAD, DecoderFlow
+from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
@@ -54,15 +54,15 @@ class Family:
     architectures: tuple[str, ...]
 
     @staticmethod
-    def decoder(recipe: type[DecoderFlow[Any]], *architectures: str) -> Family:
+    def decoder(recipe: type[CausalFlow[Any]], *architectures: str) -> Family:
         """A decoder-only family."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            c = recipe.config_type.from_hf(config)
+            c: Any = recipe.config_type.from_hf(config)
             # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
             if c.tie_word_embeddings and source.has(HEAD):
                 c = replace(c, tie_word_embeddings=False)
-            made = recipe(c)
+            made = recipe(c).stored_in(source)
             bound = replace(made, weights=checked(source, made.shapes(), made))
             return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
 
@@ -105,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM"),
     "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
+    "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
     "bert": Family(_bert, BERT),
 }
 """The families by `model_type`: a row each. Installed plugins have more, under other names."""

@@ -40,6 +40,8 @@ class Checkpoint:
     """Largest size of a shard."""
     buffers: dict[str, list[int] | list[float]] = field(default_factory=dict)
     """Tensors that old checkpoints carry and nobody reads."""
+    bare: bool = False
+    """Keys without the name of the model inside, as the first files of some families have them."""
 
 
 def _modules() -> tuple[Any, Any]:
@@ -59,7 +61,7 @@ def randomise(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
-            if "norm" in name.lower() and name.endswith("weight"):
+            if ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight"):
                 value = rng.uniform(centre - 0.5, centre + 0.5, shape)
             elif name.endswith("bias"):
                 value = rng.normal(0.0, 0.3, shape)
@@ -79,8 +81,8 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
     model.to(getattr(torch, checkpoint.dtype))
     sharding = {"max_shard_size": checkpoint.shard} if checkpoint.shard else {}
     model.save_pretrained(directory, **sharding)
-    if checkpoint.buffers:
-        _add_buffers(checkpoint, directory)
+    if checkpoint.buffers or checkpoint.bare:
+        _edit_tensors(checkpoint, model.base_model_prefix, directory)
     if checkpoint.spelling != "v5":
         file = directory / "config.json"
         config = old_spelling(json.loads(file.read_text("utf-8")), sparse=checkpoint.spelling == "sparse")
@@ -88,11 +90,13 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
         (directory / "generation_config.json").unlink(missing_ok=True)
 
 
-def _add_buffers(checkpoint: Checkpoint, directory: Path) -> None:
+def _edit_tensors(checkpoint: Checkpoint, prefix: str, directory: Path) -> None:
     torch_io = importlib.import_module("safetensors.torch")
     torch, _ = _modules()
     file = directory / "model.safetensors"
     tensors = torch_io.load_file(file)
+    if checkpoint.bare:
+        tensors = {key.removeprefix(f"{prefix}."): value for key, value in tensors.items()}
     for key, values in checkpoint.buffers.items():
         tensors[key] = torch.tensor(values)
     torch_io.save_file(tensors, file, {"format": "pt"})
@@ -113,6 +117,10 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
         config["rope_scaling"] = None if rope["full_attention"]["rope_type"] == "default" else rope["full_attention"]
         config.pop("_sliding_window_pattern")
         config["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
+    elif config["model_type"] == "gpt2":
+        config["n_ctx"] = config["n_positions"]
+        for key in ("add_cross_attention", "tie_word_embeddings", "pad_token_id"):
+            config.pop(key)
     elif config["model_type"] in CAUSAL:
         rope = dict(config.pop("rope_parameters"))
         config["rope_theta"] = rope.pop("rope_theta")
@@ -372,6 +380,31 @@ def random_gemma(family: str, seed: int) -> Checkpoint:
     return Checkpoint("Gemma3ForCausalLM", config, seed=seed, **storage)
 
 
+def random_gpt2(seed: int) -> Checkpoint:
+    """A GPT-2 configuration drawn from `seed`."""
+    draw = random.Random(seed)
+    heads = draw.choice([1, 3, 4])
+    config = {
+        "vocab_size": draw.randint(50, 200),
+        "n_embd": heads * draw.randint(-(-24 // heads), 60 // heads),
+        "n_inner": draw.choice([None, draw.randint(20, 90)]),
+        "n_layer": draw.randint(1, 4),
+        "n_head": heads,
+        "n_positions": draw.choice([80, 100, 256]),
+        "layer_norm_epsilon": draw.choice([1e-6, 1e-5, 1e-2]),
+        "activation_function": draw.choice(["gelu_new", "gelu_new", "gelu", "relu"]),
+        "scale_attn_weights": draw.random() < 0.7,
+        "scale_attn_by_inverse_layer_idx": draw.random() < 0.4,
+        "reorder_and_upcast_attn": draw.random() < 0.4,
+        "tie_word_embeddings": (tied := draw.random() < 0.6),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    storage = random_storage(draw) if tied else random_storage(draw) | {"spelling": "v5"}
+    bare = storage["shard"] is None and draw.random() < 0.5
+    return Checkpoint("GPT2LMHeadModel", config, seed=seed, bare=bare, **storage)
+
+
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "llama": random_llama,
     "mistral": random_mistral,
@@ -380,6 +413,7 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "gemma": functools.partial(random_gemma, "gemma"),
     "gemma2": functools.partial(random_gemma, "gemma2"),
     "gemma3_text": functools.partial(random_gemma, "gemma3_text"),
+    "gpt2": random_gpt2,
 }
 """Configurations of the decoder-only families by `model_type`."""
 

@@ -353,6 +353,31 @@ GEMMA3: dict[str, Checkpoint] = {
     ),
 }
 
+GPT2: dict[str, Checkpoint] = {
+    # as the first files: keys without a prefix, buffers of the mask, no n_inner; tied
+    "bare_v4": Checkpoint(
+        "GPT2LMHeadModel",
+        {"vocab_size": 83, "n_embd": 30, "n_layer": 2, "n_head": 3, "n_positions": 64, **NO_IDS},
+        seed=61,
+        spelling="v4",
+        bare=True,
+        buffers={f"h.{i}.attn.{name}": [1.0] for i in range(2) for name in ("bias", "masked_bias")},
+    ),
+    # an untied head, scores that shrink with the layer, another activation, an eps that shows
+    "scaled_v5": Checkpoint(
+        "GPT2LMHeadModel",
+        {
+            **{"vocab_size": 71, "n_embd": 28, "n_inner": 50, "n_layer": 3, "n_head": 2, "n_positions": 48},
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 1e-2,
+            "tie_word_embeddings": False,
+            **NO_IDS,
+        },
+        seed=65,
+    ),
+}
+
 CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -361,6 +386,7 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gpt2": GPT2,
 }
 """The checkpoints of the decoder-only families, by directory."""
 

@@ -136,6 +136,8 @@ def queries_or_keys(w: Weights, name: str, x: Array, head_dim: int, eps: float) 
 
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
+    if config["model_type"] == "gpt2":
+        return gpt2_row(config, w, ids)
     gemma = config["model_type"].startswith("gemma")
     hidden = (gemma_states if gemma else llama_states)(config, w, ids)[-1]
     tied = config.get("tie_word_embeddings", gemma)
@@ -228,6 +230,34 @@ def gemma_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
         f = linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", m))
         x = x + (f if first else norm(f"{p}.post_feedforward_layernorm", f))
     return [*states, norm("model.norm", x)]
+
+
+# -- GPT-2 -------------------------------------------------------------------------------------
+
+
+def gpt2_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
+    """As `llama_row`, for GPT-2: projections are stored `[in, out]`, positions are learned."""
+    ids = np.asarray(ids)
+    p = "" if "wte.weight" in w else "transformer."
+    n, d, eps = config["n_head"], config["n_embd"] // config["n_head"], config["layer_norm_epsilon"]
+
+    def conv(name: str, x: Array) -> Array:
+        y: Array = x @ w[f"{p}{name}.weight"] + w[f"{p}{name}.bias"]
+        return y
+
+    future = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids))) < 0
+    x = w[f"{p}wte.weight"][ids] + w[f"{p}wpe.weight"][: len(ids)]
+    for i in range(config["n_layer"]):
+        scale = d**-0.5 if config.get("scale_attn_weights", True) else 1.0
+        scale /= i + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
+        packed = conv(f"h.{i}.attn.c_attn", layer_norm(w, f"{p}h.{i}.ln_1", x, eps))
+        q, k, v = (t.reshape(len(ids), n, d) for t in np.split(packed, 3, axis=-1))
+        heads = [softmax(np.where(future, -np.inf, scale * q[:, h] @ k[:, h].T)) @ v[:, h] for h in range(n)]
+        x = x + conv(f"h.{i}.attn.c_proj", np.concatenate(heads, axis=-1))
+        inner = conv(f"h.{i}.mlp.c_fc", layer_norm(w, f"{p}h.{i}.ln_2", x, eps))
+        x = x + conv(f"h.{i}.mlp.c_proj", ACTIVATIONS[config["activation_function"]](inner))
+    hidden = layer_norm(w, f"{p}ln_f", x, eps)
+    return hidden, hidden @ w["lm_head.weight" if "lm_head.weight" in w else f"{p}wte.weight"].T
 
 
 def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:

@@ -1,0 +1,138 @@
+"""GPT-2 (`GPT2LMHeadModel`): config → flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
+from rlx_jax.errors import ConfigError
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.bert import ACTIVATIONS
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
+from rlx_jax.weights.source import WeightSource
+
+INERT = (
+    "attn_pdrop", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj",
+)  # fmt: skip
+"""Dropout, `n_positions` under its first name, and the classifier that GPT2DoubleHeadsModel has besides."""
+
+BUFFERS = ("attn.bias", "attn.masked_bias")
+"""The causal mask, which old checkpoints carry in every layer."""
+
+
+@dataclass(frozen=True)
+class Gpt2Config:
+    """Sizes of a GPT-2 model. A config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
+
+    `scale_attn_weights` multiplies scores with D^(−1/2), and `scale_attn_by_inverse_layer_idx` those of layer i with
+    1 / (i + 1) besides.
+    """
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    max_position_embeddings: int = 1024
+    layer_norm_epsilon: float = 1e-5
+    activation: str = "gelu_tanh"
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        hidden, heads = c.whole("n_embd", cls.hidden_size), c.whole("n_head", cls.num_attention_heads, high=2**16)
+        if hidden % heads:
+            raise ConfigError(f"{c.where}: n_embd {hidden} is not a multiple of n_head {heads}")
+        # Where the reference would round scores before its softmax, this asks for float32: here they always are.
+        c.flag("reorder_and_upcast_attn", False)
+        result = cls(
+            vocab_size=c.whole("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),
+            hidden_size=hidden,
+            intermediate_size=c.whole_or_null("n_inner", None) or 4 * hidden,
+            num_hidden_layers=c.whole("n_layer", cls.num_hidden_layers, high=MAX_LAYERS),
+            num_attention_heads=heads,
+            max_position_embeddings=c.whole("n_positions", cls.max_position_embeddings, high=2**31 - 1),
+            layer_norm_epsilon=c.real("layer_norm_epsilon", cls.layer_norm_epsilon),
+            activation=c.choice("activation_function", "gelu_new", ACTIVATIONS),
+            scale_attn_weights=c.flag("scale_attn_weights", True),
+            scale_attn_by_inverse_layer_idx=c.flag("scale_attn_by_inverse_layer_idx", False),
+            tie_word_embeddings=c.flag("tie_word_embeddings", True),
+        )
+        c.finish(INERT)
+        return result
+
+    def score_scale(self, index: int) -> float | None:
+        """What the scores of layer `index` are multiplied with; None is D^(−1/2)."""
+        if self.scale_attn_weights and not self.scale_attn_by_inverse_layer_idx:
+            return None
+        scale = (self.hidden_size // self.num_attention_heads) ** -0.5 if self.scale_attn_weights else 1.0
+        return scale / (index + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+
+@dataclass(frozen=True)
+class Gpt2Flow(CausalFlow[Gpt2Config]):
+    """The recipe of GPT-2: see `CausalFlow`. Keys stand under `prefix`, but for the head's; it may be empty.
+
+    Learned positions are added to `inputs_embeds` too, as in the reference.
+    """
+
+    name: str = "gpt2"
+    prefix: str = "transformer"
+
+    config_type = Gpt2Config
+
+    def stored_in(self, source: WeightSource) -> Self:
+        return replace(self, prefix="transformer" if source.has("transformer.wte.weight") else "")
+
+    def spec(self, index: int = 0) -> Gpt2LayerSpec:
+        c = self.config
+        return Gpt2LayerSpec(
+            self._key(f"h.{index}"), c.hidden_size, c.num_attention_heads, c.layer_norm_epsilon, c.activation,
+            c.score_scale(index),
+        )  # fmt: skip
+
+    def stage(self, index: int, spec: Gpt2LayerSpec) -> BlockStage:
+        return Gpt2Layer(spec)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        c = self.config
+        shapes: dict[str, tuple[int, ...]] = {
+            self._key("wte.weight"): (c.vocab_size, c.hidden_size),
+            self._key("wpe.weight"): (c.max_position_embeddings, c.hidden_size),
+        }
+        for i in range(c.num_hidden_layers):
+            shapes |= self.spec(i).shapes(c.intermediate_size)
+        shapes |= {self._key(f"ln_f.{kind}"): (c.hidden_size,) for kind in ("weight", "bias")}
+        if not c.tie_word_embeddings:
+            shapes[HEAD] = (c.vocab_size, c.hidden_size)
+        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+
+    def assemble(self) -> ModelFlow:
+        layers = range(self.config.num_hidden_layers)
+        return decoder_flow(
+            self,
+            self.shapes(),
+            self.stage,
+            keys=EndKeys(self._key("wte.weight")),
+            embedded=[LearnedPositions(self._key("wpe.weight"))],
+            norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), self.config.layer_norm_epsilon),
+            leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
