@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 LINEARS: dict[str, tuple[str, str]] = {
@@ -51,6 +53,10 @@ class Gpt2Layer:
     """
 
     spec: Gpt2LayerSpec
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """Keys and values of every head."""
+        return KvCacheContract.packed(hidden, self.spec.hidden_size)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Gpt2Layer")
