@@ -93,6 +93,13 @@ CALLS: dict[str, Call] = {
     "axial_rope_2d": lambda m, i: m.axial_rope_2d(m.reshape(i.g, (1, 2, 4)), end_x=2, end_y=1, head_dim=4),
     "positions": lambda m, i: m.positions(i.x), "rope_angles": lambda m, i: m.rope_angles(i.ids, (1.0, 0.1)),
     "embed": lambda m, i: m.embed(i.w, i.ids), "last_token": lambda m, i: m.last_token(i.x, i.at),
+    "fused_attention_block": lambda m, i: m.fused_attention_block(
+        i.x, m.concat([i.sq] * 3, 1), i.sq, i.keep, heads=2, head_dim=4, rope=(i.cos, i.sin)
+    ),
+    "fused_transformer_layer": lambda m, i: m.fused_transformer_layer(
+        i.x, m.concat([i.sq] * 3, 1), i.sq, i.g, i.g, i.w, i.v, i.g, i.g, i.keep,
+        heads=2, head_dim=4, intermediate=6, has_bias=False,
+    ),
     "first_token": lambda m, i: m.first_token(i.x),
     "llama_decoder_block": lambda m, i: layer(m.llama_decoder_block, i),
     "transformer_block": lambda m, i: layer(m.transformer_block, i),

@@ -60,6 +60,10 @@ def traced(module: GraphModule) -> tuple[str, list[bytes]]:
 ROWS = np.linspace(0, 1, 12, dtype=np.float32).reshape(6, 2).tobytes()
 BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.Linear(1, bias=True, activation="gelu"), ("f32 2 3 8", "f32 5 8", "f32 5")),
+    (hir.LinearFused(1, "gelu"), ("f32 2 3 8", "f32 5 8", "f32 5")),
+    (hir.SharedLinearPair(1, (0, 1)), ("f32 2 3 8", "f32 8 4", "f32 5 8")),
+    (hir.SwiGLU((0, 1, 0)), ("f32 2 3 8", "f32 8 5", "f32 5 8", "f32 5 8")),
+    (hir.ResidualRmsNorm(1e-6), ("f32 2 3 8", "f32 2 3 8", "f32 8", "f32 8")),
     (hir.Split((3, 5)), ("f32 2 8",)),
     (hir.GatedFfn("gelu_tanh"), ("f32 2 8", "f32 2 8")),
     (hir.RmsNorm(1e-6), ("f32 2 8", "f32 8", "f32 8")),

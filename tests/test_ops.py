@@ -31,6 +31,7 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
     Step,
 )
+from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
@@ -57,6 +58,7 @@ from tests.oracles.op_formulas import (
     REDUCE_REFERENCE,
     UNARY_REFERENCE,
     attention,
+    attention_block,
     cache_fill,
     cache_update,
     cumsum,
@@ -66,6 +68,7 @@ from tests.oracles.op_formulas import (
     rope,
     rope_table,
     softmax,
+    transformer_layer,
 )
 
 SIZES = {"batch": 2, "seq": 5, "keys": 7}
@@ -246,6 +249,26 @@ def fused_samples() -> Iterator[Sample]:
     yield Sample(chosen, ("f32 batch 8", "f32 8"), np.maximum)
 
 
+def layer_samples() -> Iterator[Sample]:
+    """Halves of an encoder layer as one op: 2 heads of width 4 over hidden 6."""
+    plain = ("f32 batch seq 6", "f32 6 24", "f32 8 6", "f32 batch seq")
+    for bias, turned in ((False, False), (True, False), (False, True), (True, True)):
+        op = FusedAttentionBlock(2, 4, bias, turned)
+        rest = ("f32 24", "f32 6") * bias + ("f32 1 seq 2",) * (2 * turned)
+        means = functools.partial(lambda op, *arrays: attention_block(op, **op.names(arrays)), op)
+        yield Sample(op, (*plain, *rest), means)
+    g, whole = ("f32 6",) * 2, ("f32 6 5", "f32 5 6")
+    for layer, operands in (
+        (FusedTransformerLayer(2, 4, 5, 1e-3, 1e-2), (*plain[:3], *g, *whole, *g, plain[3])),
+        (
+            FusedTransformerLayer(2, 4, 5, 1e-3, 1e-2, "relu", True),
+            (plain[0], plain[1], "f32 24", plain[2], "f32 6", *g, whole[0], "f32 5", whole[1], "f32 6", *g, plain[3]),
+        ),
+    ):
+        means = functools.partial(lambda op, *arrays: transformer_layer(op, **op.names(arrays)), layer)
+        yield Sample(layer, operands, means, tolerance=1e-5)
+
+
 def sequence_samples() -> Iterator[Sample]:
     """Rotary embeddings and the cache."""
     for n_rot, width in ((8, 4), (8, 8), (4, 2), (4, 4)):
@@ -343,7 +366,7 @@ def shaping_samples() -> Iterator[Sample]:
 
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
-    *shaping_samples(),
+    *shaping_samples(), *layer_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 

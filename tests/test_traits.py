@@ -76,7 +76,9 @@ BLOCK_FACTS: dict[str, tuple[bool, bool, bool]] = {
          "LayerNorm", "Linear", "RmsNorm", "Split"), (False, False, True),
     ),
     **dict.fromkeys(("Positions", "Rope", "RopeAngles", "RopeRows"), (False, True, True)),
-    "LlamaDecoderBlock": (True, False, True),
+    **dict.fromkeys(
+        ("LlamaDecoderBlock", "LinearFused", "SharedLinearPair", "SwiGLU", "ResidualRmsNorm"), (True, False, True)
+    ),
 }  # fmt: skip
 
 

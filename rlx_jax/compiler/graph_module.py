@@ -25,6 +25,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io.strict_json import parse_object
+from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec
@@ -344,6 +345,68 @@ class GraphModule(Builders[Value]):
         """What a value is called: the label of the block it comes from, else its block path, else its id."""
         origin = self.builder.nodes[self.own(value).node].origin
         return origin.label or path_text(origin.path) or f"%{value.node}"
+
+    def users(self, value: Value) -> tuple[Value, ...]:
+        """The first results of the nodes that read the node of a value, in order."""
+        return tuple(self.wrap(Value(n)) for n in queries.users(self._snapshot(), self.own(value).node))
+
+    def use_count(self, value: Value) -> int:
+        """How often results of the node of a value are read, as operands and as outputs."""
+        return queries.use_count(self._snapshot(), self.own(value).node)
+
+    def topo_order(self) -> tuple[Value, ...]:
+        """The first result of every node, operands before those that read them."""
+        return tuple(self.wrap(Value(n)) for n in queries.topo_order(self._snapshot()))
+
+    def reverse_topo(self) -> tuple[Value, ...]:
+        """The same, readers first."""
+        return self.topo_order()[::-1]
+
+    @property
+    def dynamic_symbols(self) -> tuple[str, ...]:
+        """The names of the sizes that are open, sorted."""
+        return queries.dynamic_symbols(self._snapshot())
+
+    @property
+    def has_dynamic_dims(self) -> bool:
+        """Whether any size is open."""
+        return bool(self.dynamic_symbols)
+
+    def bind(self, **sizes: int) -> GraphModule:
+        """The module with sizes for some of its symbols, at its level; this one stays as it is.
+
+        Raises:
+            GraphError: it has no such symbol, or a size is no size. LevelError: it is at LIR, which has sizes.
+        """
+        if self.plan is not None:
+            raise LevelError(f"module {self.name!r} is at lir: its sizes are bound already")
+        for name, size in sizes.items():
+            as_dim(size, f"{self.name}: {name}")
+        types = self.builder.types
+        return GraphModule.of(queries.bind(self.finish(), sizes, types), self.stage, types, self.policy)
+
+    # -- putting together --------------------------------------------------------------------
+
+    def inline(
+        self, other: GraphModule, inputs: Mapping[str, Value], params: Mapping[str, Value] | None = None
+    ) -> tuple[Value, ...]:
+        """Append another module of this level, its inputs (and `params`, if given) bound by name; its outputs here.
+
+        Raises:
+            LevelError: it is at another level. GraphError: as `rlx_jax.ir.queries.inline_into`.
+        """
+        if not isinstance(other, GraphModule) or other.stage != self.stage:
+            found = other.stage if isinstance(other, GraphModule) else shown(other)
+            raise LevelError(f"module {self.name!r} is at {self.stage}; expected another one there, got {found}")
+        given = {name: self.own(value) for name, value in inputs.items()}
+        bound = None if params is None else {name: self.own(value) for name, value in params.items()}
+        return tuple(map(self.wrap, queries.inline_into(self.builder, other.finish(), given, bound)))
+
+    def promote_params_to_inputs(self, names: Iterable[str]) -> GraphModule:
+        """A module whose parameters of these keys are inputs, behind its own; see `rlx_jax.ir.queries`."""
+        types = self.builder.types
+        graph = queries.promote_params_to_inputs(self.finish(), as_names(names, f"{self.name}: promote"), types)
+        return GraphModule.of(graph, self.stage, types, self.policy)
 
     def inspect(self) -> str:
         """The dump of the graph as it is; at LIR with plan, buffers and fingerprint."""

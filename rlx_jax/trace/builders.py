@@ -6,7 +6,7 @@ D head width, H hidden, F feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
+from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp
 from rlx_jax.ir.param import Roles
@@ -98,22 +99,41 @@ class Builders(Ops[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
     ) -> V:
-        """`act(x · w + bias)`: w is `[in, out]` as a value, and `[out, in]` as a key; `linear` with a bias."""
-        return self.linear(x, w, bias, activation=activation, transpose=transpose, out_shape=out_shape)
+        """`act(x · w + bias)` as one block: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
+        op = hir.LinearFused(self._contract(w, transpose), activation)
+        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
 
-    def shared_linear_pair(self, x: V, w1: V | str, w2: V | str, *, transpose: bool | None = None) -> tuple[V, V]:
+    def shared_linear_pair(
+        self,
+        x: V,
+        w1: V | str,
+        w2: V | str,
+        *,
+        transpose: bool | None = None,
+        out_shapes: tuple[Shape | None, Shape | None] = (None, None),
+    ) -> tuple[V, V]:
         """`x · w₁` and `x · w₂`, each of its own width: `[in, out]` as values, `[out, in]` as keys; see `linear`."""
-        with self._block("shared_linear_pair[0]"):
-            first = self.linear(x, w1, transpose=transpose)
-        with self._block("shared_linear_pair[1]"):
-            return first, self.linear(x, w2, transpose=transpose)
+        contracts = (self._contract(w1, transpose), self._contract(w2, transpose))
+        weights = self._weights(w1, w2)
+        first, second = (
+            self.add_node(hir.SharedLinearPair(slot, contracts), x, *weights, out_shape=out_shapes[slot])
+            for slot in (0, 1)
+        )
+        return first, second
 
     def fused_matmul_bias_act(
-        self, x: V, w: V | str, bias: V | str, *, activation: str = "", transpose: bool | None = None
+        self,
+        x: V,
+        w: V | str,
+        bias: V | str,
+        *,
+        activation: str = "",
+        transpose: bool | None = None,
+        out_shape: Shape | None = None,
     ) -> V:
         """`act(x · w + bias)` as one tensor op: w is `[in, out]` as a value, and `[out, in]` as a key; see `linear`."""
         op = FusedMatMulBiasAct(self._contract(w, transpose), activation)
-        return self.add_node(op, x, *self._weights(w, bias))
+        return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
 
     # -- norms: over the last axis -----------------------------------------------------------
 
@@ -138,10 +158,19 @@ class Builders(Ops[V]):
 
     ln = layer_norm
 
-    def residual_rms_norm(self, x: V, residual: V, gamma: V | str, beta: V | str | None = None, eps: float = 1e-5) -> V:
-        """`rms_norm(x + residual)`."""
-        with self._block("residual_rms_norm"):
-            return self.rms_norm(self.add(x, residual), gamma, beta, eps)
+    def residual_rms_norm(
+        self,
+        x: V,
+        residual: V,
+        gamma: V | str,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+        *,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`rms_norm(x + residual)` as one block: x and residual of one type."""
+        op = hir.ResidualRmsNorm(eps)
+        return self.add_node(op, x, residual, *self._weights(gamma, beta), out_shape=out_shape)
 
     def fused_residual_rms_norm(
         self,
@@ -153,23 +182,32 @@ class Builders(Ops[V]):
         *,
         bias: V | str | None = None,
         offset: float = 0.0,
+        out_shape: Shape | None = None,
     ) -> V:
         """`rms_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualRmsNorm(eps, bias is not None, offset)
-        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta), out_shape=out_shape)
 
     def fused_residual_ln(
-        self, x: V, residual: V, gamma: V | str, beta: V | str, eps: float = 1e-5, *, bias: V | str | None = None
+        self,
+        x: V,
+        residual: V,
+        gamma: V | str,
+        beta: V | str,
+        eps: float = 1e-5,
+        *,
+        bias: V | str | None = None,
+        out_shape: Shape | None = None,
     ) -> V:
         """`layer_norm(x [+ bias] + residual)` as one tensor op."""
         op = FusedResidualLayerNorm(eps, bias is not None)
-        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
+        return self.add_node(op, x, residual, *self._weights(bias, gamma, beta), out_shape=out_shape)
 
     # -- feed-forward ------------------------------------------------------------------------
 
-    def gated_ffn(self, *, gate: V, up: V, activation: str = "silu") -> V:
+    def gated_ffn(self, *, gate: V, up: V, activation: str = "silu", out_shape: Shape | None = None) -> V:
         """`act(gate) ⊙ up`: both `[…, F]`. The middle of SwiGLU (silu) and GeGLU (gelu_tanh)."""
-        return self.add_node(hir.GatedFfn(activation), gate, up)
+        return self.add_node(hir.GatedFfn(activation), gate, up, out_shape=out_shape)
 
     def swiglu_ffn(
         self,
@@ -181,18 +219,18 @@ class Builders(Ops[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
     ) -> V:
-        """`(silu(x · gate) ⊙ (x · up)) · down`: as values gate and up are `[H, F]` and down `[F, H]`, as keys turned.
-
-        See `linear`, also for `transpose`.
+        """`(silu(x · gate) ⊙ (x · up)) · down` as one block: as values gate and up are `[H, F]` and down `[F, H]`, as
+        keys turned. See `linear`, also for `transpose`.
         """
-        with self._block("swiglu_ffn"):
-            gated, wide = self.linear(x, gate, transpose=transpose), self.linear(x, up, transpose=transpose)
-            inner = self.gated_ffn(gate=gated, up=wide)
-            return self.linear(inner, down, transpose=transpose, out_shape=out_shape)
+        up_turned, gate_turned, down_turned = (self._contract(w, transpose) for w in (up, gate, down))
+        op = hir.SwiGLU((up_turned, gate_turned, down_turned))
+        return self.add_node(op, x, *self._weights(up, gate, down), out_shape=out_shape)
 
-    def fused_swiglu(self, x: V, *, gate_first: bool = True, activation: str = "silu") -> V:
+    def fused_swiglu(
+        self, x: V, *, gate_first: bool = True, activation: str = "silu", out_shape: Shape | None = None
+    ) -> V:
         """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
-        return self.add_node(FusedSwiGLU(gate_first, activation), x)
+        return self.add_node(FusedSwiGLU(gate_first, activation), x, out_shape=out_shape)
 
     # -- attention and positions -------------------------------------------------------------
 
@@ -315,11 +353,54 @@ class Builders(Ops[V]):
         kv_heads: int,
         eps: float = 1e-5,
         mask: hir.MaskKind | str = "causal",
+        biases: Mapping[str, V] | None = None,
+        out_shape: Shape | None = None,
     ) -> V:
-        """One Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then the mask's own."""
-        return self.add_node(hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask)), *operands)
+        """One Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then the mask's own.
+
+        `biases` are those of its projections by name, `q_bias` … `down_bias` (`hir.DECODER_BIASES`), each as long as
+        its projection is wide.
+        """
+        given = dict(biases or {})
+        op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(given))
+        return self.add_node(op, *operands, *given.values(), out_shape=out_shape)
 
     transformer_block = llama_decoder_block
+
+    def fused_attention_block(
+        self,
+        hidden: V,
+        qkv_w: V,
+        out_w: V,
+        mask: V,
+        *,
+        heads: int,
+        head_dim: int,
+        biases: tuple[V, V] | None = None,
+        rope: tuple[V, V] | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """Bidirectional attention of hidden `[B, S, H]` with its projections as one tensor op; see
+        `rlx_jax.ops.FusedAttentionBlock`: qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of
+        both, cos and sin `[B|1, S, D/2]`."""
+        op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
+        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *(rope or ()), out_shape=out_shape)
+
+    def fused_transformer_layer(
+        self,
+        *operands: V,
+        heads: int,
+        head_dim: int,
+        intermediate: int,
+        eps1: float = 1e-12,
+        eps2: float = 1e-12,
+        activation: str = "gelu",
+        has_bias: bool = True,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """BERT's layer as one tensor op: the 14 operands of `rlx_jax.ops.FusedTransformerLayer`, 10 without biases."""
+        op = FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
+        return self.add_node(op, *operands, out_shape=out_shape)
 
     def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
         """A tensor op in a HIR module, labelled as one."""

@@ -66,6 +66,22 @@ def linears(s: Sketch) -> list[Known | None]:
     return made
 
 
+def named(s: Sketch) -> object:
+    """A block that names a group of others."""
+    x, way = sequence(s), s.draw(4)
+    a, b, c = s.draw(2), s.draw(2), s.draw(2)
+    if way == 0:
+        return s.one(hir.LinearFused(a, s.choice(ACTIVATIONS)), x, weight(s, x, 2, a), parameter(s, 2))
+    if way == 1:
+        pair = (weight(s, x, WIDTH, a), weight(s, x, 2, b))
+        return [s.one(hir.SharedLinearPair(slot, (a, b)), x, *pair) for slot in (0, 1)]
+    if way == 2:
+        down = parameter(s, *((6, WIDTH) if c == 0 else (WIDTH, 6)))
+        return s.one(hir.SwiGLU((a, b, c)), x, weight(s, x, 6, a), weight(s, x, 6, b), down)
+    weights = [parameter(s, WIDTH) for _ in range(1 + a)]
+    return s.one(hir.ResidualRmsNorm(s.choice(EPS)), x, sequence(s), *weights)
+
+
 def gated(s: Sketch) -> object:
     """act(gate) ⊙ up: of two Linears, of the halves of one, or of pieces that are no halves."""
     op, way = hir.GatedFfn(s.choice(("silu", "silu", "gelu_tanh"))), s.draw(4)
@@ -222,9 +238,9 @@ def decoder(s: Sketch) -> object:
 
 
 BLOCKS: tuple[Grow, ...] = (
-    linear, linear, linears, linears, gated, gated, split, rms_norm, layer_norm, embed, residual, residual, rope,
-    attention, attention, cached_attention, growing_attention, last_token, first_token, decoder, tensor_ops.unary,
-    tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
+    linear, linear, linears, linears, named, named, named, gated, gated, split, rms_norm, layer_norm, embed, residual,
+    residual, rope, attention, attention, cached_attention, growing_attention, last_token, first_token, decoder,
+    tensor_ops.unary, tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
 )  # fmt: skip
 PALETTES: tuple[tuple[Any, ...], ...] = ((2, 3, WIDTH), ("batch", "seq", WIDTH))
 

@@ -26,6 +26,7 @@ from rlx_jax.ir.ops.fused import (
     FusedResidualRmsNorm,
     FusedSwiGLU,
 )
+from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
@@ -216,6 +217,8 @@ MIR: dict[type[Op], Meaning] = {
     FusedResidualLayerNorm: residual,
     FusedResidualRmsNorm: residual,
     ElementwiseRegion: region,
+    FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **op.names(arrays)),
+    FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **op.names(arrays)),
     RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
     LayerNormOp: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
     Reshape: reshape,
@@ -246,9 +249,15 @@ MIR: dict[type[Op], Meaning] = {
 # -- HIR ---------------------------------------------------------------------------------------
 
 
-def linear(op: hir.Linear, x: Array, w: Array, b: Array | float = 0.0) -> Array:
+def linear(op: hir.Linear | hir.LinearFused, x: Array, w: Array, b: Array | float = 0.0) -> Array:
     """act(x · w + b)"""
     return activation(op.activation)(product(x, w, op.contract) + b)
+
+
+def swiglu_ffn(op: hir.SwiGLU, x: Array, up: Array, gate: Array, down: Array) -> Array:
+    """(silu(x · gate) ⊙ (x · up)) · down"""
+    wide, gated = product(x, up, op.contracts[0]), product(x, gate, op.contracts[1])
+    return product(activation("silu")(gated) * wide, down, op.contracts[2])
 
 
 def split(op: hir.Split | SplitLast, x: Array) -> tuple[Array, ...]:
@@ -321,6 +330,10 @@ def decoder_block(op: hir.LlamaDecoderBlock, *operands: Array) -> Array:
 
 HIR: dict[type[Op], Meaning] = {
     hir.Linear: linear,
+    hir.LinearFused: linear,
+    hir.SharedLinearPair: lambda op, x, *w: product(x, w[op.slot], op.contracts[op.slot]),
+    hir.SwiGLU: swiglu_ffn,
+    hir.ResidualRmsNorm: lambda op, x, r, *arrays: rms_norm(x + r, *arrays, eps=op.eps),
     hir.Split: split,
     hir.GatedFfn: lambda op, gate, up: activation(op.activation)(gate) * up,
     hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),

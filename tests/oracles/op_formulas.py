@@ -137,6 +137,35 @@ def rope_table(
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
+def attention_block(
+    op: Any, hidden: np.ndarray, qkv_w: np.ndarray, out_w: np.ndarray, mask: np.ndarray, qkv_b: Any = 0.0,
+    out_b: Any = 0.0, cos: Any = None, sin: Any = None,
+) -> np.ndarray:  # fmt: skip
+    """Bidirectional attention with its projections, head by head."""
+    s, n, d = hidden.shape[1], op.heads, op.head_dim
+    q, k, v = np.split(hidden @ qkv_w + qkv_b, 3, axis=-1)
+    if cos is not None:
+        q, k = (rope(x, cos, sin, d, d) for x in (q, k))
+    heads = []
+    for h in range(n):
+        a, b, c = (x[..., h * d : (h + 1) * d] for x in (q, k, v))
+        scores = np.where(mask[:, None, :] >= 0.5, a @ np.swapaxes(b, 1, 2) / np.sqrt(d), -np.inf)
+        weights = np.exp(scores - np.where(np.isfinite(m := scores.max(-1, keepdims=True)), m, 0.0))
+        total = weights.sum(-1, keepdims=True)
+        heads.append(weights / np.where(total == 0, 1.0, total) @ c)
+    assert heads[0].shape[1] == s
+    return np.concatenate(heads, -1) @ out_w + out_b
+
+
+def transformer_layer(op: Any, **t: np.ndarray) -> np.ndarray:
+    """BERT's post-norm layer."""
+    biases = {name: t[name] for name in ("qkv_b", "out_b") if name in t}
+    context = attention_block(op, t["hidden"], t["qkv_w"], t["out_w"], t["mask"], **biases)
+    a = layer_norm(t["hidden"] + context, t["ln1_g"], t["ln1_b"], op.eps1)
+    inner = UNARY_REFERENCE[op.activation](a @ t["fc1_w"] + t.get("fc1_b", 0.0))
+    return layer_norm(a + inner @ t["fc2_w"] + t.get("fc2_b", 0.0), t["ln2_g"], t["ln2_b"], op.eps2)
+
+
 def cumsum(x: np.ndarray, axis: int, exclusive: bool) -> np.ndarray:
     """Each entry is the sum of those before it, and of itself unless exclusive."""
     size = x.shape[axis]

@@ -14,6 +14,10 @@ from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS
 from rlx_jax.ir.hir.masks import MaskKind as MaskKind
 from rlx_jax.ir.hir.masks import check_arity as check_arity
 from rlx_jax.ir.hir.masks import mask_kind as mask_kind
+from rlx_jax.ir.hir.named import LinearFused as LinearFused
+from rlx_jax.ir.hir.named import ResidualRmsNorm as ResidualRmsNorm
+from rlx_jax.ir.hir.named import SharedLinearPair as SharedLinearPair
+from rlx_jax.ir.hir.named import SwiGLU as SwiGLU
 from rlx_jax.ir.hir.sequence import Attention as Attention
 from rlx_jax.ir.hir.sequence import FirstToken as FirstToken
 from rlx_jax.ir.hir.sequence import LastToken as LastToken
@@ -32,5 +36,6 @@ from rlx_jax.ir.hir.token_wise import Split as Split
 BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
+    LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm,
 )  # fmt: skip
 """Every block."""

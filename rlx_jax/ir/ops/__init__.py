@@ -11,6 +11,7 @@ from rlx_jax.ir.ops.fused import (
     FusedResidualRmsNorm,
     FusedSwiGLU,
 )
+from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
@@ -24,6 +25,6 @@ OPS: tuple[type[Mir], ...] = (
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
-    JaxFn,
+    FusedAttentionBlock, FusedTransformerLayer, JaxFn,
 )  # fmt: skip
 """Every tensor op. A new one is a class in a file of this folder, and a name here."""

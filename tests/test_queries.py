@@ -1,0 +1,252 @@
+"""Blocks under the names of the spec, questions to a graph, and graphs put into each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import Graph, GraphModule
+from rlx_jax.errors import ArityError, GraphError, LevelError, NameCollisionError, ShapeError
+from rlx_jax.ir import hir, queries
+from tests.oracles.comparing import assert_close
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, 8)).astype("f4")
+W = {
+    name: RNG.normal(size=shape).astype("f4")
+    for name, shape in {"up": (8, 6), "gate": (8, 6), "down": (6, 8), "b": (6,), "g": (8,)}.items()
+}
+
+
+def named(m: GraphModule) -> dict[str, Any]:
+    """Every block that names a group of others."""
+    x = m.input("x", ("batch", 8))
+    w = {name: m.param(name, value.shape) for name, value in W.items()}
+    first, second = m.shared_linear_pair(x, w["up"], w["gate"], out_shapes=(("batch", 6), None))
+    return {
+        "linear_fused(gelu)": m.linear_fused(x, w["up"], w["b"], activation="gelu"),
+        "shared_linear_pair(out=0)": first,
+        "shared_linear_pair(out=1)": second,
+        "swiglu_ffn": m.swiglu_ffn(x, up=w["up"], gate=w["gate"], down=w["down"]),
+        "residual_rms_norm(eps=0.001)": m.residual_rms_norm(x, x, w["g"], eps=1e-3),
+    }
+
+
+def test_blocks_have_the_texts_of_the_spec() -> None:
+    """And are their formulas under both policies, whatever the passes make of them."""
+    m = Graph.hir("m")
+    made = named(m)
+    m.set_outputs(list(made.values()))
+    assert all(f" = {text}(h" in m.inspect() for text in made)
+    assert "LinearFused=1, Param=5, ResidualRmsNorm=1, SharedLinearPair=2, SwiGLU=1" in m.inspect()
+    wide = {name: value.astype("f8") for name, value in W.items()}
+    x = X.astype("f8")
+    h, gate, r = x @ wide["up"] + wide["b"], x @ wide["gate"], 2 * x
+    want = [
+        h * 0.5 * (1 + np.vectorize(math.erf)(h / math.sqrt(2))), x @ wide["up"], gate,
+        (gate / (1 + np.exp(-gate)) * (x @ wide["up"])) @ wide["down"],
+        r / np.sqrt((r**2).mean(-1, keepdims=True) + 1e-3) * wide["g"],
+    ]  # fmt: skip
+    for policy in ("direct", "fusable"):
+        for got, value in zip(rlx.compile(m.with_fusion_policy(policy), W)(X).values(), want, strict=True):
+            assert_close(got, value.astype("f4"))
+
+
+def test_a_fusable_swiglu_is_nine_nodes() -> None:
+    """Four leaves, three products, silu and a product of elements: the node budget of the spec."""
+
+    def swiglu(m: GraphModule) -> Any:
+        x, *w = m.input("x", (3, 8)), m.param("up", (8, 6)), m.param("gate", (8, 6)), m.param("down", (6, 8))
+        return m.swiglu_ffn(x, up=w[0], gate=w[1], down=w[2])
+
+    assert len(Graph.define("m", swiglu).with_fusion_policy("fusable").lower()) == 9
+
+
+@pytest.mark.parametrize(
+    "block, operands, error, text",
+    [
+        (hir.LinearFused(), ("x", "up"), ArityError, "linear_fused"),
+        (hir.LinearFused(), ("x", "up", "g"), ShapeError, "linear_fused: the bias"),
+        (hir.SharedLinearPair(2), ("x", "up", "gate"), GraphError, "slot is 0 or 1, got 2"),
+        (hir.SharedLinearPair(0), ("x", "up", "down"), ShapeError, "shared_linear_pair"),
+        (hir.SwiGLU(), ("x", "up", "gate", "up"), ShapeError, "swiglu_ffn"),
+        (hir.SwiGLU((0, 1, 0)), ("x", "up", "gate", "down"), ShapeError, "swiglu_ffn"),
+        (hir.ResidualRmsNorm(1e-6), ("x", "g", "g"), ShapeError, "one type"),
+    ],
+)
+def test_operands_that_do_not_fit(block: Any, operands: tuple[str, ...], error: Any, text: str) -> None:
+    m = Graph.hir("m")
+    x, w = m.input("x", ("batch", 8)), {name: m.param(name, value.shape) for name, value in W.items()}
+    with pytest.raises(error, match=text):
+        m.add_node(block, *(x if name == "x" else w[name] for name in operands))
+
+
+def test_out_shape_is_checked_on_every_block() -> None:
+    m = Graph.hir("m")
+    x, cos = m.input("x", ("batch", "seq", 8)), m.input("cos", (1, "seq", 2))
+    g, sq, wide = m.param("g", (8,)), m.param("sq", (8, 8)), m.param("wide", (8, 24))
+    keep, both = m.input("keep", ("batch", "seq")), m.concat([x, x])
+    layer = (x, g, g, *[sq] * 4, g, g, *[sq] * 3, cos, cos)
+    calls: dict[str, Any] = {
+        "linear": lambda s: m.linear(x, sq, out_shape=s),
+        "linear_fused": lambda s: m.linear_fused(x, sq, g, out_shape=s),
+        "shared_linear_pair": lambda s: m.shared_linear_pair(x, sq, sq, out_shapes=(None, s)),
+        "fused_matmul_bias_act": lambda s: m.fused_matmul_bias_act(x, sq, g, out_shape=s),
+        "rms_norm": lambda s: m.rms_norm(x, g, out_shape=s),
+        "residual_rms_norm": lambda s: m.residual_rms_norm(x, x, g, out_shape=s),
+        "fused_residual_rms": lambda s: m.fused_residual_rms_norm(x, x, g, out_shape=s),
+        "fused_residual": lambda s: m.fused_residual_ln(x, x, g, g, out_shape=s),
+        "gated_ffn": lambda s: m.gated_ffn(gate=x, up=x, out_shape=s),
+        "swiglu_ffn": lambda s: m.swiglu_ffn(x, up=sq, gate=sq, down=sq, out_shape=s),
+        "fused_swi_glu": lambda s: m.fused_swiglu(both, out_shape=s),
+        "attention": lambda s: m.attention(x, x, x, heads=2, head_dim=4, out_shape=s),
+        "rope": lambda s: m.rope(x, cos, cos, head_dim=4, out_shape=s),
+        "llama_decoder_block": lambda s: m.llama_decoder_block(*layer, heads=2, head_dim=4, kv_heads=2, out_shape=s),
+        "fused_attention_block": lambda s: m.fused_attention_block(x, wide, sq, keep, heads=2, head_dim=4, out_shape=s),
+        "fused_transformer_layer": lambda s: m.fused_transformer_layer(
+            x, wide, sq, g, g, sq, sq, g, g, keep, heads=2, head_dim=4, intermediate=8, has_bias=False, out_shape=s
+        ),
+    }  # fmt: skip
+    for call in calls.values():
+        call(("batch", "seq", 8))
+        with pytest.raises(ShapeError, match=r"declared f32\[batch,seq,9\], inferred f32\[batch,seq,8\]"):
+            call(("batch", "seq", 9))
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8), "gate": (8, 6), "up": (8, 6), "down": (6, 8), "k_bias": (4,),
+    **dict.fromkeys(("ln1_g", "ln1_b", "ln2_g", "ln2_b", "down_bias"), (8,)),
+}  # fmt: skip
+"""Of a layer with two heads of width 4, and one of keys."""
+
+
+def test_biases_of_a_decoder_block() -> None:
+    """Each is added to its projection: the layer is that of small blocks."""
+
+    def layer(m: GraphModule, biases: bool) -> Any:
+        x, cos, sin = m.input("x", (1, 3, 8)), m.input("cos", (1, 3, 2)), m.input("sin", (1, 3, 2))
+        w = {n: m.param(n, s) for n, s in SHAPES.items()}
+        if biases:
+            given = {n: w[n] for n in ("k_bias", "down_bias")}
+            operands = (w[n] for n in hir.DECODER_OPERANDS[1:-2])
+            return m.llama_decoder_block(x, *operands, cos, sin, heads=2, head_dim=4, kv_heads=1, biases=given)
+        a = m.rms_norm(x, w["ln1_g"], w["ln1_b"])
+        q, k = (m.rope(v, cos, sin, head_dim=4) for v in (m.linear(a, w["q"]), m.linear(a, w["k"], w["k_bias"])))
+        h = m.add(x, m.linear(m.attention(q, k, m.linear(a, w["v"]), heads=2, head_dim=4), w["o"]))
+        inner = m.gated_ffn(
+            gate=m.linear(n := m.rms_norm(h, w["ln2_g"], w["ln2_b"]), w["gate"]), up=m.linear(n, w["up"])
+        )
+        return m.add(h, m.linear(inner, w["down"], w["down_bias"]))
+
+    weights = {n: RNG.normal(0, 0.5, s).astype("f4") for n, s in SHAPES.items()}
+    given = [RNG.normal(size=s).astype("f4") for s in ((1, 3, 8), (1, 3, 2), (1, 3, 2))]
+    a, b = (rlx.compile(Graph.define("m", lambda m, f=flag: layer(m, f)), weights)(*given) for flag in (True, False))
+    assert_close(a, np.asarray(b))
+    with pytest.raises(GraphError, match="unknown biases"):
+        m = Graph.hir("m")
+        x = m.input("x", (8,))
+        m.llama_decoder_block(*[x] * 14, heads=2, head_dim=4, kv_heads=1, biases={"bias": x})
+
+
+# -- questions -----------------------------------------------------------------------------------
+
+
+def diamond() -> tuple[GraphModule, Any, Any, Any]:
+    m = Graph.hir("m")
+    x = m.input("x", ("batch", "seq", 4))
+    a = m.relu(x)
+    b = m.add(a, m.exp(a))
+    m.set_outputs([b, a])
+    return m, x, a, b
+
+
+def test_questions_to_a_graph() -> None:
+    m, x, a, b = diamond()
+    assert [m.node_label(v) for v in m.users(x)] == [m.node_label(a)] and len(m.users(a)) == 2 and m.users(b) == ()
+    assert (m.use_count(x), m.use_count(a), m.use_count(b)) == (1, 3, 1)
+    order = m.topo_order()
+    place = {v.node: i for i, v in enumerate(order)}
+    graph = m.finish()
+    assert all(place[v.node] < i for i, w in enumerate(order) for v in graph.nodes[w.node].inputs)
+    assert m.reverse_topo() == order[::-1] and len(order) == len(m)
+    assert m.dynamic_symbols == ("batch", "seq") and m.has_dynamic_dims
+    half = m.bind(seq=5)
+    assert half.dynamic_symbols == ("batch",) and m.has_dynamic_dims and str(half.stage) == "hir"
+    whole = half.bind(batch=2).lower()
+    assert not whole.has_dynamic_dims and "f32[2,5,4]" in whole.inspect() and str(whole.stage) == "mir"
+    x_value = RNG.normal(size=(2, 5, 4)).astype("f4")
+    relu = np.maximum(x_value, 0)
+    assert_close(rlx.compile(whole)(x_value)["output0"], relu + np.exp(relu))
+    with pytest.raises(GraphError, match="no dimension is called 'sep'; open are 'batch', 'seq'; did you mean 'seq'"):
+        m.bind(sep=3)
+    with pytest.raises(ShapeError, match="0"):
+        m.bind(seq=0)
+    with pytest.raises(LevelError, match="its sizes are bound already"):
+        GraphModule.from_lir(whole.into_lir()).bind(seq=5)
+
+
+def inner() -> GraphModule:
+    def build(m: GraphModule) -> Any:
+        x, y = m.input("x", (3, 8)), m.input("y", (3, 6))
+        return m.named("block", lambda m: m.add(m.linear(x, m.param("mlp.up", (8, 6))), y))
+
+    return Graph.define("inner", build)
+
+
+def test_a_graph_inside_another() -> None:
+    """Twice in one: with its own weight, and with a value in its place."""
+    m = Graph.hir("outer")
+    a, b = m.input("a", (3, 8)), m.input("b", (3, 6))
+    (first,) = m.inline(inner(), {"x": a, "y": b})
+    (second,) = m.inline(inner(), {"x": a, "y": first}, {"mlp.up": m.param("other", (8, 6))})
+    m.set_outputs([second])
+    y = RNG.normal(size=(3, 6)).astype("f4")
+    got = rlx.compile(m, {"mlp.up": W["up"], "other": W["gate"]})(X, y)
+    assert_close(got, (X.astype("f8") @ W["up"] + y + X @ W["gate"]).astype("f4"))
+    assert "block" in m.inspect()
+
+
+@pytest.mark.parametrize(
+    "inputs, params, error, text",
+    [
+        (("x",), None, GraphError, "inputs 'y' are not bound; bound are 'x'"),
+        (("x", "y", "z"), None, GraphError, "'z' is none of its inputs"),
+        (("x", "y"), (), GraphError, "params 'mlp.up' are not bound"),
+        (("y", "x"), ("mlp.up",), ShapeError, r"'x' is f32\[3,8\], and bound to f32\[3,6\]"),
+    ],
+)
+def test_what_is_not_bound(inputs: Any, params: Any, error: Any, text: str) -> None:
+    m = Graph.hir("outer")
+    values = dict(zip(inputs, (m.input("a", (3, 8)), m.input("b", (3, 6)), m.input("c", (3, 6))), strict=False))
+    bound = None if params is None else {name: m.param("o", (8, 6)) for name in params}
+    with pytest.raises(error, match=text):
+        m.inline(inner(), values, bound)
+
+
+def test_another_level_or_a_state_is_refused() -> None:
+    m = Graph.mir("outer")
+    with pytest.raises(LevelError, match="expected another one there, got hir"):
+        m.inline(inner(), {})
+
+
+def test_weights_that_calls_give() -> None:
+    m = inner().promote_params_to_inputs(["mlp.up"])
+    assert [i.name for i in m.inputs] == ["x", "y", "mlp_up"] and m.build().params == {}
+    y = RNG.normal(size=(3, 6)).astype("f4")
+    assert_close(rlx.compile(m)(X, y, W["up"]), (X.astype("f8") @ W["up"] + y).astype("f4"))
+    with pytest.raises(GraphError, match="no parameter is called 'mlp.down'; there are 'mlp.up'"):
+        inner().promote_params_to_inputs(["mlp.down"])
+    with pytest.raises(NameCollisionError, match="cannot become the input 'x'"):
+        Graph.define("m", lambda m: m.linear(m.input("x", (3, 8)), m.param("x", (8, 6)))).promote_params_to_inputs(["x"])
+
+
+def test_the_same_by_functions() -> None:
+    """On graphs as they are."""
+    m, x, a, b = diamond()
+    graph = m.finish()
+    assert queries.users(graph, a.node) == tuple(sorted(v.node for v in m.users(a)))
+    assert queries.reverse_topo(graph)[0] == len(graph.nodes) - 1 and queries.has_dynamic_dims(graph)
