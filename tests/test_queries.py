@@ -240,8 +240,9 @@ def test_weights_that_calls_give() -> None:
     assert_close(rlx.compile(m)(X, y, W["up"]), (X.astype("f8") @ W["up"] + y).astype("f4"))
     with pytest.raises(GraphError, match="no parameter is called 'mlp.down'; there are 'mlp.up'"):
         inner().promote_params_to_inputs(["mlp.down"])
+    clash = Graph.define("m", lambda m: m.linear(m.input("x", (3, 8)), m.param("x", (8, 6))))
     with pytest.raises(NameCollisionError, match="cannot become the input 'x'"):
-        Graph.define("m", lambda m: m.linear(m.input("x", (3, 8)), m.param("x", (8, 6)))).promote_params_to_inputs(["x"])
+        clash.promote_params_to_inputs(["x"])
 
 
 def test_the_same_by_functions() -> None:
