@@ -85,6 +85,11 @@ from rlx_jax.blocks.streams import DualStream as DualStream
 from rlx_jax.blocks.streams import LoadStream as LoadStream
 from rlx_jax.blocks.streams import StoreStream as StoreStream
 from rlx_jax.blocks.streams import bind_inputs_to_streams as bind_inputs_to_streams
+from rlx_jax.ir.frequencies import Frequencies as Frequencies
+from rlx_jax.ir.frequencies import axial_frequencies as axial_frequencies
+from rlx_jax.ir.frequencies import frequencies as frequencies
+from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
+from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
 from rlx_jax.ir.hir import MaskKind as MaskKind
 
 FlowStage = (

@@ -33,7 +33,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import is_static, path_text
+from rlx_jax.ir.types import TensorType, is_static, path_text, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.mir.head import Head
@@ -307,13 +307,20 @@ def head_of(model: CompiledModel) -> Head:
 
 def _refuse_foresight(model: CompiledModel) -> None:
     """A model that reads the next token has nothing to learn from predicting it."""
-    for _, node in model.template().mir.walk():
+    for inner, node in model.template().mir.walk():
         op = node.op
-        if isinstance(op, AttentionOp) and not op.causal and op.window is None:
+        behind = isinstance(op, AttentionOp) and not op.causal and (op.window is None or op.ahead > 0)
+        if behind and _same_tokens(inner.type(node.inputs[1]), model.template().head.type):
             raise GraphError(
                 f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
                 "to predict; pass labels= for a loss over something else"
             )
+
+
+def _same_tokens(keys: TensorType, logits: TensorType) -> bool:
+    """Whether keys `[B,T,…]` may be of the tokens that logits `[B,S,V]` are of, and not of another sequence."""
+    tokens = logits.shape[1]
+    return keys.shape[1] == tokens or bool(symbols_of(tokens) & keys.symbols)
 
 
 def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:

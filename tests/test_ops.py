@@ -163,6 +163,10 @@ def attention_samples() -> Iterator[Sample]:
         ({"extra": ("bias",)}, ("f32 batch HEADS seq keys",)),
         ({"extra": ("bias",), "softcap": 2.0}, ("f32 1 1 seq keys",)),
         ({"causal": True, "extra": ("keep", "bias")}, ("f32 1 keys", "f32 1 HEADS 1 keys")),
+        ({"extra": ("keep",)}, ("bool batch HEADS seq keys",)),
+        ({"causal": True, "extra": ("keep", "bias")}, ("i32 1 1 seq keys", "f32 batch 1 seq 1")),
+        ({"window": 2, "ahead": 1}, ()),
+        ({"window": 1, "ahead": 3, "extra": ("keep",)}, ("bool batch 1 1 keys",)),
     ]
     for heads, kv_heads in ((3, 3), (6, 2), (4, 1)):
         for given, rest in options:
@@ -174,10 +178,13 @@ def attention_samples() -> Iterator[Sample]:
                 extra = dict(zip(op.extra, rest, strict=True))
                 return attention(
                     q, k, v, heads=op.heads, kv_heads=op.kv_heads, causal=op.causal, window=op.window,
-                    scale=op.scale, softcap=op.softcap, **extra,
+                    scale=op.scale, softcap=op.softcap, ahead=op.ahead, **extra,
                 )  # fmt: skip
 
             yield Sample(op, (f"f32 {q}", f"f32 {kv}", f"f32 {kv}", *rest), means, below=2)
+            if given.get("causal"):
+                wide = f"f32 {k} {5 * kv_heads}"
+                yield Sample(op, (f"f32 {q}", f"f32 {kv}", wide, *rest), means, below=2)
     op = AttentionOp(4, 2, causal=True)
     packed = ("bf16 2 5 8", "bf16 2 5 4", "bf16 2 5 4")
     yield Sample(op, packed, lambda q, k, v: attention(q, k, v, heads=4, kv_heads=2, causal=True))
@@ -502,6 +509,12 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("rank of q", AttentionOp(2, 2), ("f32 2 8", "f32 2 8", "f32 2 8"), ShapeError),
     ("a missing mask", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3, ArityError),
     ("a mask of another length", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 3",), ShapeError),
+    ("a mask of rank 3", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 2 2",), ShapeError),
+    ("a mask of other heads", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 3 2 2",), ShapeError),
+    ("values of odd width", AttentionOp(2, 2), ("f32 1 2 8", "f32 1 2 8", "f32 1 2 7"), ShapeError),
+    ("a window behind a causal one", AttentionOp(2, 2, True, 2, ahead=1), ("f32 1 2 8",) * 3, GraphError),
+    ("ahead without a window", AttentionOp(2, 2, ahead=1), ("f32 1 2 8",) * 3, GraphError),
+    ("an empty window", AttentionOp(2, 2, window=0), ("f32 1 2 8",) * 3, GraphError),
     ("a bias of rank 3", AttentionOp(2, 2, extra=("bias",)), ("f32 1 2 8",) * 3 + ("f32 2 2 2",), ShapeError),
     ("batches that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 3 2 8", "f32 3 2 8"), ShapeError),
     ("float positions", RopeTable((1.0,)), ("f32 1 4",), GraphError),

@@ -170,12 +170,12 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
         return (d.behind.attention(b, op, q, k, v),)
-    cache = TensorType(
-        (t.shape[0], hir.cache_slots(op.window), op.kv_heads, t.shape[2] // op.kv_heads), d.kv or t.dtype
-    )
     roles = ("batch", None, "kv_heads", None)
-    leaf_k, cache_k = d.state(b, node.origin.path, "k", cache, roles)
-    leaf_v, cache_v = d.state(b, node.origin.path, "v", cache, roles)
+    slots = (t.shape[0], hir.cache_slots(op.window), op.kv_heads)
+    (leaf_k, cache_k), (leaf_v, cache_v) = (
+        d.state(b, node.origin.path, slot, TensorType((*slots, x.shape[2] // op.kv_heads), d.kv or x.dtype), roles)
+        for slot, x in (("k", t), ("v", b.type(v)))
+    )
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
     out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]

@@ -32,7 +32,7 @@ def choose(call: Call, device: Device, wanted: str, differentiable: bool = True)
 
 def why_not_cudnn(call: Call, device: Device, differentiable: bool) -> str:
     """Why cuDNN cannot compute this attention, or does not gain; empty if it can."""
-    op, (q, k, *_) = call
+    op, (q, k, v, *_) = call
     assert isinstance(op, AttentionOp)
     queries, keys, width = int(q.shape[1]), int(k.shape[1]), int(q.shape[2]) // op.heads
     if device.kind != "cuda":
@@ -43,8 +43,12 @@ def why_not_cudnn(call: Call, device: Device, differentiable: bool) -> str:
         return f"cuDNN takes {' and '.join(takes.dtypes)}, not {short_name(q.dtype)}"
     if width % takes.multiple or width > takes.width:
         return f"cuDNN takes head widths that {takes.multiple} divides, up to {takes.width}, not {width}"
+    if v.shape[2] != k.shape[2]:
+        return f"cuDNN takes values as wide as keys, not {v.shape[2]} and {k.shape[2]}"
     if op.softcap is not None:
         return "cuDNN has no softcap"
+    if op.ahead:
+        return "cuDNN takes windows that end with the query's own key"
     if op.precision != "default":
         return f"products are pinned to {op.precision}"
     if op.extra not in ((), ("positions",)):  # cuDNN would give a row without keys other values than zeros

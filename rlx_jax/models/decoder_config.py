@@ -12,9 +12,16 @@ from typing import Any, Self, TypedDict
 
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, DecoderLayerSpec, MaskKind
+from rlx_jax.blocks import (
+    BlockStage,
+    DecoderLayerSpec,
+    Frequencies,
+    MaskKind,
+    frequencies,
+    linear_scaling,
+    llama3_scaling,
+)
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.ir.frequencies import Frequencies, frequencies, linear_scaling, llama3_scaling
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
 
 Windows = tuple[int | None, ...]

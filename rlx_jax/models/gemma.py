@@ -10,6 +10,7 @@ from rlx_jax.blocks import (
     BlockStage,
     DecoderLayerSpec,
     EmbedScale,
+    Frequencies,
     GemmaStyle,
     LogitSoftcap,
     RopeTables,
@@ -18,7 +19,6 @@ from rlx_jax.blocks import (
     gemma_prefill_layer_composed,
 )
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
-from rlx_jax.ir.frequencies import Frequencies
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs

@@ -10,11 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
-
-from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
+from rlx_jax.errors import GraphError, LevelError, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
@@ -22,14 +19,13 @@ from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import is_static
+from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.checks import items_of
-from rlx_jax.trace.ops import Ops
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
-class Builders(Ops[V]):
-    """Blocks, products and norms over the values `V` of whoever writes, and all of `Ops`."""
+class Builders(Attending[V]):
+    """Blocks, products and norms over the values `V` of whoever writes, and all of `Attending` and `Ops`."""
 
     @contextmanager
     def _block(self, label: str) -> Iterator[None]:
@@ -231,99 +227,6 @@ class Builders(Ops[V]):
     ) -> V:
         """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
         return self.add_node(FusedSwiGLU(gate_first, activation), x, out_shape=out_shape)
-
-    # -- attention and positions -------------------------------------------------------------
-
-    def attention(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        *,
-        heads: int,
-        head_dim: int,
-        mask: hir.MaskKind | str = "causal",
-        mask_value: V | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        out_shape: Shape | None = None,
-    ) -> V:
-        """Attention over packed heads: q `[B, S, N·D]`, k and v `[B, T, K·D]`; K follows from the width of k.
-
-        `mask` is a kind, and `mask_value` what some kinds read: "custom" a keep mask `[B, T]` beside causality,
-        "keep" a keep mask alone (1 keeps a key, less than ½ drops it), "bias" a floating `[B, N, S, T]` added to the
-        scores. See `MaskKind`.
-        """
-        kind = hir.mask_kind(mask)
-        found = self.type_of(k)
-        width = found.shape[-1:]
-        whole = isinstance(head_dim, int | np.integer) and head_dim >= 1
-        if not whole or not width or not is_static(width[0]) or width[0] % head_dim:
-            raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
-        op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
-        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
-
-    attention_kind = attention_kind_opts = attention
-
-    def attention_(self, q: V, k: V, v: V, *, heads: int, head_dim: int, mask_value: V) -> V:
-        """`attention` with a keep mask `[B, T]` alone: it is not causal."""
-        return self.attention(q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value)
-
-    def rope(self, x: V, cos: V, sin: V, *, head_dim: int, style: str = "half", out_shape: Shape | None = None) -> V:
-        """Rotary embedding of whole heads: x `[B, S, N·D]`, cos and sin `[B|1, S, D/2]`.
-
-        `style`: "half" pairs columns i and i + D/2, "interleaved" 2i and 2i + 1.
-        """
-        return self.rope_n(x, cos, sin, head_dim=head_dim, n_rot=head_dim, style=style, out_shape=out_shape)
-
-    def rope_n(
-        self, x: V, cos: V, sin: V, *, head_dim: int, n_rot: int, style: str = "half", out_shape: Shape | None = None
-    ) -> V:
-        """`rope` of the first `n_rot` columns of each head: cos and sin `[B|1, S, n_rot/2]`."""
-        return self.add_node(hir.Rope(head_dim, n_rot, style), x, cos, sin, out_shape=out_shape)
-
-    def axial_rope_2d(
-        self, x: V, *, end_x: int, end_y: int, head_dim: int, theta: float = 10000.0, repeat_factor: int = 1
-    ) -> V:
-        """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
-
-        Interleaved pairs; the first D/2 columns of a head turn by the token's column, the others by its row, each with
-        frequencies θ^(−4c/D), c < D/4. Cells are in row-major order, `repeat_factor` tokens in each.
-
-        Raises:
-            ShapeError: D is no multiple of 4, or there are not so many tokens.
-        """
-        tokens = end_x * end_y * repeat_factor
-        found = self.type_of(x)
-        if head_dim % 4 or head_dim < 4:
-            raise ShapeError(f"{self.path}: axial_rope_2d: head_dim is a multiple of 4, got {head_dim}")
-        if found.rank != 3 or not is_static(found.shape[1]) or found.shape[1] != tokens or tokens < 1:
-            raise ShapeError(
-                f"{self.path}: axial_rope_2d: x is [B, {tokens}, N·{head_dim}] for {end_x} x {end_y} cells of "
-                f"{repeat_factor}, got {found}"
-            )
-        cell = np.arange(tokens, dtype=np.int32) // np.int32(repeat_factor)
-        inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
-        positions = self.constant(np.stack([cell % end_x, cell // end_x], axis=-1)[None])
-        cos, sin = self.rope_angles(positions, inv_freq, axes=axes)
-        return self.rope(x, cos, sin, head_dim=head_dim, style="interleaved")
-
-    def positions(self, x: V) -> V:
-        """The position of each token of x `[B, S, …]`: i32 `[1, S]`."""
-        return self.add_node(hir.Positions(), x)
-
-    def rope_angles(
-        self, positions: V, inv_freq: Sequence[float], *, factor: float = 1.0, axes: Sequence[int] = ()
-    ) -> tuple[V, V]:
-        """cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 inverse frequencies.
-
-        With `axes` positions are `[B|1, S, A]`, and frequency i turns by coordinate `axes[i]`
-        (`rlx_jax.ir.frequencies.axial_frequencies` gives both for widths of each coordinate).
-        """
-        frequencies = items_of(inv_freq, f"{self.path}: rope_angles", "a list of inverse frequencies")
-        coordinates = items_of(axes, f"{self.path}: rope_angles", "the coordinate of each frequency as axes")
-        cos, sin = self.add_all(hir.RopeAngles(frequencies, factor, coordinates), positions)
-        return cos, sin
 
     # -- tokens ------------------------------------------------------------------------------
 

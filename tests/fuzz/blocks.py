@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,8 @@ def attention(s: Sketch) -> object:
     if mask.operand == "bias":
         rest.append(s.leaf((s.choice((1, batch)), s.choice((heads, 1)), seq, seq), F32))
     op = hir.attention(heads, kv_heads, mask, s.choice((None, 0.7)), s.choice((None, 1.5)))
+    if kind == "none" and s.coin():
+        op = replace(op, window=2, ahead=1)
     return s.one(op, q, k, v, *rest)
 
 

@@ -149,7 +149,7 @@ def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest:
     """One score at a time."""
     return attention(
         q, k, v, heads=op.heads, kv_heads=op.kv_heads, causal=op.causal, window=op.window, scale=op.scale,
-        softcap=op.softcap, **dict(zip(op.extra, rest, strict=True)),
+        softcap=op.softcap, ahead=op.ahead, **dict(zip(op.extra, rest, strict=True)),
     )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def variation(s: Sketch, op: Op, operands: list[Known]) -> Op:
             return Iota((axis + 1) % len(x.shape))
         case Narrow(axis=axis, start=start) if is_static(x.shape[axis]) and x.shape[axis] > 1:
             return replace(op, start=max(start - 1, 0) if start else 0, length=1)
-        case AttentionOp(causal=causal, window=window):
+        case AttentionOp(causal=causal, window=window, ahead=0):
             if "key_positions" in op.extra or s.coin():  # a window could leave a query without a key
                 return replace(op, causal=not causal)
             return replace(op, window=None if window else 1)

@@ -396,11 +396,13 @@ def attention(s: Sketch) -> object:
     kv_heads, groups, dim = s.choice(((1, 1, 2), (2, 2, 1), (1, 3, 2), (2, 1, 2), (2, 2, 2)))
     dtype, heads = s.choice(FLOATS), kv_heads * groups
     q = packed(s, batch, queries, heads * dim, dtype)
-    k, v = (s.leaf((batch, keys, kv_heads * dim), dtype) for _ in range(2))
+    k, v = (s.leaf((batch, keys, kv_heads * width), dtype) for width in (dim, s.choice((dim, dim, 3))))
     extra, rest = [], []
     if s.coin(3):
         extra.append("keep")
-        rest.append(s.leaf((s.choice((batch, 1)), keys), s.choice((BOOL, I32)), 0, 2))
+        each = (s.choice((batch, 1)), s.choice((heads, 1)), s.choice((queries, 1)), keys)
+        shape = each if s.coin(3) else (each[0], keys)
+        rest.append(s.leaf(shape, s.choice((BOOL, I32)), 0, 2))
     if s.coin(4):
         extra.append("bias")
         rest.append(s.leaf((s.choice((1, batch)), s.choice((heads, 1)), queries, keys), dtype))
@@ -413,14 +415,16 @@ def attention(s: Sketch) -> object:
             at.array[:, 0] = 0  # every query has a key
             rest.append(at)
     window = s.choice((None, None, 2, 1)) if "key_positions" not in extra else None
+    causal = s.coin()
     op = AttentionOp(
         heads,
         kv_heads,
-        s.coin(),
+        causal,
         window,
         s.choice((None, 0.7)),
         s.choice((None, 1.5)),
         tuple(extra),
+        ahead=0 if causal or window is None else s.draw(3),
     )
     return s.one(op, q, k, v, *rest)
 

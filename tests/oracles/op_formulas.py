@@ -69,16 +69,22 @@ def layer_norm(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * gamma + beta
 
 
+def at_score(x: np.ndarray, b: int, n: int, s: int, t: int) -> float:
+    """The entry of one score in a mask or bias `[B, T]` or `[B, N, S, T]`, either with 1 on any axis."""
+    at = (b, t) if x.ndim == 2 else (b, n, s, t)
+    return float(x[tuple(i % size for i, size in zip(at, x.shape, strict=True))])
+
+
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, kv_heads: int, causal: bool = False,
     window: int | None = None, scale: float | None = None, softcap: float | None = None,
     keep: np.ndarray | None = None, bias: np.ndarray | None = None, positions: np.ndarray | None = None,
-    key_positions: np.ndarray | None = None,
+    key_positions: np.ndarray | None = None, ahead: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Attention one score at a time."""
     batch, queries, width = q.shape
-    keys, dim = k.shape[1], width // heads
-    out = np.zeros(q.shape)
+    keys, dim, wide = k.shape[1], width // heads, v.shape[2] // kv_heads
+    out = np.zeros((batch, queries, heads * wide))
     for b in range(batch):
         for n in range(heads):
             here = slice(n * dim, (n + 1) * dim)
@@ -93,24 +99,24 @@ def attention(
                     where = t if key_positions is None else int(key_positions[b, t])
                     if (causal or window is not None) and where < 0:
                         continue
-                    if (causal or window is not None) and where > at:
+                    if (causal or window is not None) and where > at + ahead:
                         continue
                     if window is not None and where <= at - window:
                         continue
-                    if keep is not None and keep[b % len(keep), t] < 0.5:
+                    if keep is not None and at_score(keep, b, n, s, t) < 0.5:
                         continue
                     score = float(q[b, s, here] @ k[b, t, there]) * (dim**-0.5 if scale is None else scale)
                     if softcap is not None:
                         score = softcap * math.tanh(score / softcap)
                     if bias is not None:
-                        shape = bias.shape
-                        score += float(bias[b % shape[0], n % shape[1], s % shape[2], t % shape[3]])
+                        score += at_score(bias, b, n, s, t)
                     if score != -math.inf:
                         scores[t] = score
                 top = max(scores.values(), default=0.0)
                 total = sum(math.exp(x - top) for x in scores.values())
                 for t, score in scores.items():
-                    out[b, s, here] += math.exp(score - top) / total * v[b, t, there]
+                    value = v[b, t, shared * wide : (shared + 1) * wide]
+                    out[b, s, n * wide : (n + 1) * wide] += math.exp(score - top) / total * value
     return out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, check_heads, check_scores
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, check_heads, check_scores, check_window
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, Slice
 from rlx_jax.ir.traits import BLOCK, TABLES
@@ -89,7 +89,8 @@ class Rope(Hir):
 
 @dataclass(frozen=True)
 class Attention(Hir):
-    """Attention over packed heads: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then `keep` and `bias` as in `extra`.
+    """Attention over packed heads: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then `keep` and `bias` as in `extra`.
+    See `AttentionOp`.
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
     With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
@@ -105,15 +106,20 @@ class Attention(Hir):
     softcap: float | None = None
     extra: tuple[str, ...] = ()
     last: bool = False
+    ahead: int = 0
 
     def check(self, *operands: TensorType) -> None:
         check_arity("attention", len(operands), 3 + len(self.extra))
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)
+        check_window(self.causal, self.window, self.ahead)
 
     def op(self, kv_heads: int, extra: tuple[str, ...] = ()) -> AttentionOp:
         """The MIR op over `kv_heads` heads."""
-        return AttentionOp(self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra)
+        return AttentionOp(
+            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra,
+            ahead=self.ahead,
+        )  # fmt: skip
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         q, k, v, *rest = operands

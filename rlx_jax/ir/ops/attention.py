@@ -17,13 +17,13 @@ from jax import lax
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits
-from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
 
 
 def _scores_and_sums(op: Any, operands: Types, results: Types) -> int:
-    return 4 * operands[0].size * int(operands[1].shape[1])
+    return 2 * (operands[0].size + results[0].size) * int(operands[1].shape[1])
 
 
 def _scores(op: Any, operands: Types, results: Types) -> int:
@@ -36,15 +36,16 @@ def _scores(op: Any, operands: Types, results: Types) -> int:
 class AttentionOp(Mir):
     """`softmax(mask(cap(scale · q kᵀ))) v` for each head, in the order scale → softcap → mask, bias → softmax in f32.
 
-    Operands: q `[B,S,N·D]`, k and v `[B,T,K·D]`, then those named in `extra`, in this order:
-    `keep` `[B,T]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S,T]` added to the scores,
-    `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1),
+    Operands: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then those named in `extra`, in this order:
+    `keep` `[B|1,T]` or `[B|1,N|1,S|1,T|1]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S|1,T|1]` added to
+    the scores, `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1),
     `key_positions` `[B,T]` int32, the absolute position of each key, −1 where a slot holds none.
     Without `positions` the queries are the last S of the T keys (bottom-right aligned), and stand where those do.
 
-    `causal` keeps keys at or before the query; `window` w keeps the last w of those. Query head h reads
-    key head h // (N/K), without repeating keys. A row without any key gives zeros; where positions are given, whoever
-    gives them leaves each query a key.
+    `causal` keeps keys at or before the query; `window` w keeps the last w of those, and the `ahead` keys behind it.
+    All of these, and `keep`, hold together. Query head h reads key head h // (N/K), without repeating keys: the result
+    is `[B,S,N·E]`. A row without any key gives zeros; where positions are given, whoever gives them leaves each query a
+    key.
     """
 
     traits = replace(product_traits(_scores_and_sums), narrows=3, workspace=_scores)
@@ -57,6 +58,7 @@ class AttentionOp(Mir):
     softcap: float | None = None
     extra: tuple[str, ...] = ()
     precision: str = "default"
+    ahead: int = 0
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) != 3 + len(self.extra):
@@ -64,12 +66,15 @@ class AttentionOp(Mir):
         q, k, v = operands[:3]
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)
-        if q.rank != 3 or k.rank != 3 or k.shape != v.shape:
-            raise ShapeError(f"attention: q is [B,S,N·D], k and v are [B,T,K·D]; got {q}, {k}, {v}")
-        if not (is_static(q.shape[2]) and is_static(k.shape[2])):
-            raise ShapeError(f"attention: the packed head axes must be static; got {q}, {k}")
+        check_window(self.causal, self.window, self.ahead)
+        if q.rank != 3 or k.rank != 3 or v.rank != 3 or k.shape[:2] != v.shape[:2]:
+            raise ShapeError(f"attention: q is [B,S,N·D], k is [B,T,K·D], v is [B,T,K·E]; got {q}, {k}, {v}")
+        if not all(is_static(t.shape[2]) for t in (q, k, v)):
+            raise ShapeError(f"attention: the packed head axes must be static; got {q}, {k}, {v}")
         if q.shape[2] % self.heads or k.shape[2] * self.heads != q.shape[2] * self.kv_heads:
             raise ShapeError(f"attention: {self.heads} query and {self.kv_heads} key heads do not fit q {q} and k {k}")
+        if v.shape[2] % self.kv_heads:
+            raise ShapeError(f"attention: v {v} is not whole in {self.kv_heads} heads")
         if len({t.dtype for t in (q, k, v)}) > 1 or not is_float(q.dtype):
             raise DTypeError(f"attention: q, k and v have one floating dtype; got {q}, {k}, {v}")
         if q.shape[0] != k.shape[0]:
@@ -78,8 +83,11 @@ class AttentionOp(Mir):
 
     def _check_extra(self, q: TensorType, k: TensorType, given: dict[str, TensorType]) -> None:
         keep, bias = given.get("keep"), given.get("bias")
-        if keep is not None and (keep.rank != 2 or keep.shape[1] != k.shape[1] or keep.shape[0] not in (1, k.shape[0])):
-            raise ShapeError(f"attention: the keep mask is [B,T] for keys {k}, got {keep}").of(3)
+        want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
+        if keep is not None and not _is_keep(keep, want):
+            raise ShapeError(
+                f"attention: the keep mask is [B,T] for keys {k}, or {list(want)} with 1 on any axis; got {keep}"
+            ).of(3)
         if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
         if bias is not None and not is_float(bias.dtype):
@@ -88,7 +96,6 @@ class AttentionOp(Mir):
                 'with mask="custom" or "keep"'
             )
         if bias is not None:
-            want = (q.shape[0], self.heads, q.shape[1], k.shape[1])
             if bias.rank != 4 or any(got not in (1, w) for got, w in zip(bias.shape, want, strict=True)):
                 raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}").of(len(given) + 2)
 
@@ -99,26 +106,21 @@ class AttentionOp(Mir):
         precision = lax.Precision(self.precision)
         q5 = q.reshape(batch, queries, self.kv_heads, groups, dim)
         k4 = k.reshape(k.shape[0], keys, self.kv_heads, dim)
-        v4 = v.reshape(v.shape[0], keys, self.kv_heads, dim)
+        v4 = v.reshape(v.shape[0], keys, self.kv_heads, v.shape[2] // self.kv_heads)
         scores = jnp.einsum("bskgd,btkd->bkgst", q5, k4, precision=precision, preferred_element_type=jnp.float32) * (
             self.scale if self.scale is not None else dim**-0.5
         )
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if "bias" in extra:
-            bias = extra["bias"].astype(jnp.float32)
-            heads_first = (
-                (bias.shape[0], -1, groups, *bias.shape[2:])
-                if bias.shape[1] > 1
-                else (bias.shape[0], 1, 1, *bias.shape[2:])
-            )
-            scores = scores + bias.reshape(heads_first)
+            scores = scores + _by_group(extra["bias"].astype(jnp.float32), groups)
         allowed = self._allowed(queries, keys, extra)
         # Without positions the queries are the last of the keys: more of them than keys leaves rows without any.
-        rows_may_be_empty = "keep" in extra or "bias" in extra or ("positions" not in extra and keys != queries)
+        rows_may_be_empty = "keep" in extra or "bias" in extra
+        rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != queries
         weights = masked_softmax(scores, allowed, rows_may_be_empty)
         out = jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v4, precision=precision)
-        return out.reshape(q.shape)
+        return out.reshape(batch, queries, self.heads * v4.shape[3])
 
     def _allowed(self, queries: int, keys: int, extra: dict[str, Array]) -> Array | None:
         """Which keys a query may read, broadcastable to `[B,K,G,S,T]`; None for all."""
@@ -131,12 +133,14 @@ class AttentionOp(Mir):
                 last = jnp.arange(queries, dtype=jnp.int32) + (keys - queries)
                 rows = last[None, :] if slots is None else jnp.take(slots, last, axis=1, mode="clip")
             distance = rows[:, :, None] - at
-            allowed = distance >= 0 if slots is None else (distance >= 0) & (at >= 0)
+            allowed = distance >= -self.ahead
+            allowed = allowed if slots is None else allowed & (at >= 0)
             if self.window is not None:
                 allowed = allowed & (distance < self.window)
             allowed = allowed[:, None, None]
         if "keep" in extra:
-            keep = (extra["keep"].astype(jnp.float32) >= 0.5)[:, None, None, None, :]
+            keep = extra["keep"].astype(jnp.float32) >= 0.5
+            keep = keep[:, None, None, None, :] if keep.ndim == 2 else _by_group(keep, self.heads // self.kv_heads)
             allowed = keep if allowed is None else allowed & keep
         return allowed
 
@@ -144,6 +148,7 @@ class AttentionOp(Mir):
         notes = [f"h={self.heads}", f"kv={self.kv_heads}"]
         notes += ["causal"] if self.causal else []
         notes += [f"sw={self.window}"] if self.window is not None else []
+        notes += [f"ahead={self.ahead}"] if self.ahead else []
         notes += [f"scale={self.scale:g}"] if self.scale is not None else []
         notes += [f"softcap={self.softcap:g}"] if self.softcap is not None else []
         return f"attention({', '.join([*notes, *self.extra])})"
@@ -166,6 +171,30 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def _is_keep(keep: TensorType, want: tuple[DimLike, ...]) -> bool:
+    """Whether a mask has the shape of the scores `want` `[B,N,S,T]`, or of keys `[B,T]`, or 1 on axes of them."""
+    if keep.rank == 2:
+        return keep.shape[1] == want[3] and keep.shape[0] in (1, want[0])
+    return keep.rank == 4 and all(got in (1, size) for got, size in zip(keep.shape, want, strict=True))
+
+
+def _by_group(x: Array, groups: int) -> Array:
+    """`[B|1,N|1,S|1,T|1]` as `[B|1,K|1,G|1,S|1,T|1]`."""
+    heads = (-1, groups) if x.shape[1] > 1 else (1, 1)
+    return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+
+def check_window(causal: bool, window: int | None, ahead: int) -> None:
+    """A window keeps a key, and causality none behind the query's own."""
+    if window is not None and window < 1:
+        raise GraphError(f"attention: a window keeps at least 1 key, got {window}")
+    if ahead < 0 or ahead and (causal or window is None):
+        raise GraphError(
+            f"attention: ahead={ahead} keys behind the query's own belong to a window that is not causal; got "
+            f"window={window}, causal={causal}"
+        )
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -1,0 +1,418 @@
+"""Attention, rotations and positions as methods.
+
+Axis letters: B batch, S queries, T keys, N query heads, K key heads, D head width, E width of a head's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import numpy as np
+
+from rlx_jax.errors import GraphError, ShapeError, quote, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.frequencies import Frequencies, axial_frequencies, frequencies
+from rlx_jax.ir.types import is_static
+from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.ops import Ops
+from rlx_jax.trace.writer import Shape, V, is_number
+
+LAYOUTS = ("packed", "heads")
+"""Heads side by side, `[B, S, N·D]`, or along an axis of their own, `[B, S, N, D]`."""
+
+Window = int | tuple[int, int] | None
+"""Keys at less than this distance; or how many before the query's own and how many behind it."""
+
+
+@dataclass(frozen=True)
+class Rotary(Generic[V]):
+    """A rotation at given positions: the tables cos and sin `[B|1, S, n_rot/2]`, for the first `n_rot` columns of each
+    head, paired as `style` says. Made by `rotary`."""
+
+    cos: V
+    sin: V
+    n_rot: int
+    style: str = "half"
+
+
+class Attending(Ops[V]):
+    """Attention, rotary embeddings and positions over the values `V` of whoever writes."""
+
+    # -- positions and rotations -------------------------------------------------------------
+
+    def positions(self, x: V) -> V:
+        """The absolute position of each token of x `[B, S, …]`: i32 `[1, S]`; in decoding they go on, `[B, S]`."""
+        return self.add_node(hir.Positions(), x)
+
+    def rotary(
+        self,
+        positions: V,
+        *,
+        head_dim: int,
+        theta: float = 10000.0,
+        n_rot: int | None = None,
+        style: str = "half",
+        scaling: Callable[[Frequencies], Frequencies] | None = None,
+    ) -> Rotary[V]:
+        """The rotation of heads of width `head_dim` at positions `[B|1, S]`, for `rope` and `attention(…, rope=)`.
+
+        Inverse frequencies are θ^(−2i/R), R = `n_rot` columns of each head (all of them by default), then what
+        `scaling` makes of them: `lambda f: blocks.linear_scaling(f, 8.0)`. `style`: "half" pairs columns i and i + R/2
+        (Llama, NeoX), "interleaved" 2i and 2i + 1 (GPT-J).
+        """
+        turned = head_dim if n_rot is None else n_rot
+        if turned < 2 or turned % 2 or turned > head_dim:
+            raise ShapeError(f"{self.path}: rotary: n_rot is even and at most head_dim {head_dim}, got {turned}")
+        found = frequencies(turned, theta)
+        if scaling is not None:
+            found = items_of(scaling(found), f"{self.path}: rotary", "as many frequencies from scaling=")
+            if len(found) != turned // 2:
+                raise ShapeError(f"{self.path}: rotary: scaling makes {len(found)} frequencies of {turned // 2}")
+        return Rotary(*self.rope_angles(positions, found), turned, style)
+
+    def rope_angles(
+        self, positions: V, inv_freq: Sequence[float], *, factor: float = 1.0, axes: Sequence[int] = ()
+    ) -> tuple[V, V]:
+        """cos and sin at positions `[B|1, S]`, times `factor`: two f32 `[B|1, S, R/2]` for R/2 inverse frequencies.
+
+        With `axes` positions are `[B|1, S, A]`, and frequency i turns by coordinate `axes[i]`
+        (`rlx_jax.blocks.axial_frequencies` gives both for widths of each coordinate).
+        """
+        found = items_of(inv_freq, f"{self.path}: rope_angles", "a list of inverse frequencies")
+        coordinates = items_of(axes, f"{self.path}: rope_angles", "the coordinate of each frequency as axes")
+        cos, sin = self.add_all(hir.RopeAngles(found, factor, coordinates), positions)
+        return cos, sin
+
+    def rope(
+        self,
+        x: V,
+        at: V | Rotary[V],
+        sin: V | None = None,
+        *,
+        head_dim: int,
+        theta: float | None = None,
+        n_rot: int | None = None,
+        style: str | None = None,
+        scaling: Callable[[Frequencies], Frequencies] | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """Rotary embedding of heads: x `[B, S, N·D]`, or `[B, S, N, D]`.
+
+        `at` are positions `[B|1, S]` (`theta`, `n_rot`, `style` and `scaling` as in `rotary`); or what `rotary` made;
+        or cos, with `sin` behind it, both `[B|1, S, n_rot/2]`: these have a base and a scaling already.
+        """
+        if isinstance(at, Rotary) or sin is not None:
+            made = self._given_tables(at, sin, head_dim, n_rot, style, theta, scaling)
+        else:
+            base = 10000.0 if theta is None else theta
+            made = self.rotary(at, head_dim=head_dim, theta=base, n_rot=n_rot, style=style or "half", scaling=scaling)
+        return self._rotated(x, made, head_dim, out_shape)
+
+    def _given_tables(
+        self, at: V | Rotary[V], sin: V | None, head_dim: int, n_rot: int | None, style: str | None, *made_of: object
+    ) -> Rotary[V]:
+        """Tables that are there already; what would make others is refused."""
+        if any(value is not None for value in made_of):
+            raise GraphError(f"{self.path}: rope: theta and scaling make tables of positions; these tables are made")
+        if not isinstance(at, Rotary):
+            assert sin is not None
+            return Rotary(at, sin, head_dim if n_rot is None else n_rot, style or "half")
+        if any(value is not None for value in (sin, style, n_rot)):
+            raise GraphError(f"{self.path}: rope: what rotary made has its sin, style and n_rot; leave these out")
+        return at
+
+    def _rotated(self, x: V, at: Rotary[V], head_dim: int, out_shape: Shape | None = None) -> V:
+        packed = self._packed("rope", x, head_dim)
+        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, at.cos, at.sin, out_shape=out_shape)
+        return done if self.type_of(x).rank == 3 else self._unpacked(done, head_dim)
+
+    def rope_n(
+        self, x: V, cos: V, sin: V, *, head_dim: int, n_rot: int, style: str = "half", out_shape: Shape | None = None
+    ) -> V:
+        """`rope` of the first `n_rot` columns of each head: cos and sin `[B|1, S, n_rot/2]`."""
+        return self.rope(x, cos, sin, head_dim=head_dim, n_rot=n_rot, style=style, out_shape=out_shape)
+
+    def axial_rope_2d(
+        self, x: V, *, end_x: int, end_y: int, head_dim: int, theta: float = 10000.0, repeat_factor: int = 1
+    ) -> V:
+        """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
+
+        Interleaved pairs; the first D/2 columns of a head turn by the token's column, the others by its row, each with
+        frequencies θ^(−4c/D), c < D/4. Cells are in row-major order, `repeat_factor` tokens in each.
+
+        Raises:
+            ShapeError: D is no multiple of 4, or there are not so many tokens.
+        """
+        tokens = end_x * end_y * repeat_factor
+        found = self.type_of(x)
+        if head_dim % 4 or head_dim < 4:
+            raise ShapeError(f"{self.path}: axial_rope_2d: head_dim is a multiple of 4, got {head_dim}")
+        if found.rank != 3 or not is_static(found.shape[1]) or found.shape[1] != tokens or tokens < 1:
+            raise ShapeError(
+                f"{self.path}: axial_rope_2d: x is [B, {tokens}, N·{head_dim}] for {end_x} x {end_y} cells of "
+                f"{repeat_factor}, got {found}"
+            )
+        cell = np.arange(tokens, dtype=np.int32) // np.int32(repeat_factor)
+        inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
+        positions = self.constant(np.stack([cell % end_x, cell // end_x], axis=-1)[None])
+        return self.rope(
+            x, *self.rope_angles(positions, inv_freq, axes=axes), head_dim=head_dim, style="interleaved"
+        )  # fmt: skip
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool | None = None,
+        mask: V | hir.MaskKind | str | None = None,
+        mask_value: V | None = None,
+        bias: V | None = None,
+        window: Window = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        rope: Rotary[V] | tuple[V, V] | None = None,
+        layout: str = "packed",
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`softmax(mask(cap(scale · q kᵀ) + bias)) v` for each head, in f32: q `[B, S, N·D]`, k `[B, T, K·D]`,
+        v `[B, T, K·E]` → `[B, S, N·E]`.
+
+        Query head h reads key head h // (N/K); K follows from the widths, and so does D, which are checked where they
+        are given. What limits the keys of a query holds together; a query without any key gives zeros.
+
+        Args:
+            causal: none behind the query; of more keys than queries, the queries are the last.
+            mask: what to keep: bools, or numbers of which less than ½ drops a key. `[T]`, `[B, T]`, `[S, T]`,
+                `[B, S, T]` or `[B, N, S, T]`, where B, N and S may be 1.
+            bias: added to the scores: `[B, N, S, T]`, 1 on any axis, axes in front may be missing.
+            window: keys at a distance of less than so many tokens, on both sides unless causal; or a pair, how many
+                before the query's own key and how many behind it.
+            softcap: c · tanh(scores / c), before mask and bias. scale: D^(−1/2) by default.
+            rope: turns q and k: what `rotary` made, or (cos, sin) for as many columns as they have, in halves.
+            layout: "heads" for q, k and v with an axis of heads, `[B, S, N, D]`; so is the result.
+            head_dim, mask_value: of the form by the name of a mask kind (`attention_kind`), which is causal unless it
+                says otherwise.
+
+        Raises:
+            ShapeError, DTypeError: what does not fit, with the shapes that would. GraphError: options that contradict.
+        """
+        if mask is None and causal is None and head_dim is not None:
+            mask = hir.MaskKind.CAUSAL
+        if isinstance(mask, hir.MaskKind | str):
+            self._refuse_beside_kind(causal, bias, window, rope, kv_heads, layout)
+            width = self._head_width(q, heads) if head_dim is None else head_dim
+            return self.attention_kind(
+                q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
+                out_shape=out_shape,
+            )  # fmt: skip
+        if mask_value is not None:
+            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; this is mask=")
+        q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        width = self._head_width(q, heads) if head_dim is None else head_dim
+        groups = self._kv_heads(q, k, v, heads, width, kv_heads)
+        if rope is not None:
+            q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
+        before, ahead = self._window(window, bool(causal))
+        extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
+        extra |= {} if bias is None else {"bias": self._as_bias(bias)}
+        op = hir.Attention(heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead)
+        done = self.add_node(op, q, k, v, *extra.values(), out_shape=out_shape if layout == "packed" else None)
+        if layout == "packed":
+            return done
+        wide = self.type_of(done).shape[-1] // heads
+        return self._unpacked(done, wide)
+
+    def cross_attention(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        mask: V | None = None,
+        bias: V | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        layout: str = "packed",
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`attention` over the keys of another sequence: all of them, or those that `mask` keeps.
+
+        In a model that generates, keys and values that depend on no token of its text are computed once, in prefill.
+        """
+        return self.attention(
+            q, k, v, heads=heads, kv_heads=kv_heads, causal=False, mask=mask, bias=bias, softcap=softcap, scale=scale,
+            layout=layout, out_shape=out_shape,
+        )  # fmt: skip
+
+    def attention_kind(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        *,
+        heads: int,
+        head_dim: int,
+        mask: hir.MaskKind | str = "causal",
+        mask_value: V | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`attention` by the name of a mask kind: q `[B, S, N·D]`, k and v `[B, T, K·D]`.
+
+        `mask_value` is what some kinds read: "custom" a keep mask `[B, T]` beside causality, "keep" a keep mask alone
+        (1 keeps a key, less than ½ drops it), "bias" a floating `[B, N, S, T]` added to the scores. See `MaskKind`.
+        """
+        kind = hir.mask_kind(mask)
+        found = self.type_of(k)
+        width = found.shape[-1:]
+        whole = isinstance(head_dim, int | np.integer) and head_dim >= 1
+        if not whole or not width or not is_static(width[0]) or width[0] % head_dim:
+            raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
+        op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
+        return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
+
+    attention_kind_opts = attention_kind
+
+    def attention_(self, q: V, k: V, v: V, *, heads: int, head_dim: int, mask_value: V) -> V:
+        """`attention` with a keep mask `[B, T]` alone: it is not causal."""
+        return self.attention_kind(q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value)
+
+    # -- what attention is given -------------------------------------------------------------
+
+    def _refuse_beside_kind(
+        self, causal: object, bias: object, window: object, rope: object, kv_heads: object, layout: str
+    ) -> None:
+        given = {"causal": causal, "bias": bias, "window": window, "rope": rope, "kv_heads": kv_heads}
+        given["layout"] = None if layout == "packed" else layout
+        for name, value in given.items():
+            if value is not None:
+                raise GraphError(
+                    f"{self.path}: attention: {name}= does not go with a mask kind, or with head_dim= alone: give the "
+                    "mask as a value, and causal=, window= and bias= beside it"
+                )
+
+    def _head_width(self, q: V, heads: int) -> int:
+        found = self.type_of(q)
+        whole = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
+        if not whole or found.rank != 3 or not is_static(found.shape[2]) or found.shape[2] % heads:
+            raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {found}")
+        return int(found.shape[2]) // int(heads)
+
+    def _kv_heads(self, q: V, k: V, v: V, heads: int, width: int, kv_heads: int | None) -> int:
+        """Key heads, from the width of k where they are not given."""
+        found = self.type_of(k)
+        fits = isinstance(width, int | np.integer) and width >= 1 and self._head_width(q, heads) == width
+        if not fits or found.rank != 3 or not is_static(found.shape[2]) or found.shape[2] % width:
+            raise ShapeError(
+                f"{self.path}: attention: q is [B, S, {heads}·D] and k [B, T, K·D] with D = {shown(width)}; got "
+                f"{self.type_of(q)} and {found}"
+            )
+        counted = int(found.shape[2]) // int(width)
+        if kv_heads is not None and kv_heads != counted:
+            raise ShapeError(
+                f"{self.path}: attention: k {found} has {counted} heads of width {width}; kv_heads is {shown(kv_heads)}"
+            )
+        return counted
+
+    def _laid_out(self, x: V, layout: str, heads: int | None) -> V:
+        """Packed heads."""
+        if layout not in LAYOUTS:
+            raise GraphError(f"{self.path}: attention: layout is {quote(layout)}; expected {' or '.join(LAYOUTS)}")
+        found = self.type_of(x)
+        if found.rank != 3 + (layout == "heads"):
+            forms = "[B, S, N·D]" if layout == "packed" else "[B, S, N, D]"
+            other = f'; layout="{LAYOUTS[layout == "packed"]}" is for the other' if found.rank in (3, 4) else ""
+            raise ShapeError(f"{self.path}: attention: q, k and v are {forms}, got {found}{other}")
+        if layout == "packed":
+            return x
+        if heads is not None and found.shape[2] != heads:
+            raise ShapeError(f"{self.path}: attention: {found} has {found.shape[2]} heads, expected {heads}")
+        return self._packed("attention", x, found.shape[3])
+
+    def _packed(self, op: str, x: V, head_dim: int) -> V:
+        """`[B, S, N, D]` as `[B, S, N·D]`; what has heads side by side already, as it is."""
+        found = self.type_of(x)
+        if found.rank != 4:
+            return x
+        if not (is_static(found.shape[2]) and is_static(found.shape[3])) or found.shape[3] != head_dim:
+            raise ShapeError(f"{self.path}: {op}: heads are [B, S, N, {head_dim}] of known sizes, got {found}")
+        return self.reshape(x, (*self.shape(x).shape[:2], int(found.shape[2]) * int(found.shape[3])))
+
+    def _unpacked(self, x: V, head_dim: int) -> V:
+        *lead, width = self.shape(x).shape
+        return self.reshape(x, (*lead, int(width) // head_dim, head_dim))
+
+    def _as_rotary(self, given: Any) -> Rotary[V]:
+        if isinstance(given, Rotary):
+            return given
+        tables = items_of(given, f"{self.path}: attention: rope", "what rotary made, or (cos, sin)")
+        if len(tables) != 2:
+            raise GraphError(
+                f"{self.path}: attention: rope is what rotary made, or (cos, sin); got {len(tables)} values"
+            )
+        width = self.type_of(tables[0]).shape[-1]
+        return Rotary(*tables, 2 * int(width) if is_static(width) else 0)
+
+    def _window(self, window: Any, causal: bool) -> tuple[int | None, int]:
+        """Keys up to the query's own, and those behind it."""
+        if window is None:
+            return None, 0
+        pair = window if isinstance(window, tuple | list) else None
+        sizes = pair if pair is not None else (window,)
+        if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sizes) or len(sizes) > 2:
+            raise GraphError(
+                f"{self.path}: attention: window is a number of keys or (before, behind), got {shown(window)}"
+            )
+        if pair is None:
+            return int(window), 0 if causal else int(window) - 1
+        if len(pair) != 2 or min(pair) < 0:
+            raise GraphError(f"{self.path}: attention: window (before, behind) is two counts, got {shown(window)}")
+        return int(pair[0]) + 1, int(pair[1])
+
+    def _keep(self, mask: V, q: V, k: V) -> V:
+        """A keep mask as the op takes it, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
+        if is_number(mask):
+            raise GraphError(f"{self.path}: attention: mask is {mask!r}; expected a value, the name of a kind, or None")
+        found, (batch, queries, _), keys = self.type_of(mask), self.type_of(q).shape, self.type_of(k).shape[1]
+        as_rows = found.rank == 2 and found.shape[0] in (1, batch)
+        as_pairs = found.rank == 2 and found.shape[0] == queries
+        fits = found.rank in (1, 3, 4) or as_rows or as_pairs
+        if not fits or found.shape[-1] != keys:
+            sizes = f"B = {batch}, S = {queries}, T = {keys}"
+            raise ShapeError(
+                f"{self.path}: attention: a mask is [T], [B, T], [S, T], [B, S, T] or [B, N, S, T] with {sizes}; "
+                f"got {found}"
+            )
+        if as_rows and as_pairs and not _is_one(batch):
+            raise ShapeError(
+                f"{self.path}: attention: the mask {found} may be [B, T] or [S, T], as B and S are both {batch}: say "
+                "which with an axis of 1, mask[:, None] or mask[None]"
+            )
+        if found.rank == 1:
+            return self.slice(mask, (None,))
+        if found.rank == 3:
+            return self.slice(mask, (slice(None), None))
+        return self.slice(mask, (None, None)) if as_pairs and not as_rows else mask
+
+    def _as_bias(self, bias: V) -> V:
+        """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""
+        if is_number(bias):
+            raise GraphError(f"{self.path}: attention: bias is {bias!r}; expected a value, or None")
+        rank = self.type_of(bias).rank
+        return self.slice(bias, (None,) * (4 - rank)) if 0 < rank < 4 else bias
+
+
+def _is_one(size: Any) -> bool:
+    return bool(is_static(size) and size == 1)

@@ -1,0 +1,238 @@
+"""`emit.attention` and `emit.rope` with each of their options, against float64 formulas, by both policies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import GraphError, RlxError, ShapeError
+from tests.oracles import op_formulas as formula
+
+B, S, T, N, K, D, E = 2, 3, 5, 4, 2, 6, 3
+RNG = np.random.default_rng(11)
+TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "q": (("batch", "seq", N * D), "float32"), "k": (("batch", "keys", K * D), "float32"),
+    "v": (("batch", "keys", K * E), "float32"), "k1": (("batch", "seq", K * D), "float32"),
+    "kd": (("batch", "keys", K * D), "float32"), "row": (("batch", "keys"), "int32"), "one": (("keys",), "bool"),
+    "pair": (("seq", "keys"), "bool"), "pairs": (("batch", "seq", "keys"), "float32"),
+    "each": (("batch", N, "seq", "keys"), "bool"), "bias": (("batch", N, "seq", "keys"), "float32"),
+    "flat": (("seq", "keys"), "float32"), "at": (("batch", "seq"), "int32"),
+}  # fmt: skip
+SIZES = {"batch": B, "seq": S, "keys": T}
+
+
+def drawn(shape: tuple[Any, ...], dtype: str) -> np.ndarray:
+    sizes = [SIZES.get(n, n) for n in shape]
+    if dtype == "bool":
+        return RNG.random(sizes) < 0.7
+    return RNG.integers(0, 9 if shape[-1] == "seq" else 2, sizes).astype("i4") if dtype == "int32" else (
+        RNG.standard_normal(sizes).astype("f4"))  # fmt: skip
+
+
+ARRAYS = {name: drawn(*given) for name, given in TYPES.items()}
+X: dict[str, Any] = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in ARRAYS.items()}
+
+
+def heads(x: np.ndarray, n: int) -> np.ndarray:
+    return x.reshape(*x.shape[:2], n, -1)
+
+
+def attend(k: str = "k", v: str = "v", q: Any = None, key: Any = None, **options: Any) -> np.ndarray:
+    q, key = (X["q"] if q is None else q), (X[k] if key is None else key)
+    return formula.attention(q, key, X[v], heads=N, kv_heads=K, **options)
+
+
+def turned(x: np.ndarray, n: int, theta: float, style: str = "half", by: float = 1.0) -> np.ndarray:
+    freqs = [theta ** (-2 * i / n) / by for i in range(n // 2)]
+    return formula.rope(x, *formula.rope_table(X["at"], freqs), D, n, style)
+
+
+def run(emit: Any, i: Any, **options: Any) -> Any:
+    """Attention over the inputs of that name."""
+    return emit.attention(i.q, i.k, i.v, heads=N, **options)
+
+
+Case = tuple[Callable[[Any, Any], Any], Callable[[], np.ndarray]]
+CASES: dict[str, Case] = {
+    "all keys": (lambda e, i: run(e, i), lambda: attend()),
+    "said twice": (lambda e, i: run(e, i, kv_heads=K, head_dim=D, causal=False),
+                   lambda: attend()),
+    "causal": (lambda e, i: run(e, i, causal=True), lambda: attend(causal=True)),
+    "cross": (lambda e, i: e.cross_attention(i.q, i.k, i.v, heads=N, kv_heads=K, mask=i.row, softcap=2.0),
+              lambda: attend(keep=X["row"], softcap=2.0)),
+    "mask of keys": (lambda e, i: run(e, i, mask=i.one), lambda: attend(keep=X["one"][None])),
+    "mask of rows": (lambda e, i: run(e, i, mask=i.row), lambda: attend(keep=X["row"])),
+    "mask of rows and causal": (lambda e, i: run(e, i, mask=i.row, causal=True),
+                                lambda: attend(keep=X["row"], causal=True)),
+    "mask of pairs": (lambda e, i: run(e, i, mask=i.pair),
+                      lambda: attend(keep=X["pair"][None, None])),
+    "mask of pairs in rows": (lambda e, i: run(e, i, mask=i.pairs, causal=True),
+                              lambda: attend(keep=X["pairs"][:, None], causal=True)),
+    "mask of heads": (lambda e, i: run(e, i, mask=i.each, window=2, causal=True),
+                      lambda: attend(keep=X["each"], window=2)),
+    "bias": (lambda e, i: run(e, i, bias=i.bias, scale=0.2),
+             lambda: attend(bias=X["bias"], scale=0.2)),
+    "bias and mask": (lambda e, i: run(e, i, bias=i.flat, mask=i.row, causal=True),
+                      lambda: attend(bias=X["flat"][None, None], keep=X["row"], causal=True)),
+    "window": (lambda e, i: run(e, i, window=2), lambda: attend(window=2, ahead=1)),
+    "window to one side": (lambda e, i: run(e, i, window=(0, 2)),
+                           lambda: attend(window=1, ahead=2)),
+    "causal window": (lambda e, i: run(e, i, window=(1, 0), causal=True),
+                      lambda: attend(window=2)),
+    "heads apart": (
+        lambda e, i: e.attention(
+            i.q.reshape("batch", "seq", N, D), i.k.reshape("batch", "keys", K, D), i.v.reshape("batch", "keys", K, E),
+            heads=N, kv_heads=K, layout="heads", causal=True,
+        ),
+        lambda: heads(attend(causal=True), N),
+    ),
+    "rotary": (
+        lambda e, i: e.attention(
+            i.q, i.k1, i.k1, heads=N, causal=True,
+            rope=e.rotary(i.at, head_dim=D, theta=100.0, n_rot=4, style="interleaved"),
+        ),
+        lambda: attend(v="k1", q=turned(X["q"], 4, 100.0, "interleaved"),
+                       key=turned(X["k1"], 4, 100.0, "interleaved"), causal=True),
+    ),
+    "tables": (
+        lambda e, i: e.attention(
+            i.q, i.k1, i.k1, heads=N, rope=e.rope_angles(i.at, [1000.0 ** (-2 * j / D) for j in range(D // 2)])
+        ),
+        lambda: attend(v="k1", q=turned(X["q"], D, 1000.0), key=turned(X["k1"], D, 1000.0)),
+    ),
+    "rope at positions": (lambda e, i: e.rope(i.q, i.at, head_dim=D, theta=50.0, n_rot=2),
+                          lambda: turned(X["q"], 2, 50.0)),
+    "rope scaled": (lambda e, i: e.rope(i.q, i.at, head_dim=D, scaling=lambda f: blocks.linear_scaling(f, 4.0)),
+                    lambda: turned(X["q"], D, 10000.0, by=4.0)),
+    "rope of heads apart": (
+        lambda e, i: e.rope(i.q.reshape("batch", "seq", N, D), e.rotary(i.at, head_dim=D), head_dim=D),
+        lambda: heads(turned(X["q"], D, 10000.0), N),
+    ),
+}  # fmt: skip
+
+
+class Inputs:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+def flow() -> rlx.ModelFlow:
+    made = rlx.ModelFlow("m")
+    for name, (shape, dtype) in TYPES.items():
+        made = made.input(name, shape, dtype)
+    return made
+
+
+def with_inputs(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda e, x: fn(e, Inputs({name: e.flow_input(name) for name in TYPES}))
+
+
+@functools.cache
+def outputs(policy: str) -> Any:
+    """Every case in one program."""
+
+    def every(emit: Any, i: Any) -> Any:
+        for name, (fn, _) in CASES.items():
+            emit.output(name, fn(emit, i))
+        return i.q
+
+    model = rlx.compile(
+        flow().custom(with_inputs(every)), profile=rlx.CompileProfile().replace(fusion={"policy": policy})
+    )
+    return model, model(**ARRAYS)
+
+
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+@pytest.mark.parametrize("name", CASES)
+def test_formula(name: str, policy: str) -> None:
+    want = CASES[name][1]()
+    got = np.asarray(outputs(policy)[1][name])
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
+
+
+def test_gradients() -> None:
+    """Of one number of each case, by both policies; along a line it is the difference quotient."""
+
+    def total(policy: str, inputs: dict[str, Any]) -> Any:
+        out = outputs(policy)[0].apply({}, **inputs)
+        return sum((out[name].astype("float32") ** 2).sum() for name in CASES)
+
+    at = {n: ARRAYS[n] for n in ("q", "k", "v", "k1", "bias", "flat")}
+    rest = {n: a for n, a in ARRAYS.items() if n not in at}
+    both = {p: jax.jit(jax.value_and_grad(functools.partial(_of, total, p, rest))) for p in ("direct", "fusable")}
+    (_, g), (_, other) = (both[p](at) for p in both)
+    for name in at:
+        np.testing.assert_allclose(g[name], other[name], rtol=2e-4, atol=2e-4)
+    way = {n: RNG.standard_normal(a.shape).astype("f4") for n, a in at.items()}
+    step = 1e-2
+    up, down = (both["direct"]({n: a + sign * step * way[n] for n, a in at.items()})[0] for sign in (1, -1))
+    slope = sum(float((np.asarray(g[n]) * way[n]).sum()) for n in at)
+    assert abs((float(up) - float(down)) / (2 * step) - slope) <= 2e-2 * abs(slope)
+
+
+def _of(total: Any, policy: str, rest: dict[str, Any], at: dict[str, Any]) -> Any:
+    return total(policy, {**rest, **at})
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
+    "heads that do not divide": (lambda e, i: e.attention(i.q, i.k, i.v, heads=5), ShapeError, "with 5 heads"),
+    "no number of heads": (lambda e, i: e.attention(i.q, i.k, i.v, heads=0), ShapeError, "with 0 heads"),
+    "other key heads": (lambda e, i: run(e, i, kv_heads=4), ShapeError, "kv_heads is 4"),
+    "another width": (lambda e, i: run(e, i, head_dim=4, causal=True), ShapeError, "D = 4"),
+    "a mask of queries": (lambda e, i: run(e, i, mask=i.at), ShapeError, "T = keys"),
+    "a mask of nobody": (lambda e, i: run(e, i, mask=i.row[0, 0]), ShapeError, "[T], [B, T]"),
+    "a number as mask": (lambda e, i: run(e, i, mask=1.0), GraphError, "mask is 1.0"),
+    "a number as bias": (lambda e, i: run(e, i, bias=2), GraphError, "bias is 2"),
+    "a bias of bools": (lambda e, i: run(e, i, bias=i.pair), RlxError, "no floating one"),
+    "a window of 0": (lambda e, i: run(e, i, window=0), GraphError, "at least 1 key"),
+    "a window of text": (lambda e, i: run(e, i, window="3"), GraphError, "(before, behind)"),
+    "a window of three": (lambda e, i: run(e, i, window=(1, 2, 3)), GraphError, "(before"),
+    "a window back": (lambda e, i: run(e, i, window=(-1, 2)), GraphError, "two counts"),
+    "a causal look ahead": (lambda e, i: run(e, i, window=(1, 1), causal=True),
+                            GraphError, "not causal"),
+    "an unknown layout": (lambda e, i: run(e, i, layout="bnsd"), GraphError, "packed or heads"),
+    "the other layout": (lambda e, i: run(e, i, layout="heads"), ShapeError, 'layout="packed"'),
+    "a kind and causal": (lambda e, i: run(e, i, mask="none", causal=True), GraphError, "causal="),
+    "a kind and a window": (lambda e, i: run(e, i, mask="causal", window=2), GraphError, "window="),
+    "a value of no kind": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask_value="),
+    "rope by a number": (lambda e, i: run(e, i, rope=1e4), GraphError, "rotary made"),
+    "rope of other keys": (lambda e, i: run(e, i, rope=e.rotary(i.at, head_dim=D)),
+                           ShapeError, "rope: for x"),
+    "a base for tables": (lambda e, i: e.rope(i.q, i.q, i.q, head_dim=D, theta=5.0), GraphError, "tables are made"),
+    "a style twice": (lambda e, i: e.rope(i.q, e.rotary(i.at, head_dim=D), head_dim=D, style="half"),
+                      GraphError, "leave"),
+    "odd n_rot": (lambda e, i: e.rotary(i.at, head_dim=D, n_rot=3), ShapeError, "n_rot is even"),
+    "scaling that drops some": (lambda e, i: e.rotary(i.at, head_dim=D, scaling=lambda f: f[:1]), ShapeError, "1 freq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    fn, kind, says = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        flow().custom_named("mine", with_inputs(fn)).build()
+    assert says in str(caught.value) and "mine" in str(caught.value)
+
+
+def test_a_mask_that_may_be_two_things() -> None:
+    """As many rows as queries: one says which, with an axis of 1."""
+
+    def square(fn: Any) -> Any:
+        made = rlx.ModelFlow("m").input("x", (3, 3, 4)).input("keep", (3, 3), "bool")
+        return made.custom(lambda e, x: e.attention(x, x, x, heads=1, mask=fn(e.flow_input("keep"))))
+
+    with pytest.raises(ShapeError, match=r"may be \[B, T\] or \[S, T\]"):
+        square(lambda keep: keep).build()
+    x, keep = RNG.standard_normal((3, 3, 4)).astype("f4"), np.tril(np.ones((3, 3), bool))
+    for key, mask in ((np.s_[:, None], keep[:, None, None]), (np.s_[None], keep[None, None])):
+        got = rlx.compile(square(lambda m, key=key: m[key]))(x, keep)
+        want = formula.attention(*[x.astype(float)] * 3, heads=1, kv_heads=1, keep=mask)
+        np.testing.assert_allclose(got, want, atol=3e-5)
