@@ -11,7 +11,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, LayerStack, ModelFlow
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.layer_stack import Stages
@@ -23,13 +23,23 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "x": (("batch", "seq", 8), "f32"), "y": (("batch", "seq", 8), "f32"), "w": ((8, 6), "f32"), "wt": ((6, 8), "f32"),
     "v": ((6, 8), "f32"), "b": ((6,), "f32"), "g": ((8,), "f32"), "ids": (("batch", "seq"), "i32"),
     "at": (("batch",), "i32"), "keep": (("batch", "seq"), "f32"), "cos": ((1, "seq", 2), "f32"),
-    "sin": ((1, "seq", 2), "f32"), "sq": ((8, 8), "f32"),
+    "sin": ((1, "seq", 2), "f32"), "sq": ((8, 8), "f32"), "u8": ((4, 4), "u8"),
 }  # fmt: skip
 """What the calls below read, under these names."""
 
 TOPICS = [c for c in Builders.__mro__ if issubclass(c, Writer)]
 """The classes that define ops, each with a topic of its own."""
 
+FUNCTIONS = (
+    "floor", "ceil", "trunc", "sign", "square", "reciprocal", "cbrt", "expm1", "log1p", "exp2", "log2", "asin", "acos",
+    "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "relu6", "selu", "mish", "log_sigmoid", "soft_sign",
+    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "swish", "elu", "celu", "leaky_relu", "squareplus",
+    "thresholded_relu", "isnan", "isinf", "isfinite",
+)  # fmt: skip
+WHOLE = (
+    "floor_divide", "trunc_divide", "mod", "fmod", "rem", "bitwise_and", "bitwise_or", "bitwise_xor", "left_shift",
+    "right_shift",
+)  # fmt: skip
 Call = Callable[[Any, Any], Any]
 CALLS: dict[str, Call] = {
     # appending, and what goes beside values
@@ -53,11 +63,31 @@ CALLS: dict[str, Call] = {
     "neg": lambda m, i: m.neg(i.x), "abs": lambda m, i: m.abs(i.x), "sin": lambda m, i: m.sin(i.x),
     "cos": lambda m, i: m.cos(i.x), "tan": lambda m, i: m.tan(i.x), "atan": lambda m, i: m.atan(i.x),
     "round": lambda m, i: m.round(i.x), "cast": lambda m, i: m.cast(i.x, "bf16"),
+    **{name: lambda m, i, name=name: getattr(m, name)(i.x) for name in FUNCTIONS},  # type: ignore[misc]
+    "parametric": lambda m, i: m.parametric("elu", i.x, 0.5), "shrink": lambda m, i: m.shrink(i.x, lambd=1, bias=0.5),
+    "prelu": lambda m, i: m.prelu(i.x, i.g), "clip": lambda m, i: m.clip(i.x, -1, i.y),
+    # whole numbers, bits, truth
+    **{name: lambda m, i, name=name: getattr(m, name)(i.ids, 3) for name in WHOLE},  # type: ignore[misc]
+    "atan2": lambda m, i: m.atan2(i.x, i.y), "bitwise_not": lambda m, i: m.bitwise_not(i.ids),
+    "logical_and": lambda m, i: m.logical_and(i.x, m.gt(i.y, 0)), "logical_or": lambda m, i: m.logical_or(i.x, False),
+    "logical_xor": lambda m, i: m.logical_xor(i.x, i.y), "logical_not": lambda m, i: m.logical_not(i.ids),
     # along axes
     "reduce": lambda m, i: m.reduce("max", i.x, -1), "sum": lambda m, i: m.sum(i.x, None),
     "mean": lambda m, i: m.mean(i.x, (-1, 0), keepdims=True), "max": lambda m, i: m.max(i.x, 1),
     "min": lambda m, i: m.min(i.x), "prod": lambda m, i: m.prod(i.x, -2), "softmax": lambda m, i: m.softmax(i.x),
     "sm": lambda m, i: m.sm(i.x, -2), "cumsum": lambda m, i: m.cumsum(i.x, 1, exclusive=True),
+    "log_softmax": lambda m, i: m.log_softmax(i.x), "any": lambda m, i: m.any(i.ids, 1),
+    "all": lambda m, i: m.all(i.ids), "logsumexp": lambda m, i: m.logsumexp(i.x, -1, keepdims=True),
+    "var": lambda m, i: m.var(i.x, -1, ddof=1), "std": lambda m, i: m.std(i.x), "norm": lambda m, i: m.norm(i.x, 1, -1),
+    "cumprod": lambda m, i: m.cumprod(i.x, 1, reverse=True), "cummax": lambda m, i: m.cummax(i.x),
+    "cummin": lambda m, i: m.cummin(i.x, exclusive=True), "argmax": lambda m, i: m.argmax(i.x, -1, last=True),
+    "argmin": lambda m, i: m.argmin(i.x, keepdims=True), "sort": lambda m, i: m.sort(i.x, descending=True),
+    "argsort": lambda m, i: m.argsort(i.x), "top_k": lambda m, i: m.top_k(i.x, 3, largest=False),
+    # products by named axes, and of whole numbers
+    "einsum": lambda m, i: m.einsum("bsh,hk->bks", i.x, i.w),
+    "dot_general": lambda m, i: m.dot_general(i.x, i.y, (((2,), (2,)), ((0,), (0,)))),
+    "outer": lambda m, i: m.outer(i.g, i.b), "integer_matmul": lambda m, i: m.integer_matmul(i.u8, i.u8, i.u8),
+    "lora_matmul": lambda m, i: m.lora_matmul(i.x, i.sq, i.w, i.v, scale=0.5),
     # shapes
     "reshape": lambda m, i: m.reshape(i.x, ("batch", "seq", 2, 4)), "reshape_": lambda m, i: m.reshape_(i.g, 8),
     "transpose": lambda m, i: m.transpose(i.x), "transpose_": lambda m, i: m.transpose_(i.x, (0, -1, 1)),
@@ -70,6 +100,21 @@ CALLS: dict[str, Call] = {
     "take_row": lambda m, i: m.take_row(i.x, i.at), "repeat_heads": lambda m, i: m.repeat_heads(i.x, heads=2, times=3),
     "iota": lambda m, i: m.iota(i.x, -2), "full_like": lambda m, i: m.full_like(i.x, 7, "i32"),
     "zeros_like": lambda m, i: m.zeros_like(i.ids), "ones_like": lambda m, i: m.ones_like(i.x, "bool"),
+    "expand_dims": lambda m, i: m.expand_dims(i.x, (0, -1)), "squeeze": lambda m, i: m.squeeze(i.cos, 0),
+    "swapaxes": lambda m, i: m.swapaxes(i.x, 1, -1), "moveaxis": lambda m, i: m.moveaxis(i.x, -1, 0),
+    "stack": lambda m, i: m.stack([i.x, i.y], 1), "flip": lambda m, i: m.flip(i.x, -1),
+    "roll": lambda m, i: m.roll(i.x, 3, -1), "pad": lambda m, i: m.pad(i.x, ((0, 0), (0, 0), (1, 2)), "reflect"),
+    "tile": lambda m, i: m.tile(i.x, (2, 3)), "repeat": lambda m, i: m.repeat(i.x, 2, -1),
+    "tril": lambda m, i: m.tril(i.x, 1), "triu": lambda m, i: m.triu(i.x), "take": lambda m, i: m.take(i.x, i.ids, -1),
+    "take_along_axis": lambda m, i: m.take_along_axis(i.x, m.argsort(i.y), -1),
+    "gather_nd": lambda m, i: m.gather_nd(i.w, m.constant([[0, 1], [2, 2]])),
+    "scatter": lambda m, i: m.scatter(i.x, m.argsort(i.y), i.y, -1, kind="add"),
+    "put_along_axis": lambda m, i: m.put_along_axis(i.x, m.argsort(i.y), i.y, -1),
+    "scatter_nd": lambda m, i: m.scatter_nd(i.w, m.constant([[0], [2]]), m.constant(np.ones((2, 6), "f4"))),
+    "segment_sum": lambda m, i: m.segment_sum(i.w, m.constant([0, 1, 1, 0, 2, 2, 2, 1]), 3),
+    "one_hot": lambda m, i: m.one_hot(i.ids, 4, axis=1), "arange": lambda m, i: m.arange(1, 8, 2),
+    "eye": lambda m, i: m.eye(3, 4, 1), "full": lambda m, i: m.full(("batch", 2), 1.5),
+    "zeros": lambda m, i: m.zeros(4), "ones": lambda m, i: m.ones((2, "seq"), "i32"),
     # products, norms, feed-forward
     "mm": lambda m, i: m.mm(i.x, m.transpose(i.y, (0, 2, 1))),
     "linear": lambda m, i: m.linear(i.x, i.wt, i.b, transpose=True, activation="gelu_tanh"),
@@ -154,7 +199,7 @@ def by_emit(call: Call) -> list[Any]:
 
 def test_every_op_stands_in_the_table() -> None:
     """A method that is added to the builders is added here."""
-    own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level"}
+    own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level", "nonzero"}  # the last one is refused
     methods = {n for c in TOPICS for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
     assert methods == set(CALLS), "a call of each method stands in CALLS of this file"
 
@@ -279,6 +324,25 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a key of a slice": (lambda m, x: m.slice(x, "a"), GraphError, "'a'"),
     "no list": (lambda m, x: m.concat([]), GraphError, "no values"),
     "full of what does not fit": (lambda m, x: m.full_like(x, 300, "u8"), DTypeError, "300"),
+    "a shape of numbers": (lambda m, x: m.nonzero(x), UnsupportedError, "shape that depends on the numbers"),
+    "no elements": (lambda m, x: m.slice(x, np.s_[:, 3:]), ShapeError, r"\[batch,0,8\], which has no elements"),
+    "no elements of a constant": (lambda m, x: m.arange(3, 1), GraphError, r"shape \[0\] has no elements"),
+    "k over the axis": (lambda m, x: m.top_k(x, 9), ShapeError, "between 1 and the size of axis 2"),
+    "an axis that is not 1": (lambda m, x: m.squeeze(x, 1), ShapeError, "axis 1 of f32.batch,3,8. is not 1"),
+    "an axis twice": (lambda m, x: m.sum(x, (1, -2)), ShapeError, "stands twice"),
+    "bits of floats": (lambda m, x: m.bitwise_and(x, x), DTypeError, "whole numbers or bools"),
+    "a float index": (lambda m, x: m.take(x, x, 0), DTypeError, "indices are integers"),
+    "a mode": (lambda m, x: m.take(x, m.constant([0]), 1, mode="raise"), GraphError, "fill, wrap, clip"),
+    "a kind of scatter": (lambda m, x: m.scatter(x, m.constant([[[0]]]), x, 0, kind="sub"), GraphError, "'sub'"),
+    "a mode of padding": (lambda m, x: m.pad(x, 1, "mean"), ShapeError, "'mean'; expected one of constant"),
+    "widths of other axes": (lambda m, x: m.pad(x, ((1, 1), (2, 2))), ShapeError, "before, after"),
+    "values beside a mode": (lambda m, x: m.pad(x, 1, "edge", constant_values=2), ShapeError, "mode 'constant'"),
+    "a value as a slope": (lambda m, x: m.leaky_relu(x, x), GraphError, "takes a number beside x"),
+    "an order of a norm": (lambda m, x: m.norm(x, 0), GraphError, "ord is a number over 0"),
+    "terms of another count": (lambda m, x: m.einsum("ab,bc->ac", x), ShapeError, "reads 2 operands, got 1"),
+    "numbers of axes": (lambda m, x: m.dot_general(x, x, ((2,), (2,))), ShapeError, "contracted of lhs"),
+    "a step of 0": (lambda m, x: m.arange(0, 3, 0), GraphError, "step is 0"),
+    "a shift that is none": (lambda m, x: m.roll(x, 1.5, 1), ShapeError, "whole number for each axis"),
     "64 bits": (lambda m, x: m.cast(x, "i64"), DTypeError, "i64"),
 }  # fmt: skip
 

@@ -32,22 +32,39 @@ from rlx_jax.ir.ops.fused import (
     Step,
 )
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
-from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
-from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.index import SCATTER, Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, UNARY, Binary, CastTo, Compare, FullLike, Unary, Where
-from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
+from rlx_jax.ir.ops.pointwise import (
+    BINARY,
+    COMPARE,
+    OF_BITS,
+    OF_NUMBERS,
+    PARAMETRIC,
+    UNARY,
+    Binary,
+    CastTo,
+    Compare,
+    FullLike,
+    Parametric,
+    Unary,
+    Where,
+)
+from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import (
     AxisOf,
     Concat,
     Expand,
     Narrow,
+    Pad,
     RepeatHeads,
     Reshape,
     Shard,
     SizeOf,
     Slice,
     SplitLast,
+    Tile,
     Transpose,
 )
 from rlx_jax.ir.serial import decode, encode
@@ -55,6 +72,7 @@ from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
     BINARY_REFERENCE,
     COMPARE_REFERENCE,
+    PARAMETRIC_REFERENCE,
     REDUCE_REFERENCE,
     UNARY_REFERENCE,
     attention,
@@ -67,6 +85,9 @@ from tests.oracles.op_formulas import (
     rms_norm,
     rope,
     rope_table,
+    running,
+    scatter,
+    scatter_nd,
     softmax,
     transformer_layer,
 )
@@ -88,6 +109,7 @@ class Sample:
     positive: bool = False
     below: int = 3  # of integer operands
     tolerance: float = 3e-6
+    draw: Callable[[np.ndarray], np.ndarray] | None = None  # of floats, from normal ones
 
     @property
     def types(self) -> tuple[TensorType, ...]:
@@ -96,7 +118,9 @@ class Sample:
     def arrays(self, seed: int = 0) -> list[np.ndarray]:
         """Random operands; symbols have the sizes of `SIZES`."""
         rng = np.random.default_rng(seed)
-        return [random_array(rng, t.bind(SIZES), self.positive, self.below) for t in self.types]
+        arrays = [random_array(rng, t.bind(SIZES), self.positive, self.below) for t in self.types]
+        draw = self.draw or (lambda x: x)
+        return [draw(a.astype(np.float64)).astype(a.dtype) if a.dtype in (F32, BF16) else a for a in arrays]
 
     def __str__(self) -> str:
         return f"{type(self.op).__name__}-{self.op.text()}-{'-'.join(self.operands)}".replace(" ", ",")
@@ -113,7 +137,7 @@ def random_array(rng: np.random.Generator, t: TensorType, positive: bool, below:
     if t.dtype == np.bool_:
         return rng.random(t.shape) < 0.5
     if t.dtype.kind in "iu":
-        return rng.integers(0, below, t.shape).astype(t.dtype)
+        return rng.integers(int(positive), below, t.shape).astype(t.dtype)
     x = rng.standard_normal(t.shape)
     return (np.abs(x) + 0.1 if positive else x).astype(t.dtype)
 
@@ -126,22 +150,39 @@ def dot(x: np.ndarray, w: np.ndarray, contract: int) -> np.ndarray:
 def unary_samples() -> Iterator[Sample]:
     """Every function of one value."""
     for kind, means in UNARY_REFERENCE.items():
-        positive = kind in ("log", "sqrt", "rsqrt")
-        yield Sample(Unary(kind), ("f32 batch seq 8",), means, positive)
-        yield Sample(Unary(kind), ("bf16 3 4",), means, positive)
-    for kind in ("neg", "abs", "relu"):
+        positive = kind in ("log", "log2", "log1p", "sqrt", "rsqrt", "reciprocal")
+        inside = kind in ("asin", "acos", "atanh")
+        draw = (lambda x: 0.9 * np.tanh(x)) if inside else (lambda x: 1.1 + np.abs(x)) if kind == "acosh" else None
+        yield Sample(Unary(kind), ("f32 batch seq 8",), means, positive, draw=draw)
+        yield Sample(Unary(kind), ("bf16 3 4",), means, positive, draw=draw)
+    for kind in OF_NUMBERS:
         yield Sample(Unary(kind), ("i32 batch 4",), UNARY_REFERENCE[kind])
+    for kind, function in PARAMETRIC_REFERENCE.items():
+        given = (0.7, 0.3)[: PARAMETRIC[kind][1]]
+        yield Sample(Parametric(kind, given), ("f32 batch seq 8",), lambda x, f=function, p=given: f(x, *p))
+        yield Sample(Parametric(kind, given), ("bf16 3",), lambda x, f=function, p=given: f(x, *p))
 
 
 def binary_samples() -> Iterator[Sample]:
     """Every function of two values and every comparison."""
     for kind, means in BINARY_REFERENCE.items():
+        if kind in OF_BITS:
+            yield Sample(Binary(kind), ("i32 batch seq", "i32"), means, below=20)
+            yield Sample(Binary(kind), ("u8 batch 1", "u8 seq"), means, below=8 if "shift" in kind else 200)
+            if "shift" not in kind:
+                yield Sample(Binary(kind), ("bool batch 1", "bool seq"), means)
+            continue
         positive = kind in ("div", "pow")
+        if kind in ("floor_div", "trunc_div", "mod", "rem"):  # of numbers whose quotient is far from a whole one
+            exact: Any = lambda x: np.round(x * 4) / 4 + 0.125  # noqa: E731
+            yield Sample(Binary(kind), ("f32 batch seq 8", "f32 8"), means, draw=exact)
+            yield Sample(Binary(kind), ("i32 batch seq", "i32"), means, True)
+            continue
         yield Sample(Binary(kind), ("f32 batch seq 8", "f32 batch seq 8"), means, positive)
         yield Sample(Binary(kind), ("f32 batch seq 8", "f32 8"), means, positive)
         yield Sample(Binary(kind), ("bf16 batch 1 4", "bf16 seq 1"), means, positive)
         yield Sample(Binary(kind), ("f32", "f32 2 3"), means, positive)
-        if kind != "div":
+        if kind not in ("div", "atan2"):
             yield Sample(Binary(kind), ("i32 batch seq", "i32"), means)
     for kind, means in COMPARE_REFERENCE.items():
         yield Sample(Compare(kind), ("f32 batch seq", "f32"), means)
@@ -349,6 +390,11 @@ def shaping_samples() -> Iterator[Sample]:
         yield Sample(Reduce(kind, (1,)), (x,), lambda x, f=means: f(x, axis=1))
         yield Sample(Reduce(kind, (0, 2), keepdims=True), (x,), lambda x, f=means: f(x, axis=(0, 2), keepdims=True))
         yield Sample(Reduce(kind, (0,)), ("bf16 3 4",), lambda x, f=means: f(x, axis=0))
+    for kind in ("var", "std"):
+        means = REDUCE_REFERENCE[kind]
+        yield Sample(Reduce(kind, (2, 0), ddof=1), (x,), lambda x, f=means: f(x, axis=(0, 2), ddof=1))
+    yield Sample(Reduce("any", (1,)), ("bool batch seq",), lambda x: x.any(1))
+    yield Sample(Reduce("all", (1,)), ("i32 batch seq",), lambda x: (x != 0).all(1))
     yield Sample(Reduce("sum", (1,)), ("i32 batch seq",), lambda x: x.sum(1))
     for axis in (-1, 1):
         yield Sample(Softmax(axis), (x,), lambda x, a=axis: softmax(x, a))
@@ -356,6 +402,9 @@ def shaping_samples() -> Iterator[Sample]:
     for exclusive in (False, True):
         yield Sample(Cumsum(-1, exclusive), ("i32 batch seq",), lambda x, e=exclusive: cumsum(x, 1, e))
         yield Sample(Cumsum(1, exclusive), (x,), lambda x, e=exclusive: cumsum(x, 1, e))
+        yield Sample(Cumsum(1, exclusive, True), (x,), lambda x, e=exclusive: cumsum(x, 1, e, True))
+    yield from order_samples()
+    yield from index_samples()
     yield Sample(RepeatHeads(2, 3), (x,), lambda x: np.concatenate([x[..., :4]] * 3 + [x[..., 4:]] * 3, -1))
     yield Sample(RepeatHeads(4, 1), (x,), lambda x: x)
     yield Sample(Where(), ("bool batch seq", "f32 batch seq", "f32"), np.where)
@@ -364,11 +413,81 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(CastTo(I32), (x,), np.trunc)
     yield Sample(CastTo(BF16), ("i32 batch seq",), lambda x: x)
     yield Sample(CastTo(F32), ("bool 3",), lambda x: x)
+    yield Sample(CastTo(np.dtype(np.int8), saturate=True), ("i32 3 4",), lambda x: np.minimum(x, 127), below=400)
     yield Sample(FullLike(1.5, F32), ("i32 batch seq",), lambda x: np.full(x.shape, 1.5))
     yield Sample(FullLike(2.0, I32), (x,), lambda x: np.full(x.shape, 2))
     yield Sample(JaxFn(lambda x, y: x * y + 1), (x, x), lambda x, y: x * y + 1)
     yield Sample(JaxFn(lambda x: (jnp.sin(x), x[:, :, 0])), (x,), lambda x: (np.sin(x), x[:, :, 0]))
     yield Sample(JaxFn(lambda x: jnp.asarray(2.5)), (x,), lambda x: np.asarray(2.5))
+
+
+def order_samples() -> Iterator[Sample]:
+    """Running reductions, the largest and where it stands, sorting."""
+    x, ids = "f32 batch seq 8", "i32 batch seq"
+    yield Sample(LogSoftmax(1), (x,), lambda x: np.log(softmax(x, 1)))
+    yield Sample(LogSoftmax(), ("bf16 batch 8",), lambda x: np.log(softmax(x)))
+    for kind, fn in (("prod", np.prod), ("max", np.max), ("min", np.min)):
+        yield Sample(Cumulative(kind, 1), (x,), lambda x, f=fn: running(f, x, 1))
+        yield Sample(Cumulative(kind, -1, reverse=True), (ids,), lambda x, f=fn: running(f, x, 1, reverse=True))
+        edge = {"prod": 1, "max": -(2**31), "min": 2**31 - 1}[kind]
+        yield Sample(Cumulative(kind, 0, True, True), (ids,), lambda x, f=fn, e=edge: running(f, x, 0, True, True, e))
+    for kind, search in (("argmax", np.argmax), ("argmin", np.argmin)):
+        yield Sample(ArgReduce(kind, 1), (x,), lambda x, f=search: f(x, axis=1))
+        yield Sample(ArgReduce(kind, -1, True), (ids,), lambda x, f=search: f(x, axis=1, keepdims=True))
+        yield Sample(ArgReduce(kind, 1, last=True), (ids,), lambda x, f=search: 4 - f(x[:, ::-1], axis=1))
+    for down in (False, True):
+        signed: Any = lambda x, down=down: -x.astype(np.float64) if down else x  # noqa: E731
+        yield Sample(Sort(1, down), (x,), lambda x, s=signed: s(np.sort(s(x), axis=1)))
+        yield Sample(Sort(-1, down), (ids,), lambda x, s=signed: s(np.sort(s(x), axis=1)))
+        yield Sample(Sort(1, down, True), (ids,), lambda x, s=signed: np.argsort(s(x), axis=1, kind="stable"))
+
+        def top(x: np.ndarray, axis: int = -1, signed: Any = signed) -> tuple[np.ndarray, np.ndarray]:
+            at = np.argsort(signed(x), axis=axis, kind="stable").take(range(2), axis)
+            return np.take_along_axis(x, at, axis), at
+
+        yield Sample(TopK(2, -1, largest=down), (x,), top)
+        yield Sample(TopK(2, 1, largest=down), ("i32 batch 5 2",), lambda x, t=top: t(x, 1))
+    yield Sample(
+        TopK(2, largest=False), ("u8 3 4",), lambda x: (np.sort(x)[:, :2], np.argsort(x, kind="stable")[:, :2])
+    )
+
+
+def index_samples() -> Iterator[Sample]:
+    """Reading and writing by index on any axis, padding, tiling, products by named axes."""
+    x, ids = "f32 batch seq 8", "i32 3 2"
+    yield Sample(Take(2), (x, ids), lambda x, i: np.take(x, i, 2))
+    yield Sample(Take(0, "clip"), ("i32 4 2", "i32"), lambda x, i: x[i])
+    yield Sample(Take(1, "wrap"), ("bf16 2 3", "u8 4"), lambda x, i: np.take(x, i % 3, 1), below=9)
+    along = lambda x, i: np.take_along_axis(x, i, 2)  # noqa: E731
+    yield Sample(TakeAlongAxis(-1), (x, "i32 batch seq 3"), along)
+    yield Sample(TakeAlongAxis(2, "clip"), (x, "i32 1 1 3"), lambda x, i: along(x, np.broadcast_to(i, (2, 5, 3))))
+    yield Sample(GatherNd(), (x, "i32 4 2"), lambda x, i: x[i[:, 0], i[:, 1]], below=2)
+    rows = lambda x, i: np.stack([r[j[:, 0]] for r, j in zip(x, i, strict=True)])  # noqa: E731
+    yield Sample(GatherNd(1), (x, "i32 batch 3 1"), rows)
+    for kind in SCATTER:
+        along_axis: Any = lambda x, i, u, k=kind: scatter(x, i, u, 1, k)  # noqa: E731
+        at_places: Any = lambda x, i, u, k=kind: scatter_nd(x, i, u, k)  # noqa: E731
+        length = 1 if kind == "set" else 3  # which of two writes stays is not said
+        below = 5 if kind == "set" else 3
+        yield Sample(Scatter(1, kind), ("f32 2 5 4", f"i32 2 {length} 3", f"f32 2 {length} 3"), along_axis, below=below)
+        count = 1 if kind == "set" else 4
+        yield Sample(ScatterNd(kind), (x, f"i32 {count} 2", f"f32 {count} 8"), at_places, below=2)
+    widths = ((0, 0), (2, 1), (1, 3))
+    yield Sample(Pad(widths, value=1.5), (x,), lambda x: np.pad(x, widths, constant_values=1.5))
+    yield Sample(Pad(((1, -2), (0, 1))), ("i32 4 3",), lambda x: np.pad(x, ((1, 0), (0, 1)))[:-2])
+    for mode in ("edge", "reflect", "symmetric", "wrap"):
+        given: Any = mode
+        yield Sample(Pad(((0, 0), (2, 4)), mode), ("f32 batch 4",), lambda x, m=given: np.pad(x, ((0, 0), (2, 4)), m))
+    yield Sample(Pad(((0, 0), (-1, 2)), "edge"), ("bf16 2 4",), lambda x: np.pad(x[:, 1:], ((0, 0), (0, 2)), "edge"))
+    yield Sample(Tile((1, 3, 2)), (x,), lambda x: np.tile(x, (1, 3, 2)))
+    yield Sample(Einsum("bsh,hk->bks"), (x, "f32 8 3"), lambda x, w: np.einsum("bsh,hk->bks", x, w))
+    yield Sample(
+        Einsum("...ij,...ji->...", "highest"),
+        ("f32 batch 3 4", "f32 4 3"),
+        lambda a, b: np.einsum("...ij,...ji->...", a, b),
+    )
+    yield Sample(Einsum("ij,kj->ik", result=I32), ("i8 2 3", "i8 4 3"), lambda a, b: a.astype(int) @ b.T.astype(int))
+    yield Sample(Einsum("ii->i"), ("f32 4 4",), np.diagonal)
 
 
 SAMPLES = [
@@ -399,6 +518,7 @@ def test_every_op_has_a_sample() -> None:
     assert set(UNARY) == set(UNARY_REFERENCE)
     assert set(BINARY) == set(BINARY_REFERENCE)
     assert set(COMPARE) == set(COMPARE_REFERENCE)
+    assert set(PARAMETRIC) == set(PARAMETRIC_REFERENCE)
     assert set(REDUCE) == set(REDUCE_REFERENCE)
 
 

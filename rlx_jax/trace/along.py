@@ -1,17 +1,22 @@
-"""Ops along axes, as methods: reductions, softmax, running sums."""
+"""Ops along axes, as methods: reductions, softmax, running sums, sorting."""
 
 from __future__ import annotations
 
-from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
+import math
+
+from rlx_jax.errors import GraphError, shown
+from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
+from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.trace.pointwise import Pointwise
-from rlx_jax.trace.writer import Axes, V
+from rlx_jax.trace.writer import Axes, V, is_number
 
 
 class Along(Pointwise[V]):
     """Reductions and their like."""
 
     def reduce(self, kind: str, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
-        """`sum`, `mean`, `max`, `min` or `prod` over one axis, several, or all (None). The dtype stays."""
+        """A reduction of `REDUCE` over one axis, several, or all (None): each is a method too. The dtype stays."""
         return self.add_node(Reduce(kind, self._axes(x, axis), keepdims), x)
 
     def sum(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
@@ -34,12 +39,90 @@ class Along(Pointwise[V]):
         """The product over `axis`."""
         return self.reduce("prod", x, axis, keepdims=keepdims)
 
+    def any(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
+        """Whether some entry along `axis` is not 0, as bool."""
+        return self.reduce("any", x, axis, keepdims=keepdims)
+
+    def all(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
+        """Whether no entry along `axis` is 0, as bool."""
+        return self.reduce("all", x, axis, keepdims=keepdims)
+
+    def logsumexp(self, x: V, axis: Axes = None, *, keepdims: bool = False) -> V:
+        """ln Σ eˣ over `axis`, in f32."""
+        return self.reduce("logsumexp", x, axis, keepdims=keepdims)
+
+    def var(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
+        """Σ(x − mean x)² / (n − ddof) over `axis`, in f32."""
+        return self.add_node(Reduce("var", self._axes(x, axis), keepdims, ddof), x)
+
+    def std(self, x: V, axis: Axes = None, *, ddof: int = 0, keepdims: bool = False) -> V:
+        """√var."""
+        return self.add_node(Reduce("std", self._axes(x, axis), keepdims, ddof), x)
+
+    def norm(self, x: V, ord: float = 2, axis: Axes = None, *, keepdims: bool = False) -> V:
+        """The length of the entries over `axis` as one vector: `ord` 1 Σ|x|, 2 √Σx², ∞ max |x|, else (Σ|x|ᵖ)^(1/p)."""
+        if not is_number(ord) or not ord > 0:
+            raise GraphError(f"{self.path}: norm: ord is a number over 0, or infinite; got {shown(ord)}")
+        if ord in (1, math.inf):
+            return self.reduce("sum" if ord == 1 else "max", self.abs(x), axis, keepdims=keepdims)
+        powers = self.square(x) if ord == 2 else self.pow(self.abs(x), ord)
+        total = self.sum(powers, axis, keepdims=keepdims)
+        return self.sqrt(total) if ord == 2 else self.pow(total, 1 / ord)
+
     def softmax(self, x: V, axis: int = -1) -> V:
         """Softmax along `axis`."""
         return self.add_node(Softmax(self._axis(x, axis)), x)
 
     sm = softmax
 
-    def cumsum(self, x: V, axis: int = -1, *, exclusive: bool = False) -> V:
-        """The running sum along `axis`; `exclusive` leaves each entry out of its own sum."""
-        return self.add_node(Cumsum(self._axis(x, axis), exclusive), x)
+    def log_softmax(self, x: V, axis: int = -1) -> V:
+        """The logarithm of the softmax along `axis`."""
+        return self.add_node(LogSoftmax(self._axis(x, axis)), x)
+
+    def cumsum(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
+        """The running sum along `axis`: `exclusive` leaves each entry out of its own, `reverse` starts at the end."""
+        return self.add_node(Cumsum(self._axis(x, axis), exclusive, reverse), x)
+
+    def cumprod(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
+        """The running product along `axis`; see `cumsum`."""
+        return self.add_node(Cumulative("prod", self._axis(x, axis), exclusive, reverse), x)
+
+    def cummax(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
+        """The running maximum along `axis`; see `cumsum`."""
+        return self.add_node(Cumulative("max", self._axis(x, axis), exclusive, reverse), x)
+
+    def cummin(self, x: V, axis: int = -1, *, exclusive: bool = False, reverse: bool = False) -> V:
+        """The running minimum along `axis`; see `cumsum`."""
+        return self.add_node(Cumulative("min", self._axis(x, axis), exclusive, reverse), x)
+
+    # -- the largest, and where --------------------------------------------------------------
+
+    def _search(self, kind: str, x: V, axis: int | None, keepdims: bool, last: bool) -> V:
+        if axis is not None:
+            return self.add_node(ArgReduce(kind, self._axis(x, axis), keepdims, last), x)
+        found = self.add_node(ArgReduce(kind, 0, False, last), self.add_node(Reshape((-1,)), x))
+        return self.add_node(Reshape((1,) * self.type_of(x).rank), found) if keepdims else found
+
+    def argmax(self, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
+        """Where the largest entry along `axis` stands, i32: the first of equal ones, or the `last`.
+
+        Without an axis, that of all entries in order.
+        """
+        return self._search("argmax", x, axis, keepdims, last)
+
+    def argmin(self, x: V, axis: int | None = None, *, keepdims: bool = False, last: bool = False) -> V:
+        """Where the smallest entry stands; see `argmax`."""
+        return self._search("argmin", x, axis, keepdims, last)
+
+    def sort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
+        """The entries along `axis` in order."""
+        return self.add_node(Sort(self._axis(x, axis), descending), x)
+
+    def argsort(self, x: V, axis: int = -1, *, descending: bool = False) -> V:
+        """Where the entries of `sort` stood, i32; equal ones keep their order."""
+        return self.add_node(Sort(self._axis(x, axis), descending, indices=True), x)
+
+    def top_k(self, x: V, k: int, axis: int = -1, *, largest: bool = True) -> tuple[V, V]:
+        """The k largest entries along `axis`, or the smallest, the foremost first, and where they stand (i32)."""
+        values, at = self.add_all(TopK(k, self._axis(x, axis), largest), x)
+        return values, at

@@ -202,10 +202,6 @@ class Emit(Builders[FlowValue]):
             for stored in stored_keys(node.op.programs[0]):
                 yield f"{self._weight_at(stored.key)}, which is {stored.type}"
 
-    def zeros(self, length: int) -> FlowValue:
-        """f32 zeros `[length]`: the beta of an RMSNorm that has none."""
-        return self.constant(np.zeros(length, np.float32))
-
     # -- parameters --------------------------------------------------------------------------
 
     def param(

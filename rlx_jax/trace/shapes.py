@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlx_jax.errors import GraphError, ShapeError
+import numpy as np
+
+from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Value, located
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Shard, SizeOf, Slice, Transpose, reshape_to
+from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.shape import (
+    AxisOf,
+    Concat,
+    Expand,
+    Narrow,
+    Pad,
+    RepeatHeads,
+    Reshape,
+    Shard,
+    SizeOf,
+    Slice,
+    Tile,
+    Transpose,
+    merge_axes,
+    reshape_to,
+)
 from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, as_dim, is_static
 from rlx_jax.trace.along import Along
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.cuts import cut_of, is_cut, narrowed, places_of
-from rlx_jax.trace.writer import Shape, V
+from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 
 class Shapes(Along[V]):
@@ -116,6 +135,139 @@ class Shapes(Along[V]):
             if dim in dims:
                 return value, dims.index(dim)
         raise ShapeError(f"{self.path}: no input of the program has an axis of size {dim}")
+
+    # -- axes --------------------------------------------------------------------------------
+
+    def _new_axes(self, x: V, axis: int | Sequence[int], more: int) -> set[int]:
+        """Axis numbers of x with `more` axes, each once."""
+        rank = self.type_of(x).rank + more
+        given = items_of(axis, self.path, "an axis") if isinstance(axis, Iterable) else (axis,)
+        for a in given:
+            if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -rank <= a < rank:
+                raise ShapeError(f"{self.path}: an array of {rank} axes has no axis {a!r}")
+        if len({int(a) % rank for a in given}) < len(given):
+            raise ShapeError(f"{self.path}: an axis stands twice in {list(given)}")
+        return {int(a) % rank for a in given}
+
+    def expand_dims(self, x: V, axis: int | Sequence[int]) -> V:
+        """New axes of 1, at these places of the result."""
+        more = len(tuple(axis)) if isinstance(axis, Iterable) else 1
+        new, old = self._new_axes(x, axis, more), iter(range(self.type_of(x).rank))
+        places = range(self.type_of(x).rank + more)
+        return self.add_node(Reshape(tuple(1 if i in new else AxisOf(next(old)) for i in places)), x)
+
+    def squeeze(self, x: V, axis: int | Sequence[int] | None = None) -> V:
+        """x without axes of 1: these, or all of them."""
+        found = self.type_of(x)
+        ones = {i for i, d in enumerate(found.shape) if is_static(d) and d == 1}
+        gone = ones if axis is None else self._new_axes(x, axis, 0)
+        if gone - ones:
+            raise ShapeError(f"{self.path}: squeeze: axis {min(gone - ones)} of {found} is not 1")
+        return self.add_node(Reshape(tuple(AxisOf(i) for i in range(found.rank) if i not in gone)), x)
+
+    def swapaxes(self, x: V, axis1: int, axis2: int) -> V:
+        """x with two axes in each other's place."""
+        perm = list(range(self.type_of(x).rank))
+        a, b = self._axis(x, axis1), self._axis(x, axis2)
+        perm[a], perm[b] = b, a
+        return self.add_node(Transpose(tuple(perm)), x)
+
+    def moveaxis(self, x: V, source: int | Sequence[int], destination: int | Sequence[int]) -> V:
+        """x with axes `source` at the places `destination`; the others keep their order."""
+        rank = self.type_of(x).rank
+        froms, tos = (list(v) if isinstance(v, Iterable) else [v] for v in (source, destination))
+        if len(self._new_axes(x, froms, 0)) != len(self._new_axes(x, tos, 0)):
+            raise ShapeError(f"{self.path}: moveaxis: {len(froms)} axes and {len(tos)} places")
+        placed = {t % rank: f % rank for f, t in zip(froms, tos, strict=True)}
+        rest = iter(i for i in range(rank) if i not in placed.values())
+        return self.add_node(Transpose(tuple(placed[i] if i in placed else next(rest) for i in range(rank))), x)
+
+    def stack(self, values: Sequence[V], axis: int = 0) -> V:
+        """Join values of one shape along a new axis."""
+        parts = items_of(values, f"{self.path}: stack", "a list of values, [a, b]")
+        if not parts:
+            raise GraphError(f"{self.path}: stack of no values")
+        shapes = {self.type_of(p).shape for p in parts}
+        if len(shapes) > 1:
+            raise ShapeError(
+                f"{self.path}: stack: values of one shape, got {', '.join(str(self.type_of(p)) for p in parts)}"
+            )
+        (at,) = self._new_axes(parts[0], axis, 1)
+        return self.concat([self.expand_dims(p, at) for p in parts], at)
+
+    # -- entries -----------------------------------------------------------------------------
+
+    def _key(self, axis: int, taken: Any) -> tuple[Any, ...]:
+        return (*(slice(None),) * axis, taken)
+
+    def flip(self, x: V, axis: Axes = None) -> V:
+        """x with the entries of these axes, or of all, in the opposite order."""
+        axes = self._axes(x, axis)
+        steps = (slice(None, None, -1 if i in axes else None) for i in range(self.type_of(x).rank))
+        return self.slice(x, tuple(steps)) if axes else x
+
+    def roll(self, x: V, shift: int | Sequence[int], axis: int | Sequence[int]) -> V:
+        """x with the entries of `axis` moved on by `shift`, those beyond the end to the beginning."""
+        shifts = [shift] if not isinstance(shift, Iterable) else list(shift)
+        axes = self._axes(x, axis)
+        if len(shifts) != len(axes) or any(isinstance(n, bool) or not isinstance(n, int) for n in shifts):
+            raise ShapeError(f"{self.path}: roll: a whole number for each axis, got {shown(shift)} for {list(axes)}")
+        for n, at in zip(shifts, axes, strict=True):
+            size = self.type_of(x).shape[at]
+            n = n % size if is_static(size) else n
+            if n:
+                parts = [self.slice(x, self._key(at, slice(-n, None))), self.slice(x, self._key(at, slice(None, -n)))]
+                x = self.concat(parts, at)
+        return x
+
+    def pad(self, x: V, pad_width: Any, mode: str = "constant", *, constant_values: float = 0) -> V:
+        """x with entries before and after each axis: `numpy.pad`, mode constant, edge, reflect, symmetric or wrap.
+
+        `pad_width`: a (before, after) for each axis, one pair for all, or one number. Negative ones cut entries off.
+        """
+        rank, where = self.type_of(x).rank, f"{self.path}: pad"
+        try:
+            widths = np.broadcast_to(np.asarray(pad_width), (rank, 2))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{where}: (before, after) for each of {rank} axes, got {shown(pad_width)}") from error
+        if widths.dtype.kind not in "iu" and rank:
+            raise ShapeError(f"{where}: widths are whole numbers, got {shown(pad_width)}")
+        if not is_number(constant_values):
+            raise GraphError(f"{where}: constant_values is a number, got {shown(constant_values)}")
+        with located(self.builder.here):
+            small_constant(constant_values, self.type_of(x).dtype)  # refuses what the dtype cannot hold
+        pairs = tuple((int(low), int(high)) for low, high in widths)
+        return self.add_node(Pad(pairs, mode, float(constant_values)), x)
+
+    def tile(self, x: V, reps: int | Sequence[int]) -> V:
+        """x as a whole so many times along each axis; fewer numbers are those of the last axes, more make new axes."""
+        counts = items_of(reps, f"{self.path}: tile", "a list of counts") if isinstance(reps, Iterable) else (reps,)
+        rank = self.type_of(x).rank
+        if len(counts) > rank:
+            x = self.expand_dims(x, range(len(counts) - rank))
+        return self.add_node(Tile((*(1,) * (rank - len(counts)), *counts)), x)
+
+    def repeat(self, x: V, repeats: int, axis: int) -> V:
+        """Each entry of `axis` `repeats` times in a row."""
+        at, rank = self._axis(x, axis), self.type_of(x).rank
+        wide = self.tile(self.expand_dims(x, at + 1), [repeats if i == at + 1 else 1 for i in range(rank + 1)])
+        return self.add_node(merge_axes(rank + 1, at), wide)
+
+    def _triangle(self, x: V, k: V | int, lower: bool) -> V:
+        if self.type_of(x).rank < 2:
+            raise ShapeError(f"{self.path}: a triangle of {self.type_of(x)}: expected 2 axes or more")
+        rows, columns = (self.add_node(Iota(self._axis(x, axis)), x) for axis in (-2, -1))
+        ahead = self.sub(self.expand_dims(columns, 0), self.expand_dims(rows, 1))
+        zero = False if self.type_of(x).dtype == np.bool_ else 0
+        return self.where(self.le(ahead, k) if lower else self.ge(ahead, k), x, zero)
+
+    def tril(self, x: V, k: V | int = 0) -> V:
+        """x `[…, R, C]` with 0 above diagonal `k`: a number, or an i32 value of rank 0."""
+        return self._triangle(x, k, True)
+
+    def triu(self, x: V, k: V | int = 0) -> V:
+        """x `[…, R, C]` with 0 below diagonal `k`: a number, or an i32 value of rank 0."""
+        return self._triangle(x, k, False)
 
     def repeat_heads(self, x: V, *, heads: int, times: int) -> V:
         """Each of `heads` heads `times` times: `[…, K·D]` → `[…, K·times·D]`."""

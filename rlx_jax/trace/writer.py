@@ -29,7 +29,7 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, path_text
+from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, is_static, path_text
 from rlx_jax.trace.checks import check_attributes, items_of
 
 V = TypeVar("V")
@@ -94,14 +94,23 @@ class Writer(Generic[V]):
             raise GraphError(f"{self.path}: expected an op, got {type(op).__name__}")
         if self.level != GraphStage.HIR and isinstance(op, Hir):
             raise LevelError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
-        operands = [self.own(v) for v in values]
+        operands, before = [self.own(v) for v in values], len(self.builder.nodes)
         with located(self.builder.here):
             try:
-                return tuple(self.wrap(v) for v in self._write(op, *operands))
+                results = self._write(op, *operands)
+                self._check_elements(op, results, before)
+                return tuple(self.wrap(v) for v in results)
             except (TypeError, ValueError) as error:
                 if not isinstance(error, RlxError):
                     check_attributes(op)
                 raise
+
+    def _check_elements(self, op: Op, results: tuple[Value, ...], before: int) -> None:
+        """Nothing that is written is empty at every size; a slice of a symbolic axis may be, at some."""
+        for found in map(self.builder.type, results):
+            if any(is_static(d) and d == 0 for d in found.shape):
+                del self.builder.nodes[before:]
+                raise ShapeError(f"{op.text()} gives {found}, which has no elements: every dimension is at least 1")
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         return self.builder.add(op, *operands)

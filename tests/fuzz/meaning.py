@@ -27,22 +27,25 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
 )
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
-from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
-from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
-from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
+from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import (
     AxisOf,
     Concat,
     Expand,
     Narrow,
+    Pad,
     RepeatHeads,
     Reshape,
     Shard,
     SizeOf,
     Slice,
     SplitLast,
+    Tile,
     Transpose,
 )
 from rlx_jax.ir.param import (
@@ -153,6 +156,31 @@ def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest:
     )  # fmt: skip
 
 
+def running(op: Cumulative, x: Array) -> Array:
+    """The running product, maximum or minimum."""
+    fn, nothing = {"prod": (np.prod, 1), "max": (np.max, -np.inf), "min": (np.min, np.inf)}[op.kind]
+    return np.asarray(formula.running(fn, x, op.axis, op.exclusive, op.reverse, nothing))
+
+
+def search(op: ArgReduce, x: Array) -> Array:
+    """The first or the last of the largest or smallest."""
+    find = np.argmax if op.kind == "argmax" else np.argmin
+    at = find(np.flip(x, op.axis) if op.last else x, axis=op.axis, keepdims=op.keepdims)
+    return x.shape[op.axis] - 1 - at if op.last else at
+
+
+def ordered(op: Sort, x: Array) -> Array:
+    """Sorted, or where each stood."""
+    at = np.argsort(-1.0 * x if op.descending else x, axis=op.axis, kind="stable")
+    return at if op.indices else np.take_along_axis(x, at, op.axis)
+
+
+def largest(op: TopK, x: Array) -> tuple[Array, Array]:
+    """The first k of the order."""
+    at = ordered(Sort(op.axis, op.largest, True), x).take(range(op.k), op.axis)
+    return np.take_along_axis(x, at, op.axis), at
+
+
 def swiglu(op: FusedSwiGLU, x: Array) -> Array:
     """act(gate) · up, gate the first half or the second."""
     gate, up = np.split(x, 2, axis=-1)[:: 1 if op.gate_first else -1]
@@ -235,7 +263,21 @@ MIR: dict[type[Op], Meaning] = {
     Iota: lambda op, x: np.arange(x.shape[op.axis]),
     Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
     Softmax: lambda op, x: formula.softmax(x, op.axis),
-    Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive),
+    Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
+    Parametric: lambda op, x: formula.PARAMETRIC_REFERENCE[op.kind](x, *op.parameters),
+    Einsum: lambda op, *arrays: np.einsum(op.subscripts, *arrays),
+    LogSoftmax: lambda op, x: np.log(formula.softmax(x, op.axis)),
+    Cumulative: running,
+    ArgReduce: search,
+    Sort: ordered,
+    TopK: largest,
+    Pad: lambda op, x: formula.pad(x, op.widths, op.mode, op.value),
+    Tile: lambda op, x: np.tile(x, op.reps),
+    Take: lambda op, x, i: formula.take(x, i, op.axis, op.mode),
+    TakeAlongAxis: lambda op, x, i: np.take_along_axis(x, i, op.axis),
+    GatherNd: lambda op, x, i: formula.gather_nd(x, i, op.batch_dims),
+    Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
+    ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
     RepeatHeads: repeat_heads,
     AttentionOp: attend,
     RopeTable: rope_table,

@@ -22,6 +22,17 @@ def erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(math.erf, otypes=[np.float64])(x)
 
 
+def elu(x: np.ndarray, alpha: float) -> np.ndarray:
+    """x above 0, else α(eˣ − 1)."""
+    return np.where(x > 0, x, alpha * (np.exp(np.minimum(x, 0)) - 1))
+
+
+def whole(a: Any, b: Any, rounded: Any) -> Any:
+    """a / b, rounded; of integers an integer."""
+    quotient = rounded(np.asarray(a, np.float64) / np.asarray(b, np.float64))
+    return quotient.astype(np.result_type(a)) if np.result_type(a).kind in "iu" else quotient
+
+
 UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
@@ -41,15 +52,68 @@ UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tan": np.tan,
     "atan": np.arctan,
     "round": np.rint,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "sign": np.sign,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: 1 / x,
+    "cbrt": lambda x: np.sign(x) * np.abs(x) ** (1 / 3),
+    "expm1": lambda x: np.exp(x) - 1,
+    "log1p": lambda x: np.log(1 + x),
+    "exp2": lambda x: 2.0**x,
+    "log2": lambda x: np.log(x) / math.log(2),
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "sinh": lambda x: (np.exp(x) - np.exp(-x)) / 2,
+    "cosh": lambda x: (np.exp(x) + np.exp(-x)) / 2,
+    "asinh": lambda x: np.log(x + np.sqrt(x * x + 1)),
+    "acosh": lambda x: np.log(x + np.sqrt(x * x - 1)),
+    "atanh": lambda x: np.log((1 + x) / (1 - x)) / 2,
+    "erf": erf,
+    "erfc": lambda x: 1 - erf(x),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
+    "mish": lambda x: x * np.tanh(np.log(1 + np.exp(x))),
+    "log_sigmoid": lambda x: np.log(sigmoid(x)),
+    "soft_sign": lambda x: x / (1 + np.abs(x)),
+    "hard_sigmoid": lambda x: np.clip(x / 6 + 0.5, 0, 1),
+    "hard_silu": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "hard_tanh": lambda x: np.clip(x, -1, 1),
+}
+PARAMETRIC_REFERENCE: dict[str, Callable[..., np.ndarray]] = {
+    "elu": lambda x, alpha: elu(x, alpha),
+    "celu": lambda x, alpha: np.maximum(x, 0) + np.minimum(alpha * (np.exp(x / alpha) - 1), 0),
+    "leaky_relu": lambda x, slope: np.where(x >= 0, x, slope * x),
+    "squareplus": lambda x, b: (x + np.sqrt(x * x + b)) / 2,
+    "thresholded_relu": lambda x, theta: np.where(x > theta, x, 0),
+    "shrink": lambda x, lambd, bias: np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0)),
 }
 BINARY_REFERENCE: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "max": np.maximum, "min": np.minimum, "pow": np.power,
+    "floor_div": lambda a, b: whole(a, b, np.floor), "trunc_div": lambda a, b: whole(a, b, np.trunc),
+    "mod": lambda a, b: a - b * whole(a, b, np.floor), "rem": lambda a, b: a - b * whole(a, b, np.trunc),
+    "atan2": np.arctan2, "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "shift_left": lambda a, b: a * 2**b, "shift_right": lambda a, b: np.floor(a / 2.0**b).astype(a.dtype),
 }  # fmt: skip
 COMPARE_REFERENCE: dict[str, Any] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-REDUCE_REFERENCE: dict[str, Any] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+REDUCE_REFERENCE: dict[str, Any] = {
+    "sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod,
+    "any": lambda x, **at: np.sum(x != 0, **at) > 0, "all": lambda x, **at: np.sum(x == 0, **at) == 0,
+    "logsumexp": lambda x, **at: np.log(np.sum(np.exp(x), **at)),
+    "var": lambda x, ddof=0, **at: variance(x, ddof, **at),
+    "std": lambda x, ddof=0, **at: np.sqrt(variance(x, ddof, **at)),
+}  # fmt: skip
+
+
+def variance(x: np.ndarray, ddof: int, axis: Any, keepdims: bool = False) -> np.ndarray:
+    """Σ(x − mean)² / (n − ddof), from the moments."""
+    count = np.sum(np.ones_like(x), axis=axis, keepdims=keepdims)
+    total, squares = (np.sum(v, axis=axis, keepdims=keepdims) for v in (x, x * x))
+    return np.asarray((squares - total * total / count) / (count - ddof))
 
 
 def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -172,11 +236,63 @@ def transformer_layer(op: Any, **t: np.ndarray) -> np.ndarray:
     return layer_norm(a + inner @ t["fc2_w"] + t.get("fc2_b", 0.0), t["ln2_g"], t["ln2_b"], op.eps2)
 
 
-def cumsum(x: np.ndarray, axis: int, exclusive: bool) -> np.ndarray:
+def running(fn: Any, x: np.ndarray, axis: int, exclusive: bool = False, reverse: bool = False, nothing: Any = 0) -> Any:
+    """Each entry is `fn` of those before it, and of itself unless exclusive; `reverse`: of those behind it."""
+    rows = list(np.moveaxis(x, axis, 0))[:: -1 if reverse else 1]
+    out = []
+    for i in range(len(rows)):
+        seen = rows[: i + (not exclusive)]
+        out.append(fn(np.stack(seen), axis=0) if seen else np.full(rows[0].shape, nothing))
+    return np.moveaxis(np.stack(out[:: -1 if reverse else 1]).astype(x.dtype), 0, axis)
+
+
+def cumsum(x: np.ndarray, axis: int, exclusive: bool = False, reverse: bool = False) -> np.ndarray:
     """Each entry is the sum of those before it, and of itself unless exclusive."""
-    size = x.shape[axis]
-    sums = [np.take(x, range(i + (not exclusive)), axis).sum(axis, dtype=x.dtype) for i in range(size)]
-    return np.stack(sums, axis)
+    return np.asarray(running(np.sum, x, axis, exclusive, reverse))
+
+
+def pad(x: np.ndarray, widths: Any, mode: str, value: float) -> np.ndarray:
+    """`numpy.pad`; negative widths cut first."""
+    cut = x[tuple(slice(max(-a, 0), min(b, 0) or None) for a, b in widths)]
+    more: Any = {"constant_values": value} if mode == "constant" else {}
+    grown: np.ndarray = np.pad(cut, [(max(a, 0), max(b, 0)) for a, b in widths], mode, **more)  # type: ignore[call-overload]
+    return grown
+
+
+def take(x: np.ndarray, indices: np.ndarray, axis: int, mode: str) -> np.ndarray:
+    """`numpy.take`; `fill` counts negative indices from the end."""
+    return np.take(x, indices, axis, mode="raise" if mode == "fill" else mode)  # type: ignore[call-overload]
+
+
+def gather_nd(x: np.ndarray, indices: np.ndarray, batch_dims: int) -> np.ndarray:
+    """One entry after the other."""
+    out = np.zeros((*indices.shape[:-1], *x.shape[batch_dims + indices.shape[-1] :]), x.dtype)
+    for at in np.ndindex(*indices.shape[:-1]):
+        out[at] = x[(*at[:batch_dims], *indices[at])]
+    return out
+
+
+WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
+    "set": lambda old, new: new, "add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
+
+
+def scatter(x: np.ndarray, indices: np.ndarray, updates: np.ndarray, axis: int, kind: str) -> np.ndarray:
+    """One entry after the other, each written at its own index along `axis`."""
+    out = x.copy()
+    for at in np.ndindex(*indices.shape):
+        place = tuple(int(indices[at]) if i == axis % x.ndim else p for i, p in enumerate(at))
+        out[place] = WRITTEN[kind](out[place], updates[at])
+    return out
+
+
+def scatter_nd(x: np.ndarray, indices: np.ndarray, updates: np.ndarray, kind: str) -> np.ndarray:
+    """One row after the other."""
+    out = x.copy()
+    for at in np.ndindex(*indices.shape[:-1]):
+        place = tuple(int(i) for i in indices[at])
+        out[place] = WRITTEN[kind](out[place], updates[at])
+    return out
 
 
 def cache_fill(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -12,17 +12,32 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
 )
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
-from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
-from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
+from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
+from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, Where
-from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
-from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, SplitLast, Transpose
+from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
+from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.shape import (
+    Concat,
+    Expand,
+    Narrow,
+    Pad,
+    RepeatHeads,
+    Reshape,
+    Shard,
+    Slice,
+    SplitLast,
+    Tile,
+    Transpose,
+)
 
 OPS: tuple[type[Mir], ...] = (
-    Unary, Binary, Compare, Where, CastTo, FullLike,
-    MatMul, BatchMatMul, RmsNormOp, LayerNormOp, Reduce, Softmax, Cumsum,
-    Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Gather, TakeRow, Iota,
+    Unary, Parametric, Binary, Compare, Where, CastTo, FullLike,
+    MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp,
+    Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
+    Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
+    Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     FusedAttentionBlock, FusedTransformerLayer, JaxFn,

@@ -55,6 +55,8 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
         given = np.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: an array of JAX that is consumed
         raise GraphError(f"a constant is a number or an array of them: {first_line(error)}") from error
+    if not given.size:
+        raise GraphError(f"a constant of shape {list(given.shape)} has no elements; every dimension is at least 1")
     if given.size * given.itemsize > MAX_CAPTURED:
         raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {_limit()}")
     whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
@@ -115,6 +117,11 @@ def _products(op: Any, operands: Types, results: Types) -> int:
     return _flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
 
 
+def traced_flops(op: Any, operands: Types, results: Types) -> int:
+    """Of the products and convolutions that an op's `eval` traces to."""
+    return _flops(jax.make_jaxpr(op.eval)(*(t.spec for t in operands)).jaxpr)
+
+
 def _flops(jaxpr: Any) -> int:
     """A loop counts as often as a scan says, once where its condition says; of branches the dearest."""
     total = 0
@@ -124,6 +131,9 @@ def _flops(jaxpr: Any) -> int:
             (contracted, _), _ = params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        elif name == "conv_general_dilated":
+            features, *summed = (equation.invars[1].aval.shape[i] for i in params["dimension_numbers"].rhs_spec)
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
         items = (item for v in params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
         jaxprs = (getattr(item, "jaxpr", item) for item in items)  # closed or open
         inner = [_flops(j) for j in jaxprs if hasattr(j, "eqns")]

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import Types, product_traits
 from rlx_jax.ir.types import TensorType
@@ -106,3 +108,30 @@ class BatchMatMul(Mir):
 def product(a: TensorType, b: TensorType) -> MatMul | BatchMatMul:
     """The op of `a @ b`: a `MatMul` where `b` is a matrix."""
     return MatMul() if b.rank == 2 and a.rank > 1 else BatchMatMul()
+
+
+@dataclass(frozen=True)
+class Einsum(Mir):
+    """`jax.numpy.einsum(subscripts, *operands)`: a sum over products by named axes. Operands have one dtype.
+
+    `precision` as in `MatMul`; the result, and the sums, are of dtype `result` where it is given.
+    """
+
+    traits = product_traits(traced_flops)
+
+    subscripts: str
+    precision: str = "default"
+    result: np.dtype[Any] | None = None
+
+    def check(self, *operands: TensorType) -> None:
+        if len({t.dtype for t in operands}) != 1:
+            given = ", ".join(map(str, operands)) or "none"
+            raise DTypeError(f"einsum: operands have one dtype, got {given}; cast them")
+        terms, _, _ = self.subscripts.partition("->")
+        if terms.count(",") + 1 != len(operands):
+            raise ShapeError(f"einsum: {self.subscripts!r} reads {terms.count(',') + 1} operands, got {len(operands)}")
+
+    def eval(self, *arrays: Array) -> Array:
+        dtype = arrays[0].dtype if self.result is None else self.result
+        precision = lax.Precision(self.precision)
+        return jnp.einsum(self.subscripts, *arrays, precision=precision, preferred_element_type=dtype).astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +37,50 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "tan": jnp.tan,
     "atan": jnp.arctan,
     "round": jnp.round,  # half to even
+    "floor": jnp.floor,
+    "ceil": jnp.ceil,
+    "trunc": jnp.trunc,  # towards 0
+    "sign": jnp.sign,  # −1, 0 or 1
+    "square": jnp.square,
+    "reciprocal": jnp.reciprocal,  # 1/x
+    "cbrt": jnp.cbrt,  # ∛x
+    "expm1": jnp.expm1,  # eˣ − 1
+    "log1p": jnp.log1p,  # ln(1 + x)
+    "exp2": jnp.exp2,
+    "log2": jnp.log2,
+    "asin": jnp.arcsin,
+    "acos": jnp.arccos,
+    "sinh": jnp.sinh,
+    "cosh": jnp.cosh,
+    "asinh": jnp.arcsinh,
+    "acosh": jnp.arccosh,
+    "atanh": jnp.arctanh,
+    "erf": jax.lax.erf,
+    "erfc": jax.lax.erfc,  # 1 − erf x
+    "relu6": jax.nn.relu6,  # min(max(x, 0), 6)
+    "selu": jax.nn.selu,  # 1.0507 · elu(x, 1.6733)
+    "mish": jax.nn.mish,  # x tanh(softplus x)
+    "log_sigmoid": jax.nn.log_sigmoid,  # ln σ(x)
+    "soft_sign": jax.nn.soft_sign,  # x / (1 + |x|)
+    "hard_sigmoid": jax.nn.hard_sigmoid,  # relu6(x + 3) / 6
+    "hard_silu": jax.nn.hard_silu,  # x hard_sigmoid(x)
+    "hard_tanh": jax.nn.hard_tanh,  # min(max(x, −1), 1)
 }
 """Functions of one value, by name."""
+
+OF_NUMBERS = ("neg", "abs", "relu", "sign", "square")
+"""Those that take whole numbers too."""
+
+PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
+    "elu": (jax.nn.elu, 1),  # x where x > 0, else α(eˣ − 1)
+    "celu": (jax.nn.celu, 1),  # max(x, 0) + min(α(e^(x/α) − 1), 0)
+    "leaky_relu": (jax.nn.leaky_relu, 1),  # x where x ≥ 0, else αx
+    "squareplus": (jax.nn.squareplus, 1),  # ½(x + √(x² + b))
+    "thresholded_relu": (lambda x, theta: jnp.where(x > theta, x, jnp.zeros_like(x)), 1),  # x where x > θ, else 0
+    # x + b below −λ, x − b above λ, 0 between them
+    "shrink": (lambda x, lambd, bias: jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0 * x)), 2),
+}
+"""Functions of one value and so many numbers, by name."""
 
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": jnp.add,
@@ -47,7 +90,21 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "max": jnp.maximum,
     "min": jnp.minimum,
     "pow": jnp.power,
+    "floor_div": jnp.floor_divide,  # ⌊a / b⌋
+    "trunc_div": lambda a, b: _truncated(*jnp.broadcast_arrays(a, b)),  # a / b, towards 0
+    "mod": jnp.mod,  # a − b⌊a / b⌋: the sign of b
+    "rem": jnp.fmod,  # a − b trunc(a / b): the sign of a
+    "atan2": jnp.arctan2,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+    "xor": jnp.bitwise_xor,
+    "shift_left": jnp.left_shift,
+    "shift_right": jnp.right_shift,  # the sign is kept
 }
+"""Functions of two values, by name. Whole numbers divided by 0 give what XLA gives: no error, and no promise."""
+
+OF_BITS = ("and", "or", "xor", "shift_left", "shift_right")
+"""Those of whole numbers; the first three of bools too."""
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": jnp.equal,
@@ -57,6 +114,12 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "gt": jnp.greater,
     "ge": jnp.greater_equal,
 }
+
+
+def _truncated(a: Array, b: Array) -> Array:
+    """a / b towards 0."""
+    whole = jnp.issubdtype(a.dtype, jnp.integer)
+    return jax.lax.div(a, b) if whole else jnp.trunc(a / b)
 
 
 def same_rank(*arrays: Array) -> tuple[Array, ...]:
@@ -95,7 +158,7 @@ class Unary(Mir):
     def check(self, *operands: TensorType) -> None:
         check_kind(self.kind, UNARY)
         (x,) = operands
-        if self.kind not in ("neg", "abs", "relu") and not is_float(x.dtype):
+        if self.kind not in OF_NUMBERS and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
         if x.dtype.kind == "b":
             raise DTypeError(f"{self.kind}: needs numbers, got {x}")
@@ -105,6 +168,30 @@ class Unary(Mir):
 
     def text(self) -> str:
         return self.kind
+
+
+@dataclass(frozen=True)
+class Parametric(Mir):
+    """`f(x; p …)` element by element: f from `PARAMETRIC`, the numbers p its `parameters`."""
+
+    traits = ELEMENTWISE
+
+    kind: str
+    parameters: tuple[float, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        check_kind(self.kind, PARAMETRIC)
+        count = PARAMETRIC[self.kind][1]
+        if len(self.parameters) != count or not all(math.isfinite(p) for p in self.parameters):
+            raise GraphError(f"{self.kind}: takes {count} finite numbers, got {list(self.parameters)}")
+        if not is_float(operands[0].dtype):
+            raise DTypeError(f"{self.kind}: needs a floating operand, got {operands[0]}")
+
+    def eval(self, x: Array) -> Array:
+        return PARAMETRIC[self.kind][0](x, *self.parameters)
+
+    def text(self) -> str:
+        return f"{self.kind}({', '.join(f'{p:g}' for p in self.parameters)})"
 
 
 @dataclass(frozen=True)
@@ -118,6 +205,14 @@ class Binary(Mir):
     def check(self, *operands: TensorType) -> None:
         check_kind(self.kind, BINARY)
         _same_dtype(self.kind, operands)
+        dtype = operands[0].dtype
+        if self.kind in OF_BITS and not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
+            raise DTypeError(f"{self.kind}: needs whole numbers or bools, got {operands[0]} and {operands[1]}")
+        if self.kind.startswith("shift") or self.kind in ("floor_div", "trunc_div", "mod", "rem"):
+            if dtype == jnp.bool_:
+                raise DTypeError(f"{self.kind}: needs numbers, got {operands[0]} and {operands[1]}")
+        if self.kind == "atan2" and not is_float(dtype):
+            raise DTypeError(f"atan2: needs floating operands, got {operands[0]} and {operands[1]}")
 
     def eval(self, a: Array, b: Array) -> Array:
         return BINARY[self.kind](*same_rank(a, b))
@@ -170,20 +265,40 @@ def _same_type(op: Any, operands: Types, results: Types) -> int | None:
 
 @dataclass(frozen=True)
 class CastTo(Mir):
-    """The same values in another dtype."""
+    """The same values in another dtype.
+
+    What a narrower float cannot hold becomes infinite, or NaN where the dtype has no infinity (f8_e4m3). With
+    `saturate` it becomes the largest finite number of the dtype, infinities too; NaN stays NaN. Between whole numbers
+    the higher bits are dropped, with `saturate` the nearest number is taken.
+    """
 
     traits = replace(MOVEMENT, widens=False, view=_same_type)
 
     dtype: np.dtype[Any]
+    saturate: bool = False
 
     def check(self, *operands: TensorType) -> None:
         _check_width("cast", self.dtype)
 
     def eval(self, x: Array) -> Array:
+        if self.saturate and jnp.bool_ not in (self.dtype, x.dtype):
+            x = jnp.clip(x, *_bounds_in(self.dtype, x.dtype))
         return x.astype(self.dtype)
 
     def text(self) -> str:
-        return f"cast({short_name(self.dtype)})"
+        return f"cast({short_name(self.dtype)}{', saturate' if self.saturate else ''})"
+
+
+def _bounds_in(dtype: np.dtype[Any], held: np.dtype[Any]) -> tuple[Array, Array]:
+    """The smallest and the largest finite number of `dtype` that is one of `held` too."""
+    info, own = (jnp.finfo(d) if is_float(d) else jnp.iinfo(d) for d in (dtype, held))
+    low, high = max(float(info.min), float(own.min)), min(float(info.max), float(own.max))
+    if not is_float(held):  # in Python's own numbers: 2³¹ − 1 is no f32
+        return jnp.asarray(max(int(info.min), int(own.min)), held), jnp.asarray(min(int(info.max), int(own.max)), held)
+    top = np.asarray(high).astype(held)
+    if float(top) > high:
+        top = np.nextafter(top, np.asarray(0).astype(held))
+    return jnp.asarray(np.asarray(low).astype(held)), jnp.asarray(top)
 
 
 @dataclass(frozen=True)

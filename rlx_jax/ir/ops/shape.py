@@ -334,3 +334,53 @@ class RepeatHeads(Mir):
     def eval(self, x: Array) -> Array:
         split = x.reshape(*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
         return jnp.repeat(split, self.times, axis=-2).reshape(*x.shape[:-1], x.shape[-1] * self.times)
+
+
+PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
+
+
+@dataclass(frozen=True)
+class Pad(Mir):
+    """x with (before, after) entries more on each axis: `value`, or by `mode` what `numpy.pad` repeats.
+
+    `edge` repeats the last entry, `reflect` mirrors without it, `symmetric` with it, `wrap` goes on from the
+    other side. Negative widths cut entries off.
+    """
+
+    traits = replace(MOVEMENT, widens=False)
+
+    widths: tuple[tuple[int, int], ...]
+    mode: str = "constant"
+    value: float = 0.0
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if self.mode not in PAD_MODES:
+            raise ShapeError(f"pad: mode is {self.mode!r}; expected one of {', '.join(PAD_MODES)}")
+        if len(self.widths) != x.rank:
+            raise ShapeError(f"pad: {x} has {x.rank} axes, got widths for {len(self.widths)}: {list(self.widths)}")
+        if self.value and self.mode != "constant":
+            raise ShapeError(f"pad: a value is for the mode 'constant', got {self.value:g} and {self.mode!r}")
+
+    def eval(self, x: Array) -> Array:
+        if self.mode == "constant":
+            return jax.lax.pad(x, jnp.full((), self.value, x.dtype), [(*pair, 0) for pair in self.widths])
+        cut = tuple(slice(max(-low, 0), min(high, 0) or None) for low, high in self.widths)
+        return jnp.pad(x[cut], [(max(low, 0), max(high, 0)) for low, high in self.widths], mode=self.mode)
+
+
+@dataclass(frozen=True)
+class Tile(Mir):
+    """x repeated so many times along each axis, as a whole: `numpy.tile`."""
+
+    traits = replace(MOVEMENT, widens=False)
+
+    reps: tuple[int, ...]
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if len(self.reps) != x.rank or any(isinstance(r, bool) or r < 1 for r in self.reps):
+            raise ShapeError(f"tile: expected a number of at least 1 for each axis of {x}, got {self.reps}")
+
+    def eval(self, x: Array) -> Array:
+        return jnp.tile(x, self.reps)

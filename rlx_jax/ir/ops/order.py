@@ -1,0 +1,96 @@
+"""Ops that compare the entries of an axis with each other: the largest and where it stands, sorting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.shape import check_axis
+from rlx_jax.ir.traits import REDUCTION
+from rlx_jax.ir.types import TensorType, is_float, is_static
+
+Array = jax.Array
+
+
+def _turned(x: Array) -> Array:
+    """Numbers in the opposite order."""
+    return -x if is_float(x.dtype) else ~x
+
+
+@dataclass(frozen=True)
+class ArgReduce(Mir):
+    """Where the largest (argmax) or smallest (argmin) entry along `axis` stands, int32: the first, or the `last`."""
+
+    traits = replace(REDUCTION, widens=False)
+
+    kind: str
+    axis: int
+    keepdims: bool = False
+    last: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        if self.kind not in ("argmax", "argmin"):
+            raise GraphError(f"unknown search {self.kind!r}; known are argmax and argmin")
+        check_axis(self.kind, self.axis, operands[0])
+
+    def eval(self, x: Array) -> Array:
+        find = jnp.argmax if self.kind == "argmax" else jnp.argmin
+        if not self.last:
+            return find(x, axis=self.axis, keepdims=self.keepdims).astype(jnp.int32)
+        behind = find(jnp.flip(x, self.axis), axis=self.axis, keepdims=self.keepdims)
+        return (x.shape[self.axis] - 1 - behind).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Sort(Mir):
+    """The entries along `axis` in ascending order, or `descending`; equal ones keep their order.
+
+    With `indices`: where each stood before, as int32, in place of the entries themselves.
+    """
+
+    traits = replace(REDUCTION, widens=False)
+
+    axis: int = -1
+    descending: bool = False
+    indices: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_axis("sort", self.axis, operands[0])
+
+    def eval(self, x: Array) -> Array:
+        if self.indices:
+            return jnp.argsort(x, axis=self.axis, stable=True, descending=self.descending).astype(jnp.int32)
+        return jnp.sort(x, axis=self.axis, stable=True, descending=self.descending)
+
+
+@dataclass(frozen=True)
+class TopK(Mir):
+    """The `k` largest entries along `axis`, or the smallest, the foremost first: values, and where they stand (int32).
+
+    Of equal entries the one that stands first comes first.
+    """
+
+    traits = replace(REDUCTION, widens=False)
+
+    k: int
+    axis: int = -1
+    largest: bool = True
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        check_axis("top_k", self.axis, x)
+        size = x.shape[self.axis]
+        if isinstance(self.k, bool) or self.k < 1 or (is_static(size) and self.k > size):
+            raise ShapeError(f"top_k: k is between 1 and the size of axis {self.axis} of {x}, got {self.k}")
+        if x.dtype == jnp.bool_:
+            raise DTypeError(f"top_k: needs numbers, got {x}; cast it")
+
+    def eval(self, x: Array) -> tuple[Array, Array]:
+        rows = jnp.moveaxis(x, self.axis, -1)
+        found, at = jax.lax.top_k(rows if self.largest else _turned(rows), self.k)
+        values = found if self.largest else _turned(found)
+        return jnp.moveaxis(values, -1, self.axis), jnp.moveaxis(at, -1, self.axis)

@@ -1,0 +1,100 @@
+"""Calls of the builders with arrays, and what they mean in NumPy: compiled together, as one program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import rlx_jax as rlx
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class OpCase:
+    """`call(m, *values)` on `arrays`; `want` is an array, a tuple of them, or a function of the arrays in float64.
+
+    With `symbolic` the first axis is a symbol, in every operand of two axes or more where it is that of the first.
+    """
+
+    call: Callable[..., Any]
+    arrays: Sequence[Any]
+    want: Any
+    tolerance: float = 3e-6
+    symbolic: bool = True
+
+    @property
+    def operands(self) -> list[np.ndarray]:
+        """The arrays, floats as f32 and whole numbers as i32 where they have NumPy's own dtypes."""
+        narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+        arrays = [np.asarray(a) for a in self.arrays]
+        return [a.astype(narrow.get(a.dtype, a.dtype)) for a in arrays]
+
+    def reference(self) -> tuple[np.ndarray, ...]:
+        """What the call gives."""
+        wide = [a.astype(np.float64) if a.dtype in (np.float32, BF16) else a for a in self.operands]
+        want = self.want(*wide) if callable(self.want) else self.want
+        return tuple(np.asarray(w) for w in (want if isinstance(want, tuple) else (want,)))
+
+
+def evaluated(cases: Mapping[str, OpCase]) -> Callable[[str], tuple[np.ndarray, ...]]:
+    """What the named case gives; all of them are compiled together, at the first question."""
+
+    @functools.cache
+    def run() -> dict[str, Any]:
+        m = rlx.Graph.hir("cases")
+        values: list[Any] = []
+        arrays: dict[str, Any] = {}
+        counts, failed = dict[str, int](), dict[str, Exception]()
+        for number, (name, case) in enumerate(cases.items()):
+            operands = []
+            for place, array in enumerate(case.operands):
+                rows = case.operands[0].shape[:1]
+                symbolic = case.symbolic and array.ndim > 1 and array.shape[:1] == rows
+                shape = (f"n{array.shape[0]}", *array.shape[1:]) if symbolic else array.shape
+                arrays[f"i{number}_{place}"] = array
+                operands.append(m.input(f"i{number}_{place}", shape, array.dtype))
+            try:
+                made = case.call(m, *operands)
+            except Exception as error:  # it is that of this case alone
+                failed[name] = error
+                continue
+            made = made if isinstance(made, tuple) else (made,)
+            counts[name] = len(made)
+            values += made
+        m.set_outputs(values)
+        found = rlx.compile(m)(**arrays)
+        out = iter(found.values() if isinstance(found, dict) else [found])
+        return {name: tuple(np.asarray(next(out)) for _ in range(count)) for name, count in counts.items()} | failed
+
+    def result(name: str) -> tuple[np.ndarray, ...]:
+        found = run()[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return result
+
+
+def check(got: Sequence[np.ndarray], case: OpCase) -> None:
+    """Shapes, kinds of dtype, and numbers: whole ones and bools exactly, infinities and NaN where they are."""
+    want = case.reference()
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape, (g.shape, w.shape)
+        exact = not jax.numpy.issubdtype(g.dtype, np.inexact)
+        assert exact == (w.dtype.kind in "biu"), (g.dtype, w.dtype)
+        if exact:
+            np.testing.assert_array_equal(g, w)
+            continue
+        wide = g.astype(np.float64)
+        finite = np.isfinite(w)
+        np.testing.assert_array_equal(wide[~finite], w[~finite])
+        worst = np.abs(wide[finite] - w[finite]).max(initial=0.0)
+        assert worst <= case.tolerance * max(1.0, np.abs(w[finite]).max(initial=0.0)), worst

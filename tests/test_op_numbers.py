@@ -1,0 +1,167 @@
+"""What the builders of elements, axes, indices and products compute, against NumPy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.op_cases import OpCase, check, evaluated
+from tests.oracles.op_formulas import running
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((2, 5, 4))
+Y = RNG.standard_normal((2, 5, 4))
+ODD = np.array([[np.nan, np.inf, -np.inf, 0.0], [-0.0, 1.5, -2.5, 3e38]])
+WHOLE = np.array([[7, -7, 6, -6], [5, -5, 0, 1]])
+BY = np.array([[3, 3, -4, -4], [2, 2, 5, -1]])
+IDS = np.array([[0, 2, -1], [3, 3, 1]])
+TIES = np.array([[3, 1, 3, 2, 1], [0, 0, 0, 0, 0]])
+
+
+def f8(dtype: Any, saturate: bool) -> OpCase:
+    """A cast to a float of 8 bits, read back."""
+    x = np.array([0.3, -1.7, 449.0, 465.0, 1e6, -1e6, np.inf, np.nan])
+    held = np.clip(x, -float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).max)) if saturate else x
+    want = held.astype(np.float32).astype(dtype).astype(np.float64)
+    name = {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}[np.dtype(dtype).name]
+    return OpCase(lambda m, x: m.cast(m.cast(x, name, saturate=saturate), "f32"), [x], want)
+
+
+CASES: dict[str, OpCase] = {
+    # elements
+    "isnan": OpCase(lambda m, x: m.isnan(x), [ODD], np.isnan),
+    "isinf": OpCase(lambda m, x: m.isinf(x), [ODD], np.isinf),
+    "isfinite": OpCase(lambda m, x: m.isfinite(x), [ODD], np.isfinite),
+    "an infinity": OpCase(lambda m, x: m.eq(x, -math.inf), [ODD], np.isneginf),
+    "clip": OpCase(lambda m, x, y: m.clip(x, y, 0.5), [X, Y], lambda x, y: np.minimum(np.maximum(x, y), 0.5)),
+    "clip of one side": OpCase(lambda m, x: m.clip(x, max=0.25), [X], lambda x: np.minimum(x, 0.25)),
+    "clip of whole numbers": OpCase(lambda m, x: m.clip(x, -5, 5), [WHOLE], lambda x: np.clip(x, -5, 5)),
+    "prelu": OpCase(lambda m, x, y: m.prelu(x, y), [X, Y[0, 0]], lambda x, y: np.where(x >= 0, x, x * y)),
+    "floor_divide": OpCase(lambda m, a, b: m.floor_divide(a, b), [WHOLE, BY], lambda a, b: a // b),
+    "trunc_divide": OpCase(lambda m, a, b: m.trunc_divide(a, b), [WHOLE, BY], lambda a, b: np.fix(a / b).astype(int)),
+    "mod": OpCase(lambda m, a, b: m.mod(a, b), [WHOLE, BY], lambda a, b: a % b),
+    "fmod": OpCase(lambda m, a, b: m.fmod(a, b), [WHOLE, BY], np.fmod),
+    "mod of floats": OpCase(lambda m, a, b: m.mod(a, b), [WHOLE / 4, BY / 8], lambda a, b: a - b * np.floor(a / b)),
+    "atan2": OpCase(lambda m, a, b: m.atan2(a, b), [X, Y], np.arctan2),
+    "not of bits": OpCase(lambda m, a: m.bitwise_not(a), [WHOLE.astype(np.uint8)], np.invert),
+    "not of signed bits": OpCase(lambda m, a: m.bitwise_not(a), [WHOLE], np.invert),
+    "xor of bools": OpCase(lambda m, a, b: m.logical_xor(a, b), [X > 0, Y], lambda a, b: a != (b != 0)),
+    "and of numbers": OpCase(lambda m, a, b: m.logical_and(a, b), [WHOLE, BY], lambda a, b: (a != 0) & (b != 0)),
+    "or beside a number": OpCase(lambda m, a: m.logical_or(a, False), [WHOLE], lambda a: a != 0),
+    "not of numbers": OpCase(lambda m, a: m.logical_not(a), [WHOLE], lambda a: a == 0),
+    "shift of the sign": OpCase(lambda m, a: m.right_shift(a, 1), [WHOLE], lambda a: a >> 1),
+    "shift of bytes": OpCase(lambda m, a: m.left_shift(a, 3), [WHOLE.astype(np.uint8)], lambda a: a << 3),
+    "f8_e4m3": f8(ml_dtypes.float8_e4m3fn, False), "f8_e4m3 saturated": f8(ml_dtypes.float8_e4m3fn, True),
+    "f8_e5m2": f8(ml_dtypes.float8_e5m2, False), "f8_e5m2 saturated": f8(ml_dtypes.float8_e5m2, True),
+    # axes
+    "var": OpCase(lambda m, x: m.var(x, (0, 2), ddof=1), [X], lambda x: x.var((0, 2), ddof=1)),
+    "std": OpCase(lambda m, x: m.std(x, -1, keepdims=True), [X], lambda x: x.std(-1, keepdims=True)),
+    "var far from 0": OpCase(lambda m, x: m.var(x, -1), [X + 1000], lambda x: x.var(-1), tolerance=1e-3),
+    "logsumexp of large numbers": OpCase(lambda m, x: m.logsumexp(x, 1), [X + 200], lambda x: np.log(np.exp(x).sum(1))),
+    "norm 1": OpCase(lambda m, x: m.norm(x, 1, 1), [X], lambda x: np.abs(x).sum(1)),
+    "norm 2": OpCase(lambda m, x: m.norm(x, axis=(0, 1), keepdims=True), [X],
+                     lambda x: np.sqrt((x * x).sum((0, 1), keepdims=True))),
+    "norm 3": OpCase(lambda m, x: m.norm(x, 3, -1), [X], lambda x: (np.abs(x) ** 3).sum(-1) ** (1 / 3)),
+    "norm of the largest": OpCase(lambda m, x: m.norm(x, math.inf), [X], lambda x: np.abs(x).max()),
+    "any": OpCase(lambda m, x: m.any(x, 1), [WHOLE], lambda x: x.any(1)),
+    "all": OpCase(lambda m, x: m.all(x, 1, keepdims=True), [WHOLE], lambda x: x.all(1, keepdims=True)),
+    "argmax of all": OpCase(lambda m, x: m.argmax(x), [X], np.argmax),
+    "argmax of all, axes kept": OpCase(lambda m, x: m.argmax(x, keepdims=True), [X], lambda x: x.argmax(keepdims=True)),
+    "argmin, the last": OpCase(lambda m, x: m.argmin(x, -1, last=True), [TIES], np.array([4, 4])),
+    "argmin, the first": OpCase(lambda m, x: m.argmin(x, -1), [TIES], np.array([1, 0])),
+    "argsort of ties": OpCase(lambda m, x: m.argsort(x, descending=True), [TIES], np.argsort(-TIES, kind="stable")),
+    "top_k of ties": OpCase(lambda m, x: m.top_k(x, 3), [TIES],
+                            (np.array([[3, 3, 2], [0, 0, 0]]), np.array([[0, 2, 3], [0, 1, 2]]))),
+    "top_k, the smallest": OpCase(lambda m, x: m.top_k(x, 2, 0, largest=False), [TIES.T], symbolic=False,
+                                  want=(np.array([[1, 0], [1, 0]]), np.array([[1, 0], [4, 1]]))),
+    "cumsum from the end": OpCase(lambda m, x: m.cumsum(x, 1, reverse=True), [X],
+                                  lambda x: running(np.sum, x, 1, reverse=True)),
+    "cumprod": OpCase(lambda m, x: m.cumprod(x, 1, exclusive=True), [X],
+                      lambda x: running(np.prod, x, 1, True, nothing=1)),
+    "cummax": OpCase(lambda m, x: m.cummax(x, -1), [X], lambda x: running(np.max, x, 2)),
+    "cummin without itself": OpCase(lambda m, x: m.cummin(x, exclusive=True), [X],
+                                    lambda x: running(np.min, x, 2, True, nothing=np.inf)),
+    # shapes
+    "expand_dims": OpCase(lambda m, x: m.expand_dims(x, (0, -1)), [X], lambda x: x[None, ..., None]),
+    "squeeze": OpCase(lambda m, x: m.squeeze(m.expand_dims(x, (1, 3))), [X], lambda x: x),
+    "swapaxes": OpCase(lambda m, x: m.swapaxes(x, 0, -1), [X], lambda x: x.swapaxes(0, -1)),
+    "moveaxis": OpCase(lambda m, x: m.moveaxis(x, (0, 1), (-1, 0)), [X], lambda x: np.moveaxis(x, (0, 1), (-1, 0))),
+    "stack": OpCase(lambda m, x, y: m.stack([x, y], -1), [X, Y], lambda x, y: np.stack([x, y], -1)),
+    "flip": OpCase(lambda m, x: m.flip(x), [X], np.flip),
+    "flip of an axis": OpCase(lambda m, x: m.flip(x, 1), [X], lambda x: np.flip(x, 1)),
+    "roll": OpCase(lambda m, x: m.roll(x, (7, -1), (1, 2)), [X], lambda x: np.roll(x, (7, -1), (1, 2))),
+    "roll of a symbolic axis": OpCase(lambda m, x: m.roll(x, -1, 0), [X], lambda x: np.roll(x, -1, 0)),
+    "pad by one number": OpCase(lambda m, x: m.pad(x, 2, constant_values=-1), [X],
+                                lambda x: np.pad(x, 2, constant_values=-1)),
+    "pad that cuts": OpCase(lambda m, x: m.pad(x, ((0, 0), (-2, 1), (1, -1)), "edge"), [X],
+                            lambda x: np.pad(x[:, 2:, :-1], ((0, 0), (0, 1), (1, 0)), "edge")),
+    "tile with new axes": OpCase(lambda m, x: m.tile(x, (3, 1, 1, 2)), [X], lambda x: np.tile(x, (3, 1, 1, 2))),
+    "tile of the last": OpCase(lambda m, x: m.tile(x, 2), [X], lambda x: np.tile(x, 2)),
+    "repeat": OpCase(lambda m, x: m.repeat(x, 3, 0), [X], lambda x: x.repeat(3, 0)),
+    "tril": OpCase(lambda m, x: m.tril(x, -1), [X], lambda x: np.tril(x, -1)),
+    "triu by a value": OpCase(lambda m, x, k: m.triu(x, k), [X, np.array(2)], lambda x, k: np.triu(x, k)),
+    "triu of bools": OpCase(lambda m, x: m.triu(x), [X > 0], np.triu),
+    # indices
+    "take": OpCase(lambda m, x, i: m.take(x, i, 2), [X, IDS], lambda x, i: np.take(x, i, 2)),
+    "take out of range": OpCase(lambda m, x, i: m.take(x, i, -1), [X, np.array([0, 9, -9])],
+                                lambda x, i: np.stack([x[..., 0], 0 * x[..., 0] + np.nan, 0 * x[..., 0] + np.nan], -1)),
+    "take around": OpCase(lambda m, x, i: m.take(x, i, 1, mode="wrap"), [X, np.array([7, -6])],
+                          lambda x, i: x[:, [2, 4]]),
+    "take_along_axis": OpCase(lambda m, x, i: m.take_along_axis(x, i, 1), [X[:, :, 0], IDS],
+                              lambda x, i: np.take_along_axis(x, i, 1)),
+    "gather_nd": OpCase(lambda m, x, i: m.gather_nd(x, i), [X, np.array([[1, -1], [0, 2]])],
+                        lambda x, i: x[[1, 0], [-1, 2]]),
+    "scatter": OpCase(lambda m, x, i, u: m.scatter(x, i, u, 1, kind="add"), [X[:, :, 0], IDS, Y[:, :3, 0]],
+                      lambda x, i, u: scattered(x, i, u)),
+    "scatter out of range": OpCase(lambda m, x, i, u: m.scatter(x, i, u, 1), [X[:, :, 0], IDS * 0 + 9, Y[:, :3, 0]],
+                                   lambda x, i, u: x),
+    "scatter_nd": OpCase(lambda m, x, i, u: m.scatter_nd(x, i, u, kind="max"), [X, np.array([[1], [-1]]), Y],
+                         lambda x, i, u: np.stack([x[0], np.maximum(np.maximum(x[1], u[0]), u[1])])),
+    "segment_sum": OpCase(lambda m, x, i: m.segment_sum(x, i, 4), [X[0], np.array([0, 3, 3, 0, 9])], symbolic=False,
+                          want=lambda x, i: np.stack([x[0] + x[3], 0 * x[0], 0 * x[0], x[1] + x[2]])),
+    "one_hot": OpCase(lambda m, i: m.one_hot(i, 4, axis=0), [IDS],
+                      lambda i: (i[None] == np.arange(4)[:, None, None]) * 1.0),
+    "one_hot of whole numbers": OpCase(lambda m, i: m.one_hot(i, 3, "i8"), [IDS],
+                                       lambda i: np.int8(i[..., None] == np.arange(3))),
+    "arange": OpCase(lambda m: (m.arange(3), m.arange(1.5, 0, -0.5)), [], (np.arange(3), np.arange(1.5, 0, -0.5))),
+    "eye": OpCase(lambda m: m.eye(3, 4, -1, dtype="i32"), [], np.eye(3, 4, -1, dtype=np.int32)),
+    "full": OpCase(lambda m, x: m.full(("n2", 3), 2.5), [X], np.full((2, 3), 2.5)),
+    "ones": OpCase(lambda m, x: (m.ones(3), m.zeros((2, 2), "bool")), [X], (np.ones(3), np.zeros((2, 2), bool))),
+    # products
+    "einsum": OpCase(lambda m, x, y: m.einsum("bsh,bth->bst", x, y), [X, Y], lambda x, y: x @ y.swapaxes(1, 2)),
+    "dot_general": OpCase(lambda m, x, y: m.dot_general(x, y, (((1, 2), (1, 2)), ((0,), (0,)))), [X, Y],
+                          lambda x, y: (x * y).sum((1, 2))),
+    "dot_general, free axes": OpCase(lambda m, x, y: m.dot_general(x, y, (((-1,), (-1,)), ((), ()))), [X, Y],
+                                     lambda x, y: np.einsum("abc,dec->abde", x, y)),
+    "outer": OpCase(lambda m, x, y: m.outer(x, y), [X[0, 0], Y[0, :, 0]], np.multiply.outer),
+    "integer_matmul": OpCase(
+        lambda m, a, b, z: m.integer_matmul(a, b, z),
+        [np.array([[200, 3], [7, 255]], np.uint8), np.array([[-128, 4], [5, 127]], np.int8), np.uint8(128)],
+        lambda a, b, z: (a.astype(int) - 128) @ b.astype(int), symbolic=False),
+    "a product of bytes in i32": OpCase(
+        lambda m, a, b: m.einsum("ij,jk->ik", a, b, preferred_element_type="i32"), [np.full((2, 2), 100, np.int8)] * 2,
+        np.full((2, 2), 20000), symbolic=False),
+    "lora_matmul": OpCase(lambda m, x, w, a, b: m.lora_matmul(x, w, a, b, scale=0.5),
+                          [X, Y[0, :4], Y[0, :4, :2], Y[1, :2]],
+                          lambda x, w, a, b: x @ (w + 0.5 * a @ b), symbolic=False),
+}  # fmt: skip
+
+
+def scattered(x: np.ndarray, i: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """x[b, i[b, j]] += u[b, j], one by one."""
+    out = x.copy()
+    for b, j in np.ndindex(*i.shape):
+        out[b, i[b, j]] += u[b, j]
+    return out
+
+
+RESULTS = evaluated(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str) -> None:
+    check(RESULTS(name), CASES[name])
