@@ -60,17 +60,17 @@ class GemmaRmsNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`. Weights: `gamma_key`, `beta_key` `[H]`."""
+    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. Weights: `gamma_key`, `beta_key` `[H]`, if not None."""
 
     norm: ClassVar[str] = "layer"
 
-    gamma_key: str
-    beta_key: str
+    gamma_key: str | None
+    beta_key: str | None
     eps: float = 1e-5
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LayerNorm")
-        with emit.scope(_norm_name(self.gamma_key)):
+        with emit.scope(_norm_name(self.gamma_key or self.beta_key or "norm.weight")):
             return emit.layer_norm(x, self.gamma_key, self.beta_key, self.eps)
 
 

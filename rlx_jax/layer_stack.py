@@ -156,8 +156,8 @@ class Stages:
         """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
 
-    def layer_norm(self, gamma: str, beta: str, eps: float = 1e-5) -> Self:
-        """LayerNorm; weights under `gamma` and `beta`, `[H]`."""
+    def layer_norm(self, gamma: str | None = None, beta: str | None = None, eps: float = 1e-5) -> Self:
+        """LayerNorm; weights under `gamma` and `beta`, `[H]`, either of which may be missing."""
         return self.stage(blocks.LayerNorm(gamma, beta, eps))
 
     def rms_norm(self, key: str, eps: float = 1e-5) -> Self:

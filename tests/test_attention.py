@@ -222,6 +222,19 @@ def test_refused(name: str) -> None:
     assert says in str(caught.value) and "mine" in str(caught.value)
 
 
+def test_layer_norms_without_weights() -> None:
+    """With γ, with β, with none; random weights begin at 1 and 0."""
+    made = rlx.ModelFlow("m").input("x", ("batch", 6))
+    made = made.layer_norm("a.g").layer_norm(None, "b.b").layer_norm(eps=0.1)
+    model = rlx.compile(made, {"a.g": np.arange(1, 7, dtype="f4"), "b.b": np.arange(6, dtype="f4")})
+    x = RNG.standard_normal((2, 6)).astype("f4")
+    want = formula.layer_norm(x.astype(float), np.arange(1, 7), 0.0)
+    want = formula.layer_norm(formula.layer_norm(want, 1.0, np.arange(6)), 1.0, 0.0, 0.1)
+    np.testing.assert_allclose(model(x), want, atol=3e-5)
+    drawn = model.init(0)
+    assert (np.asarray(drawn["a.g"]) == 1).all() and (np.asarray(drawn["b.b"]) == 0).all()
+
+
 def test_a_mask_that_may_be_two_things() -> None:
     """As many rows as queries: one says which, with an axis of 1."""
 

@@ -68,6 +68,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.GatedFfn("gelu_tanh"), ("f32 2 8", "f32 2 8")),
     (hir.RmsNorm(1e-6), ("f32 2 8", "f32 8", "f32 8")),
     (hir.RmsNorm(1e-6, 1.0), ("f32 2 8", "f32 8")),
+    (hir.LayerNorm(1e-6, shifted=False), ("f32 2 3 8", "f32 8")),
     (hir.LayerNorm(1e-12), ("f32 2 8", "f32 8", "f32 8")),
     (hir.Embed(), ("f32 7 8", "i32 2 3")),
     (hir.Positions(), ("f32 2 3 8",)),

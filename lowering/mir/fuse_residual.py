@@ -46,6 +46,8 @@ def _fuse_residual(graph: Graph, norm: type[Norm], types: TypeCache, pattern: Pa
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if not isinstance(node.op, norm) or node.inputs[0] not in once:
                 return None
+            if isinstance(node.op, LayerNormOp) and not (node.op.scaled and node.op.shifted):
+                return None
             before, total = graph.nodes[node.inputs[0].node], b.nodes[inputs[0].node]
             if total.op != ADD or b.type(total.inputs[0]) != b.type(total.inputs[1]):
                 return None

@@ -147,9 +147,10 @@ class Builders(Attending[V]):
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta), out_shape=out_shape)
 
-    def layer_norm(self, x: V, gamma: V | str, beta: V | str, eps: float = 1e-5) -> V:
-        """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`: γ and β `[H]`."""
-        op = hir.LayerNorm(eps) if self.level == GraphStage.HIR else LayerNormOp(eps)
+    def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
+        """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
+        there = (gamma is not None, beta is not None)
+        op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
         return self.add_node(op, x, *self._weights(gamma, beta))
 
     ln = layer_norm

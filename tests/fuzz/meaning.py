@@ -187,6 +187,13 @@ def swiglu(op: FusedSwiGLU, x: Array) -> Array:
     return activation(op.activation)(gate) * up
 
 
+def normed(op: LayerNormOp | hir.LayerNorm, x: Array, *weights: Array) -> Array:
+    """With γ and β, or one of them, or none."""
+    rest = iter(weights)
+    gamma, beta = (next(rest) if there else absent for there, absent in ((op.scaled, 1.0), (op.shifted, 0.0)))
+    return layer_norm(x, gamma, beta, eps=op.eps)
+
+
 def residual(op: FusedResidualLayerNorm | FusedResidualRmsNorm, x: Array, r: Array, *rest: Array) -> Array:
     """The norm of x + r [+ bias]."""
     bias, weights = (rest[0], rest[1:]) if op.has_bias else (0.0, rest)
@@ -248,7 +255,7 @@ MIR: dict[type[Op], Meaning] = {
     FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **op.names(arrays)),
     FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **op.names(arrays)),
     RmsNormOp: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
-    LayerNormOp: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
+    LayerNormOp: normed,
     Reshape: reshape,
     Transpose: lambda op, x: np.transpose(x, op.perm),
     Narrow: narrow,
@@ -379,7 +386,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.Split: split,
     hir.GatedFfn: lambda op, gate, up: activation(op.activation)(gate) * up,
     hir.RmsNorm: lambda op, *arrays: rms_norm(*arrays, eps=op.eps, offset=op.offset),
-    hir.LayerNorm: lambda op, *arrays: layer_norm(*arrays, eps=op.eps),
+    hir.LayerNorm: normed,
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
     hir.RopeAngles: rope_table,

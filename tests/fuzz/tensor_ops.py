@@ -235,7 +235,9 @@ def norm_of(s: Sketch, x: Known) -> Known | None:
     gamma, beta = (s.leaf((x.shape[-1],), x.type.dtype, kind=s.choice(("param", "constant"))) for _ in range(2))
     eps = s.choice(EPS)
     if s.coin():
-        return s.one(LayerNormOp(eps), x, gamma, beta)
+        there = (not s.coin(6), not s.coin(6))
+        weights = [w for w, kept in zip((gamma, beta), there, strict=True) if kept]
+        return s.one(LayerNormOp(eps, *there), x, *weights)
     op = RmsNormOp(eps, s.choice(OFFSET))
     return s.one(op, x, gamma, beta) if s.coin() else s.one(op, x, gamma)
 

@@ -127,7 +127,7 @@ def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (offset + gamma) + beta
 
 
-def layer_norm(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+def layer_norm(x: np.ndarray, gamma: Any, beta: Any, eps: float = 1e-5) -> np.ndarray:
     """(x − mean)(var + ε)^(−1/2) γ + β with the biased variance."""
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * gamma + beta

@@ -116,21 +116,23 @@ class RmsNorm(Hir):
 
 @dataclass(frozen=True)
 class LayerNorm(Hir):
-    """`(x − mean x)(var x + ε)^(−1/2) ⊙ γ + β`. x `[…, H]`, γ and β `[H]`."""
+    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
 
     traits = BLOCK
 
     eps: float
+    scaled: bool = True
+    shifted: bool = True
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("layer_norm", len(operands), 3)
+        check_arity("layer_norm", len(operands), 1 + self.scaled + self.shifted)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(LayerNormOp(self.eps), *operands)
+        return b(LayerNormOp(self.eps, self.scaled, self.shifted), *operands)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
         """A bias of 0."""
-        return 0.0 if place == 2 else super().initial(place, weight)
+        return 0.0 if place == 1 + self.scaled else super().initial(place, weight)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import DTypeError, ShapeError
+from rlx_jax.errors import ArityError, DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import NORM
@@ -60,21 +60,30 @@ class RmsNormOp(Mir):
 
 @dataclass(frozen=True)
 class LayerNormOp(Mir):
-    """`(x − mean x) · (var x + ε)^(−1/2) ⊙ γ + β` over the last axis, biased two-pass variance, in f32."""
+    """`(x − mean x) · (var x + ε)^(−1/2) [⊙ γ] [+ β]` over the last axis, biased two-pass variance, in f32.
+
+    Operands: x, then γ if `scaled`, then β if `shifted`; `[H]`, or as long as the last axes of x.
+    """
 
     traits = NORM
 
     eps: float
+    scaled: bool = True
+    shifted: bool = True
 
     def check(self, *operands: TensorType) -> None:
+        expected = 1 + self.scaled + self.shifted
+        if len(operands) != expected:
+            raise ArityError("layer_norm", str(expected), len(operands))
         check_norm("layer_norm", operands[0], operands[1:])
 
-    def eval(self, x: Array, gamma: Array, beta: Array) -> Array:
+    def eval(self, x: Array, *weights: Array) -> Array:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
-        gamma, beta = (a.astype(jnp.float32) for a in (gamma, beta))
-        return jnp.add(*same_rank(jnp.multiply(*same_rank(normed, gamma)), beta)).astype(x.dtype)
+        y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        rest = [w.astype(jnp.float32) for w in weights]
+        y = jnp.multiply(*same_rank(y, rest[0])) if self.scaled else y
+        return (jnp.add(*same_rank(y, rest[-1])) if self.shifted else y).astype(x.dtype)
 
     @classmethod
     def name(cls) -> str:
