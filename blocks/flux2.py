@@ -19,9 +19,7 @@ from rlx_jax.blocks.ffn import INTO, OUT_OF
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.streams import DualStream
 from rlx_jax.errors import ShapeError
-from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import axial_frequencies
-from rlx_jax.ir.hir import MASK_KINDS
 from rlx_jax.trace.emit import Emit, FlowValue
 
 TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
@@ -85,16 +83,10 @@ def sinusoid(emit: Emit, t: FlowValue, channels: int) -> FlowValue:
     return emit.concat(parts, axis=1)
 
 
-def plain_norm(emit: Emit, x: FlowValue, eps: float) -> FlowValue:
-    """A layer norm without weights."""
-    width = int(x.type.shape[-1])
-    return emit.layer_norm(x, emit.constant(np.ones(width, np.float32)), emit.zeros(width), eps)
-
-
 def modulated(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
     """`(1 + scale) ⊙ ln(x) + shift`, of registers `first` (shift) and `first + 1` (scale)."""
     shift, scale = (emit.named(f"flux2.{name}.{first + i}") for i in range(2))
-    return (scale + 1.0) * plain_norm(emit, x, eps) + shift
+    return (scale + 1.0) * emit.layer_norm(x, eps=eps) + shift
 
 
 def gated(emit: Emit, value: FlowValue, name: str, at: int) -> FlowValue:
@@ -112,7 +104,7 @@ def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2Bloc
     """Every token of the joint sequence reads all, queries and keys turned: `[B, T+I, H]`."""
     cos, sin = emit.named(COS), emit.named(SIN)
     q, k = (emit.rope(x, cos, sin, head_dim=spec.head_dim, style="interleaved") for x in (q, k))
-    return emit.add_node(hir.attention(spec.num_heads, spec.num_heads, MASK_KINDS["none"]), q, k, v)
+    return emit.attention(q, k, v, heads=spec.num_heads)
 
 
 def joined(emit: Emit, txt: FlowValue, img: FlowValue) -> FlowValue:
@@ -278,6 +270,6 @@ class Flux2Output:
             image = x[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN)
             scale, shift = (part.reshape(-1, 1, self.hidden) for part in emit.split(packed, (self.hidden,) * 2))
-            image = plain_norm(emit, image, self.eps) * (scale + 1.0) + shift
+            image = emit.layer_norm(image, eps=self.eps) * (scale + 1.0) + shift
         with emit.scope("proj_out"):
             return emit.linear(image, "proj_out.weight", roles=FROM_HIDDEN)
