@@ -6,9 +6,9 @@
 
 The whole model has 8 double and 48 single blocks of one width; embedders, modulation and head are in both programs.
 Both sides have the same random weights: diffusers writes them, rlx_jax reads its directory. Times are medians of
-interleaved calls in this one process, the device synchronised after every call; diffusers runs eagerly. Exits with 1 if the samples
-differ, relative to the largest value, by more than 3e-5 in f32, or in bf16 by more than 1.5 x what diffusers' own bf16
-differs from its f32. Needs torch and diffusers.
+interleaved calls in this one process, the device synchronised after every call; diffusers runs eagerly. Exits with 1
+if the samples differ, relative to the largest value, by more than 3e-5 in f32, or in bf16 by more than 1.5 x what
+diffusers' own bf16 differs from its f32. Needs torch and diffusers.
 """
 
 from __future__ import annotations
