@@ -81,18 +81,11 @@ class ModelFlow(Stages):
     # -- declaring ---------------------------------------------------------------------------
 
     def input(
-        self,
-        name: str,
-        shape: Sequence[int | str],
-        dtype: Any = "float32",
-        default: float | str | None = REQUIRED,
-        *,
-        rows_optional: bool = False,
+        self, name: str, shape: Sequence[int | str], dtype: Any = "float32", default: float | str | None = REQUIRED
     ) -> ModelFlow:
         """Declare an input; strings in the shape are symbolic dimensions (`batch` and `seq` have meaning).
 
-        `default` makes it optional: a number, "positions", or None (the stages that read it do without). With
-        `rows_optional` a call may leave out the first axis of the shape: what it gives is one row.
+        `default` makes it optional: a number, "positions", or None (the stages that read it do without).
         """
         declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self.inputs):
@@ -100,9 +93,7 @@ class ModelFlow(Stages):
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
-        if rows_optional and not declared.rank:
-            raise GraphError(f"input {name}: rows_optional, and it has no axes: {declared}")
-        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default, bool(rows_optional))))
+        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default)))
 
     def with_profile(self, profile: CompileProfile) -> ModelFlow:
         """Use `profile` unless `compile` gets another."""

@@ -119,9 +119,9 @@ def rows_of(report: Any) -> set[str]:
     return {line.split()[0] for line in str(report).splitlines() if not line.endswith(" s")}
 
 
-def test_warm_up_of_an_encoder_is_checked(bert: Any) -> None:
-    with pytest.raises(RequestError, match="warmup: the profile has no buckets.prompt and buckets.batch"):
-        bert.warmup()
+def test_warm_up_of_an_encoder_is_checked() -> None:
+    with pytest.raises(RequestError, match="warmup: the profile has no buckets.batch"):
+        encoder(prompt=[4]).warmup()
     with pytest.raises(errors.ProfileError, match="buckets.prompt: 9999 tokens"):
         encoder(prompt=[9999])
 

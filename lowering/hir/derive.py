@@ -1,11 +1,12 @@
-"""Derive prefill, extend and explicit from the forward program: a rewrite of HIR.
+"""Derive prefill, extend, explicit and packed from the forward program: a rewrite of HIR.
 
 Every block that knows the sequence has a rule here. Any other node is copied only if it is proved to treat each
 token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
 
 `prefill` reads a whole prompt into an empty state, attending inside the block. `extend` reads tokens after a state.
 Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded. `explicit` has no state:
-its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`).
+its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`). `packed` has neither: its
+rows hold several sequences each (see `packed.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.lowering.hir import packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
@@ -39,7 +41,7 @@ LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
 CACHED_PROGRAMS = ("prefill", "extend")
-PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit")
+PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed")
 
 
 @dataclass
@@ -96,7 +98,7 @@ def derive(
     d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        rule = rule_of(node.op)
+        rule = rule_of(node.op, program)
         if rule is not None:
             return rule(d, b, node, inputs)
         if not (isinstance(node.op, Leaf) or node.op.regions()):
@@ -104,6 +106,8 @@ def derive(
         return None
 
     out = rewrite(graph, everywhere(fn), types, program)
+    if program == "packed":
+        return packed.declared(out, types)
     return _with_length(out, types) if d.behind is None else d.behind.finish(out, types)
 
 
@@ -119,6 +123,8 @@ def check_inputs(graph: Graph, program: str) -> None:
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
     if program in CACHED_PROGRAMS and any(i.input == LENGTHS.input for i in graph.inputs):
         raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
+    if program == "packed":
+        packed.check_names(graph)
 
 
 def _with_length(graph: Graph, types: TypeCache) -> Graph:
@@ -209,6 +215,11 @@ def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...])
     return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
 
 
+def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """What a plugin's op that knows the sequence is for several in a row, its rule does not say."""
+    raise DeriveError(f"{node.op.text()} has a rule of its plugin, which knows rows of one sequence: no packed rule")
+
+
 RULES: dict[type[Op], Rule] = {
     hir.Positions: positions,
     hir.RopeAngles: keep,
@@ -219,10 +230,20 @@ RULES: dict[type[Op], Rule] = {
 }
 """The blocks that know the sequence. Nothing else mentions a cache."""
 
+PACKED: dict[type[Op], Rule] = {
+    hir.Positions: lambda d, b, node, inputs: packed.positions(b, node, inputs),
+    hir.RopeAngles: keep,
+    hir.RopeRows: keep,
+    hir.Attention: lambda d, b, node, inputs: packed.attention(b, node, inputs),
+}
+"""The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
 
-def rule_of(op: Op) -> Rule | None:
-    """The rule of an op: one of `RULES`, or that of the plugin whose op it is."""
-    return RULES.get(type(op)) or derive_rule(type(op))
+
+def rule_of(op: Op, program: str = "") -> Rule | None:
+    """The rule of an op: one of `RULES`, or that of the plugin whose op it is; for `packed`, one of `PACKED`."""
+    if program != "packed":
+        return RULES.get(type(op)) or derive_rule(type(op))
+    return PACKED.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
 
 
 # -- the proof ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Narrow, Reshape, Slice, Transpose
 from rlx_jax.ir.types import MAX_DIM, DimLike, is_float, is_static, path_text, symbol
 from rlx_jax.lowering.hir.explicit import POSITION_IDS
+from rlx_jax.lowering.hir.packed import POSITIONS
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def behind_cache(bounds: Bounds, given: Collection[str]) -> Bounds:
     if POSITION_IDS in given and POSITION_IDS not in bounds.ids:
         return Bounds({**bounds.ids, POSITION_IDS: bounds.positions or MAX_DIM}, None)
     return replace(bounds, counted=(*bounds.counted, symbol("past")))
+
+
+def packed_rows(bounds: Bounds) -> Bounds:
+    """Those of the program `packed`: a row may be longer than the sequences in it."""
+    return Bounds({**bounds.ids, POSITIONS.input: bounds.positions or MAX_DIM}, None, rows=bounds.rows)
 
 
 def _source(graph: Graph, value: Value) -> Node:

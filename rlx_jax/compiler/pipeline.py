@@ -40,7 +40,7 @@ from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS, ring_sizes
 from rlx_jax.lowering.hir.explicit import optional_inputs
-from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of
+from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report
 from rlx_jax.lowering.lir.choices import Call, Choice
@@ -111,9 +111,9 @@ def derived_program(built: Built, program: str) -> str:
     Raises:
         DeriveError: such a flow has no other programs.
     """
-    if built.program == "forward" or program not in ("forward", "train", *CACHED_PROGRAMS):
+    if built.program == "forward" or program not in ("forward", "train", "packed", *CACHED_PROGRAMS):
         return program
-    if program in CACHED_PROGRAMS:
+    if program not in ("forward", "train"):
         raise DeriveError(
             f"{built.name} is explicit decode (for_decode, explicit() or BindDecodeInputs): it has no {program}; "
             "derive that from the flow without"
@@ -146,7 +146,7 @@ def make_template(
     state, rings = state_types(ran.graph, settings.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
     bounds, explicit = bounds_of(built.hir, settings.max_positions), job.program == "explicit"
-    bounds = behind_cache(bounds, given) if explicit else bounds
+    bounds = behind_cache(bounds, given) if explicit else packed_rows(bounds) if job.program == "packed" else bounds
     optional = optional_inputs(built.hir) if explicit else ()
     return Template(
         built,

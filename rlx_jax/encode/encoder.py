@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import smallest
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.encode.sentence import SentencePipeline, pool
+from rlx_jax.encode.embedding import MASK, Form, PackedForm, PaddedBlocks, RowForm, Stream, ahead, chunks
+from rlx_jax.encode.packing import Block, costs_on, sizes_for
+from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import (
+    DeriveError,
     GraphError,
     MaskShapeError,
     NumericsError,
@@ -25,14 +29,25 @@ from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.programs import ProgramKey
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
-from rlx_jax.text.padding import block_width, bucket, check_buckets, check_sizes, cropped, padded_to
-from rlx_jax.text.requests import Ids, id_list, keep_mask, pad_rows, row_lengths, split_prompts, token_block
+from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model
+from rlx_jax.text.padding import check_buckets, check_sizes, cropped
+from rlx_jax.text.requests import (
+    Ids,
+    id_list,
+    keep_mask,
+    row_lengths,
+    split_prompts,
+    token_block,
+    whole_number,
+)
 from rlx_jax.text.tokenizer import Tokenizer
 
-BATCH = 32
-MASK = "attention_mask"
+LONG = 10_000
+"""Texts from which on progress is shown where someone looks."""
+UNKNOWN = 2**20
+"""Tokens that a text may have where the model knows no limit."""
 
 
 class Encoder:
@@ -72,6 +87,7 @@ class Encoder:
             raise GraphError(f"{flow.name}: an Encoder's flow declares the input {MASK!r} (default=None)")
         template = self.model.template()
         self.width = int(template.built.primary_shape[-1])
+        self.padded = PaddedBlocks(self.model, self.buckets, self.max_positions)
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
@@ -98,72 +114,130 @@ class Encoder:
         if lengths is not None and MASK in inputs:
             raise RequestError(f"lengths and {MASK} say the same; pass one of them")
         pads = bool(self.buckets.batch or self.buckets.prompt)
-        padded = self._sizes(*block.shape) if pads else block.shape
+        padded = self.padded.sizes(*block.shape) if pads else block.shape
         if MASK not in inputs and (lengths is not None or pads):  # a block that fills its bucket runs the same program
             inputs[MASK] = np.arange(block.shape[1])[None] < valid[:, None]
-        return cropped(self.model.programs, self._hidden(block, inputs, *padded), *block.shape)
+        return cropped(self.model.programs, self.padded.hidden(block, inputs, *padded), *block.shape)
 
-    def _hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
-        """Hidden states `[rows, width, H]` of a block `[B, S]` and inputs like it, padded with tokens that no other
-        sees. A row that is padding holds one token."""
-        if (rows, width) != block.shape:
-            inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
-            inputs[MASK][block.shape[0] :, 0] = 1
-        return primary(self.model(padded_to(block, rows, width), **inputs))
-
-    def _sizes(self, rows: int, width: int) -> tuple[int, int]:
-        """Rows and tokens of the program for so many."""
-        batch = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, BATCH))
-        return batch, block_width(self.buckets, width, self.max_positions)
-
-    def embed(self, texts: Any) -> np.ndarray[Any, Any]:
+    def embed(
+        self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None
+    ) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
 
-        Texts are tokenised, truncated, pooled and normalised as the checkpoint's own files say.
+        Texts are tokenised, truncated, pooled and normalised as the checkpoint's own files say. Several stand in one
+        row, where none sees another, unless `packing` says why not.
+
+        Args:
+            texts: a string, or a list or an iterator of strings or of id lists. An iterator is read as it goes.
+            max_tokens: rows times width of one call, and one row at least; None: what the device likes.
+            show_progress: one line on stderr; None: of 10,000 texts and more, where stderr is a terminal.
 
         Raises:
             RequestError: not strings or id lists. TokenIdError: an id out of range.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
         """
         self.model.refuse_traced()
+        self.model.require_params("embed")
+        form = self._form(None if max_tokens is None else whole_number("max_tokens", max_tokens, 1))
+        if not isinstance(show_progress, bool | None):
+            raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
+        rows, total, single = self._requests(texts)
+        if show_progress is None:
+            show_progress = total is not None and total >= LONG and sys.stderr.isatty()
+        stream = Stream(form, np.zeros((total or 0, self.width * len(self.pipeline.pooling)), np.float32))
+        for made, more in rows:
+            stream.add(made, more)
+            if show_progress:
+                of = "" if total is None else f" of {total}"
+                print(f"\rembed: {len(stream.ids)}{of} texts", end="" if more else "\n", file=sys.stderr, flush=True)
+        out = self._finite(stream)
+        if isinstance(form, PackedForm):
+            self.model.last = form.model.last or self.model.last
+        return out[0] if single else out
+
+    def _requests(self, texts: Any) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
+        """Ids of the texts, chunk by chunk, and whether more follow; how many texts there are, where that is known;
+        and whether the request is a single string."""
+        if isinstance(texts, Iterator):
+
+            def read(chunk: tuple[int, list[Any]]) -> list[Ids]:
+                asked = split_prompts(chunk[1], f"texts[{chunk[0]}:]", flat=False)
+                return self._ids(asked.texts or asked.ids or [], asked.texts is not None, chunk[0])
+
+            return ahead(chunks(texts), read), None, False
         asked = split_prompts(texts, "texts", flat=False)
-        rows = self._rows(asked.texts) if asked.texts is not None else []
-        for i, ids in enumerate(asked.ids or []):
-            rows.append(id_list(ids, self.vocab_size, f"texts[{i}]"))
-            if not rows[-1]:
+        is_text, all_ = asked.texts is not None, asked.texts or asked.ids or []
+        return ahead(chunks(all_), lambda chunk: self._ids(chunk[1], is_text, chunk[0])), len(all_), asked.single
+
+    def _ids(self, items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
+        """Token ids of texts or of id lists; the first of them is number `first`."""
+        if is_text:
+            return self._tokenised(items, first)
+        rows = []
+        for i, ids in enumerate(items, first):
+            rows.append(np.array(id_list(ids, self.vocab_size, f"texts[{i}]"), np.int32))
+            if not len(rows[-1]):
                 raise RequestError(f"texts[{i}] has no token ids")
             check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
-        self._check_buckets([len(r) for r in rows])
-        out = np.zeros((len(rows), self.width * len(self.pipeline.pooling)), np.float32)
-        for chosen in _batches([len(r) for r in rows], self.buckets.batch[-1] if self.buckets.batch else BATCH):
-            out[chosen] = self._embed([rows[i] for i in chosen])
-        failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
-        if failed.size:
-            named = listing((f"texts[{i}]" for i in failed), 8)
-            message = f"embed: {failed.size} of {len(rows)} vectors are not finite: {named}"
-            raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*out])
-        return out[0] if asked.single else out
+        self._check_buckets([len(row) for row in rows], first)
+        return rows
 
-    def _rows(self, texts: list[str]) -> list[list[int]]:
+    def _tokenised(self, texts: Sequence[str], first: int) -> list[Ids]:
         if self.tokenizer is None:
             raise RequestError("strings need a tokenizer: the checkpoint has no tokenizer.json; pass token ids")
         # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
         limits = (self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions)
         longest = min((x for x in limits if x is not None), default=None)
-        rows = self.tokenizer.encode_batch([self.pipeline.prompt + t for t in texts], max_length=longest)
-        return [id_list(row, self.vocab_size, f"texts[{i}]") for i, row in enumerate(rows)]
+        prompted = [self.pipeline.prompt + text for text in texts] if self.pipeline.prompt else texts
+        lists = self.tokenizer.encode_batch(prompted, max_length=longest, first=first)
+        rows = [np.array(ids, np.int32) for ids in lists]
+        for i, row in enumerate(rows, first):
+            if not len(row) or row.max() >= self.vocab_size:
+                id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
+                raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
+        self._check_buckets([len(row) for row in rows], first)
+        return rows
 
-    def _embed(self, rows: list[list[int]]) -> np.ndarray[Any, Any]:
-        """Vectors of rows of similar length, padded to few different sizes."""
-        sizes = self._sizes(len(rows), longest := max(map(len, rows)))
-        keep = np.arange(longest)[None] < np.array([[len(r)] for r in rows])
-        hidden = self._hidden(pad_rows(rows, longest), {MASK: keep}, *sizes)
-        pooled = self.model.programs.call(Pooled(self.pipeline), hidden, padded_to(keep, *sizes))
-        return np.asarray(jax.device_get(pooled))[: len(rows)]
+    def _finite(self, stream: Stream) -> np.ndarray[Any, Any]:
+        """The vectors of a stream. In a row of several texts, what is not finite in one of them may reach the others:
+        they are run apart, and then only those of its own are not.
 
-    def _check_buckets(self, lengths: list[int]) -> None:
+        Raises:
+            NumericsError: there are some.
+        """
+        out = stream.finish()
+        failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
+        if failed.size:
+            stream.again(failed.tolist())
+            out = stream.finish()
+            failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
+        if failed.size:
+            named = listing((f"texts[{i}]" for i in failed), 8)
+            message = f"embed: {failed.size} of {len(out)} vectors are not finite: {named}"
+            raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*out])
+        return out
+
+    @functools.cached_property
+    def packing(self) -> str:
+        """Why `embed` gives each text a row of its own; empty if several share one."""
+        if self.buckets.batch or self.buckets.prompt:
+            return "the profile's buckets say which blocks there are"
+        try:
+            self.model.programs.template(ProgramKey(self.model.name, "packed", frozenset({MASK})))
+        except DeriveError as reason:
+            return str(reason)
+        return ""
+
+    def _form(self, max_tokens: int | None) -> Form:
+        if self.packing:
+            return RowForm(self.padded, self.pipeline, max_tokens)
+        settings = self.model.settings
+        sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
+        return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes)
+
+    def _check_buckets(self, lengths: list[int], first: int) -> None:
         """Refuse texts that no program is compiled for, before any of them runs."""
-        for i, length in enumerate(lengths):
+        for i, length in enumerate(lengths, first):
             if self.buckets.on_recompile == "error" and self.buckets.prompt and length > self.buckets.prompt[-1]:
                 raise RecompileError(
                     f"texts[{i}]: {length} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt of "
@@ -172,37 +246,27 @@ class Encoder:
 
     def warmup(self) -> None:
         """Run every program once that `embed` can need, whatever the lengths and the number of texts; then none of them
-        compiles. `hidden_states` runs the same ones, unless it is given `token_type_ids` or `position_ids`.
+        compiles. With buckets `hidden_states` runs the same ones, unless it is given `token_type_ids` or
+        `position_ids`.
 
         What compiles later all the same is counted in `report().recompiles`, and is as the profile's
         `buckets.on_recompile` says.
 
         Raises:
-            RequestError: the profile has no buckets for lengths and rows.
+            RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows.
         """
-        check_sizes(self.buckets)
+        form = self._form(None)
+        if isinstance(form, PackedForm):
+            blocks = [Block(rows, width, form.sizes.slots(width), ((0,),)) for rows, width in form.sizes.blocks]
+        else:
+            check_sizes(self.buckets)
+            every = [(rows, width) for rows in self.buckets.batch for width in self.buckets.prompt]
+            blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in every]
         with self.model.programs.warm_up():
-            for rows in self.buckets.batch:
-                for width in self.buckets.prompt:
-                    self._embed([[0] * width] * rows)
+            for block in blocks:
+                length = block.width if isinstance(form, RowForm) else 1
+                jax.block_until_ready(form.run(block, [np.zeros(length, np.int32)]))
 
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""
-        return self.model.report()
-
-
-def _batches(lengths: list[int], size: int) -> Iterator[list[int]]:
-    """Row numbers in batches of at most `size`, shortest first."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """`pool` by one pipeline."""
-
-    pipeline: SentencePipeline
-
-    def __call__(self, hidden: jax.Array, keep: jax.Array) -> jax.Array:
-        return pool(hidden, keep, self.pipeline)
+        return replace(self.model.report(), embedding=self.packing or "several texts in a row")

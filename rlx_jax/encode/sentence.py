@@ -186,6 +186,18 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.
     return pooled / jnp.sqrt(jnp.maximum(jnp.sum(pooled * pooled, axis=1, keepdims=True), 1e-24))
 
 
+def pool_segments(hidden: jax.Array, segments: jax.Array, slots: int, pipeline: SentencePipeline) -> jax.Array:
+    """As `pool`, of rows that hold several texts: hidden `[B, S, H]` → `[B, slots, H · len(pipeline.pooling)]` float32.
+
+    `segments` `[B, S]` int32 has 1, 2, 3 … at the tokens of each text of a row, up to `slots`, and 0 elsewhere. A slot
+    without a text holds zeros.
+    """
+    numbers = jnp.arange(1, slots + 1, dtype=segments.dtype)
+    keep = segments[:, None, :] == numbers[None, :, None]
+    pooled: jax.Array = jax.vmap(lambda keep: pool(hidden, keep, pipeline), in_axes=1, out_axes=1)(keep)
+    return pooled
+
+
 # -- pooling: tokens [B, S, H] float32, zero where keep [B, S] is False, to [B, H] ----------------------
 
 

@@ -36,7 +36,6 @@ from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
 from rlx_jax.runtime.inputs import (
-    as_row,
     bind_names,
     bind_sizes,
     check_length,
@@ -103,16 +102,17 @@ class CompiledModel:
         around: Around | None = None,
         last_only: bool = True,
         outputs: tuple[str, ...] | None = None,
+        given: frozenset[str] = frozenset(),
     ) -> BoundProgram:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
-        `outputs`: those that are wanted, by name; None for all.
+        `outputs`: those that are wanted, by name; None for all. `given`: the optional inputs that calls bring.
 
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
         if outputs == self.output_names:
             outputs = None
-        key = ProgramKey(self.name, self.program, outputs=outputs, last_only=last_only)
+        key = ProgramKey(self.name, self.program, given, outputs=outputs, last_only=last_only)
         template = self.programs.template(key)
         slots = {name: self.settings.buckets.ring(window, sizes["context"]) for name, window in template.rings.items()}
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
@@ -228,10 +228,7 @@ class CompiledModel:
         template = self._template(optional)
         declared = {i.input: i.type for i in template.mir.inputs}
         bounds = template.bounds
-        one_row = {d.name for d in known if d.rows_optional}
-        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
-        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == declared[n].rank - 1}
-        values = at_home(values, self.programs.division)
+        values = at_home({n: _value(n, given[n], t, bounds) for n, t in declared.items()}, self.programs.division)
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
         check_rows(values, bounds, sizes)

@@ -20,7 +20,7 @@ class Report:
 
     `program` is the one that ran last, with its sizes; what depends on sizes is of it. `compiles` counts compiled
     programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
-    warm-up, small functions beside them included.
+    warm-up, small functions beside them included. `embedding`: how an encoder lays texts out, or why not otherwise.
 
     Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
     divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
@@ -51,6 +51,7 @@ class Report:
     shardings: Mapping[str, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     collectives: Mapping[str, int] = field(default_factory=dict)
+    embedding: str = ""
 
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
@@ -67,6 +68,7 @@ class Report:
         rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"{'products':<18} {p}" for p in self.products]
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
+        rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
         rows += self._on_mesh() if self.mesh else []
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)

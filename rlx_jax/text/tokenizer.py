@@ -110,9 +110,9 @@ class Tokenizer:
         return self._encode([text], add_special_tokens, max_length)[0]
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
     ) -> list[list[int]]:
-        """The token ids of each text, unpadded; else as `encode`.
+        """The token ids of each text, unpadded; else as `encode`. `first`: the number that messages give the first one.
 
         Raises:
             RequestError: as `encode`, with the position of the text; or `texts` is itself a str.
@@ -121,7 +121,7 @@ class Tokenizer:
         if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
             raise RequestError(f"texts: expected a list of str, found {type(texts).__name__}")
         batch = list(texts)
-        for i, text in enumerate(batch):
+        for i, text in enumerate(batch, first):
             _check_text(text, f"texts[{i}]")
         return self._encode(batch, add_special_tokens, max_length)
 
@@ -167,10 +167,15 @@ class Tokenizer:
             raise RequestError(
                 f"max_length is {max_length}; expected at least {max(1, around)}, special tokens included"
             )
-        return _guard(
-            lambda: [self._cut(row, max_length - around, special) for row in encode(texts, add_special_tokens=False)],
-            "encoding failed",
-        )
+
+        def within() -> list[list[int]]:
+            rows = [row.ids for row in encode(texts, add_special_tokens=special)]
+            long = [i for i, ids in enumerate(rows) if len(ids) > max_length]
+            for i, row in zip(long, encode([texts[i] for i in long], add_special_tokens=False), strict=True):
+                rows[i] = self._cut(row, max_length - around, special)
+            return rows
+
+        return _guard(within, "encoding failed")
 
     # Truncation is a setting of the native object, which concurrent calls would take from each other;
     # so the text's own tokens are cut here, and the special ones come after.

@@ -1,0 +1,70 @@
+"""What the program `packed` makes of blocks that know the sequence: rows `[B, S]` hold several sequences, one after
+the other, and none sees another.
+
+Two inputs say where they are. `segments` `[batch, seq]` int32: 1, 2, 3 … for the tokens of each sequence of a row, 0
+where there is none. `positions` `[batch, seq]` int32: the place of each token in its own sequence, from 0. An order
+inside a row is that of its sequence, so causality and windows hold as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rlx_jax.errors import DeriveError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value, constant
+from rlx_jax.ir.ops.pointwise import CastTo, Compare, Where
+from rlx_jax.ir.ops.shape import Slice
+from rlx_jax.ir.types import TensorType, symbol
+
+F32 = np.dtype(np.float32)
+EACH = TensorType((symbol("batch"), symbol("seq")), np.dtype(np.int32))
+SEGMENTS, POSITIONS = Input("segments", type=EACH), Input("positions", type=EACH)
+ALL = (None, None, None)
+
+
+def check_names(graph: Graph) -> None:
+    """The flow has no inputs of these names.
+
+    Raises:
+        DeriveError: it has.
+    """
+    for leaf in (SEGMENTS, POSITIONS):
+        if any(i.input == leaf.input for i in graph.inputs):
+            raise DeriveError(
+                f"packed adds an input {quote(leaf.input)}; the flow has one of that name already, rename it"
+            )
+
+
+def declared(graph: Graph, types: TypeCache) -> Graph:
+    """The program with its two inputs."""
+    b = Builder.resume(graph, types)
+    b.inputs = [*graph.inputs, SEGMENTS, POSITIONS]
+    return b.finish(graph.outputs, graph.output_names)
+
+
+def positions(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """positions(x) → the input `positions`"""
+    return (b.leaf(POSITIONS),)
+
+
+def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """attention(q, k, v[, keep]) → attention(q, k, v, keep), which keeps keys of the query's own sequence alone"""
+    op = node.op
+    assert isinstance(op, hir.Attention)
+    q, k, v, *extra = inputs
+    if op.extra not in ((), ("keep",)):
+        raise DeriveError(
+            f"attention reads the operand {op.extra[-1]!r}, which is laid out for rows of one sequence: packed has no "
+            "rule for that"
+        )
+    if op.last or any(b.type(x).shape[1] != symbol("seq") for x in (q, k)):
+        raise DeriveError(f"attention reads keys {b.type(k)} of another sequence: there is no packed rule for that")
+    segments = b.leaf(SEGMENTS)
+    keep = b(Compare("eq"), b(Slice((ALL, None, ALL, None)), segments), b(Slice((ALL, None, None, ALL)), segments))
+    for mask in extra:
+        kept = mask if b.type(mask).rank == 4 else b(Slice((ALL, None, None, ALL)), mask)
+        keep = b(Where(), keep, b(CastTo(F32), kept), b.leaf(constant(0.0, F32)))
+    return b.add(replace(op, extra=("keep",)), q, k, v, keep)

@@ -1,0 +1,254 @@
+"""Texts through an encoder: laid out in calls, run one behind the other without waiting, and put back in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from rlx_jax.compiler.buckets import Buckets, smallest
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.encode.packing import Block, BlockSizes, apart, plan
+from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
+from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.text.opening import primary
+from rlx_jax.text.padding import block_width, bucket, padded_to
+from rlx_jax.text.requests import Ids, pad_rows
+
+MASK = "attention_mask"
+BATCH = 32
+CHUNK = 2048
+"""Texts that are read and tokenised at once; the next ones are while these run."""
+AHEAD = 32
+"""Calls whose vectors are not fetched yet."""
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Form(Protocol):
+    """How texts are laid out and run."""
+
+    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+        """Calls for texts of these lengths. Where `more` texts follow, some may be left for later."""
+
+    def apart(self, lengths: Sequence[int]) -> list[Block]:
+        """Calls in which no text is in the row of another."""
+
+    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+        """The vectors of a block `[rows, slots, D]`; `ids` are of all texts that its numbers may name."""
+
+
+# -- several texts in a row --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PooledSegments:
+    """Around `packed`: the vectors of each row's texts `[B, slots, D]` in place of hidden states."""
+
+    pipeline: SentencePipeline
+    slots: int
+
+    def __call__(self, hidden: Function) -> Function:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            (states, *_), state = hidden(params, state, inputs)
+            return (pool_segments(states, inputs["segments"], self.slots, self.pipeline),), state
+
+        return function
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """Rows of several texts, by the program `packed` of `model`."""
+
+    model: CompiledModel
+    pipeline: SentencePipeline
+    sizes: BlockSizes
+
+    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+        blocks = plan(lengths, self.sizes)
+        return [b for b in blocks if len(b.texts) == self.sizes.of(b.width)[0]] if more else blocks
+
+    def apart(self, lengths: Sequence[int]) -> list[Block]:
+        return apart(lengths, self.sizes)
+
+    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+        tokens, segments, positions = np.zeros((3, block.rows, block.width), np.int32)
+        for row, texts in enumerate(block.texts):
+            at = 0
+            for number, text in enumerate(texts, 1):
+                end = at + len(ids[text])
+                tokens[row, at:end], segments[row, at:end] = ids[text], number
+                positions[row, at:end] = np.arange(end - at)
+                at = end
+        inputs = {self.model.flow.inputs[0].name: tokens, MASK: (segments > 0).astype(np.int32)}
+        program = self.model.bound(
+            {"batch": block.rows, "seq": block.width},
+            PooledSegments(self.pipeline, block.slots),
+            last_only=False,
+            outputs=self.model.output_names[:1],
+            given=frozenset({MASK}),
+        )
+        (vectors,), _ = program({**inputs, "segments": segments, "positions": positions}, {})
+        return vectors  # type: ignore[no-any-return]
+
+
+# -- a row for each text -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """`pool` by one pipeline."""
+
+    pipeline: SentencePipeline
+
+    def __call__(self, hidden: jax.Array, keep: jax.Array) -> jax.Array:
+        return pool(hidden, keep, self.pipeline)
+
+
+@dataclass(frozen=True)
+class PaddedBlocks:
+    """The forward program of `model` for blocks that are padded to few sizes."""
+
+    model: CompiledModel
+    buckets: Buckets
+    max_positions: int | None
+
+    def sizes(self, rows: int, width: int) -> tuple[int, int]:
+        """Rows and tokens of the program for so many."""
+        batch = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, BATCH))
+        return batch, block_width(self.buckets, width, self.max_positions)
+
+    def hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
+        """Hidden states `[rows, width, H]` of a block `[B, S]` and inputs like it, padded with tokens that no other
+        sees. A row that is padding holds one token."""
+        if (rows, width) != block.shape:
+            inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
+            inputs[MASK][block.shape[0] :, 0] = 1
+        return primary(self.model(padded_to(block, rows, width), **inputs))
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A row for each text, shortest first, `tokens` of a call at most, and one row at least."""
+
+    padded: PaddedBlocks
+    pipeline: SentencePipeline
+    tokens: int | None
+
+    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
+        return self.apart(lengths)
+
+    def apart(self, lengths: Sequence[int]) -> list[Block]:
+        most = self.padded.buckets.batch[-1] if self.padded.buckets.batch else BATCH
+        order = sorted(range(len(lengths)), key=lambda text: lengths[text])
+        blocks: list[Block] = []
+        while order:
+            chosen = order[:most]
+            while len(chosen) > 1 and self.tokens is not None and self._tokens(chosen, lengths) > self.tokens:
+                chosen = chosen[:-1]
+            blocks.append(Block(*self._sizes(chosen, lengths), 1, tuple((text,) for text in chosen)))
+            order = order[len(chosen) :]
+        return blocks
+
+    def _sizes(self, texts: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+        return self.padded.sizes(len(texts), max(lengths[text] for text in texts))
+
+    def _tokens(self, texts: Sequence[int], lengths: Sequence[int]) -> int:
+        rows, width = self._sizes(texts, lengths)
+        return rows * width
+
+    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+        rows = [ids[text] for (text,) in block.texts]
+        longest = max(map(len, rows))
+        keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
+        hidden = self.padded.hidden(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
+        call = self.padded.model.programs.call
+        return call(Pooled(self.pipeline), hidden, padded_to(keep, block.rows, block.width))  # type: ignore[no-any-return]
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """Texts on their way through a form: their ids, those that wait for others, and the vectors that are there."""
+
+    form: Form
+    vectors: Vectors
+    ids: list[Ids] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    running: deque[tuple[jax.Array, list[list[int]]]] = field(default_factory=deque)
+
+    def add(self, rows: Sequence[Ids], more: bool) -> None:
+        """Run what these texts and those that wait make up: all of it, if no `more` follow."""
+        self.waiting += range(len(self.ids), len(self.ids) + len(rows))
+        self.ids += rows
+        self._make_room()
+        texts = self.waiting
+        blocks = self.form.plan([len(self.ids[text]) for text in texts], more)
+        self._run(blocks, texts)
+        ran = {text for block in blocks for row in block.texts for text in row}
+        self.waiting = [text for at, text in enumerate(texts) if at not in ran]
+
+    def again(self, texts: Sequence[int]) -> None:
+        """Run these once more, each in a row of its own."""
+        self._run(self.form.apart([len(self.ids[text]) for text in texts]), texts)
+
+    def finish(self) -> Vectors:
+        """All vectors, when they are there."""
+        while self.running:
+            self._fetch()
+        return self.vectors[: len(self.ids)]
+
+    def _run(self, blocks: Sequence[Block], texts: Sequence[int]) -> None:
+        """Blocks whose numbers are places in `texts`."""
+        ids = [self.ids[text] for text in texts]
+        for block in blocks:
+            made = self.form.run(block, ids)
+            made.copy_to_host_async()
+            self.running.append((made, [[texts[at] for at in row] for row in block.texts]))
+            if len(self.running) > AHEAD:
+                self._fetch()
+
+    def _fetch(self) -> None:
+        made, rows = self.running.popleft()
+        host = np.asarray(jax.device_get(made))
+        for row, texts in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
+            self.vectors[texts] = row[: len(texts)]
+
+    def _make_room(self) -> None:
+        if len(self.ids) > len(self.vectors):
+            larger = np.zeros((max(len(self.ids), 2 * len(self.vectors)), self.vectors.shape[1]), np.float32)
+            larger[: len(self.vectors)] = self.vectors
+            self.vectors = larger
+
+
+def chunks(items: Sequence[T] | Iterator[T]) -> Iterator[tuple[int, list[T]]]:
+    """Consecutive items, `CHUNK` at a time, and the number of the first."""
+    source, first = iter(items), 0
+    while chunk := list(islice(source, CHUNK)):
+        yield first, chunk
+        first += len(chunk)
+
+
+def ahead(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:
+    """Each chunk prepared, and whether another follows, which is prepared in a thread in the meantime."""
+    chunk = next(chunks, None)
+    if chunk is None:
+        return
+    with ThreadPoolExecutor(1) as pool:
+        made = prepare(chunk)
+        while (chunk := next(chunks, None)) is not None:
+            coming = pool.submit(prepare, chunk)
+            yield made, True
+            made = coming.result()
+        yield made, False

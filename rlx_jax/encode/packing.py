@@ -1,0 +1,147 @@
+"""Which texts stand together: rows that hold several, and the few sizes of programs that they run in.
+
+Every size of a program is compiled, so there are at most eight of them for texts of up to 8192 tokens. A row is filled
+with texts, the longest that fits first, and programs take rows of one width; what pads is the end of each row. Token by
+token all rows cost the same; attention costs more in wider ones, and every call of a program something by itself. So
+texts are laid out at each width, and the cheapest is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FINE, COARSE = (64, 128, 256, 512), (128, 512, 2048, 8192)
+"""Widths of rows, for texts of up to 512 tokens and for longer ones."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides on a device. `tokens` are those of one call, `small` the blocks beside, rows and width. In the time
+    of one token that sees no other: a call costs `call`, and seeing one more token costs a token `seen`. A row holds a
+    text for every `slot` tokens, and no more."""
+
+    tokens: int
+    small: tuple[tuple[int, int], ...]
+    call: float
+    seen: float
+    slot: int
+
+
+COSTS = {
+    "cpu": Costs(512, ((1, 16), (1, 64), (1, 128), (1, 256)), 16.0, 0.001, 4),
+    "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),
+}
+
+
+def costs_on(kind: str) -> Costs:
+    """Those of a platform; what is not known is taken for a GPU."""
+    return COSTS.get(kind, COSTS["cuda"])
+
+
+@dataclass(frozen=True)
+class Block:
+    """One call: `rows` rows of `width` tokens with room for `slots` texts each, and the texts in each by number; rows
+    that are not listed are empty."""
+
+    rows: int
+    width: int
+    slots: int
+    texts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The blocks that there are, rows and width. `tokens`: rows wider than that are only for texts that need them."""
+
+    blocks: tuple[tuple[int, int], ...]
+    tokens: int
+    costs: Costs
+
+    def cost(self, rows: int, width: int) -> float:
+        """Of one call."""
+        return self.costs.call + rows * width * (1 + self.costs.seen * width)
+
+    def of(self, width: int) -> list[int]:
+        """The rows of blocks of one width, the largest first."""
+        return sorted((rows for rows, w in self.blocks if w == width), reverse=True)
+
+    def slots(self, width: int) -> int:
+        """Texts that a row of this width may hold."""
+        return max(1, width // self.costs.slot)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(sorted({width for _, width in self.blocks}))
+
+
+def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int = 1) -> BlockSizes:
+    """The blocks for texts of up to `longest` tokens: of at most `tokens` (those of the device if None) and one row at
+    least. Rows are a multiple of `share`, the devices that they are divided over."""
+    limit = costs.tokens if tokens is None else tokens
+    widths = list(FINE if longest <= FINE[-1] else COARSE)
+    while widths[-1] < longest:
+        widths.append(4 * widths[-1])
+    widths = widths[: 1 + next(i for i, width in enumerate(widths) if width >= longest)]
+    full = {(max(1, limit // width), width) for width in widths}
+    small = {(rows, width) for rows, width in costs.small if rows * width <= limit and width <= widths[-1]}
+    return BlockSizes(tuple(sorted({(-(-rows // share) * share, width) for rows, width in full | small})), limit, costs)
+
+
+def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[int, list[tuple[int, ...]]]:
+    """Rows by width. The longest text left opens a row, of the first width from number `narrowest` on that holds it,
+    and then the longest that still fits goes in, again and again."""
+    widths = sizes.widths[narrowest:]
+    waiting: dict[int, list[int]] = {}
+    for text, length in enumerate(lengths):
+        waiting.setdefault(length, []).append(text)
+    present = sorted(waiting)
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    while present:
+        width = room = next(w for w in widths if w >= present[-1])
+        texts: list[int] = []
+        while len(texts) < sizes.slots(width) and (at := bisect_right(present, room) - 1) >= 0:
+            length = present[at]
+            texts.append(waiting[length].pop())
+            room -= length
+            if not waiting[length]:
+                del present[at]
+        rows.setdefault(width, []).append(tuple(texts))
+    return rows
+
+
+def blocks_of(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) -> list[Block]:
+    """Calls for rows of one width: full ones, and for the rest the cheapest of one kind."""
+    full = sizes.of(width)[0]
+    whole = len(rows) // full * full
+    made = [Block(full, width, sizes.slots(width), tuple(rows[at : at + full])) for at in range(0, whole, full)]
+    rest = rows[whole:]
+    if rest:
+        size = min(sizes.of(width), key=lambda n: -(-len(rest) // n) * sizes.cost(n, width))
+        made += [
+            Block(size, width, sizes.slots(width), tuple(rest[at : at + size])) for at in range(0, len(rest), size)
+        ]
+    return made
+
+
+def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
+    """The cheapest calls for texts of these lengths: laid out in rows of each width and wider ones where needed."""
+    if not lengths:
+        return []
+    plans = []
+    for first, width in enumerate(sizes.widths):
+        if first and width > sizes.tokens:
+            break
+        rows = fill(lengths, sizes, first)
+        blocks = [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
+        plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), first, blocks))
+    return min(plans)[2]
+
+
+def apart(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
+    """Calls in which every text has a row of its own."""
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    for text, length in enumerate(lengths):
+        rows.setdefault(next(w for w in sizes.widths if w >= length), []).append((text,))
+    return [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
