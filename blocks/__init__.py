@@ -81,6 +81,8 @@ from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_l
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused as qwen3_prefill_layer_fused
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused_kv as qwen3_prefill_layer_fused_kv
 from rlx_jax.blocks.rope import RopeTables as RopeTables
+from rlx_jax.blocks.self_attention import Activation as Activation
+from rlx_jax.blocks.self_attention import SelfAttention as SelfAttention
 from rlx_jax.blocks.streams import DualStream as DualStream
 from rlx_jax.blocks.streams import LoadStream as LoadStream
 from rlx_jax.blocks.streams import StoreStream as StoreStream
@@ -94,8 +96,8 @@ from rlx_jax.ir.hir import MaskKind as MaskKind
 
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
-    | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | Custom
-    | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd
+    | GatherLastToken | LmHead | Linear | ResidualSave | ResidualAdd | SwiGlu | SelfAttnPrefill | SelfAttention | Custom
+    | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd | Activation
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer

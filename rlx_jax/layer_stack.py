@@ -168,6 +168,29 @@ class Stages:
         """RMSNorm under `model.norm.weight`."""
         return self.stage(blocks.RmsNorm("model.norm.weight", eps))
 
+    def attention(self, stage: blocks.SelfAttention) -> Self:
+        """Self-attention with its projections: `[B, S, H]` → same. `blocks.SelfAttention.hf(prefix, heads)` names
+        Hugging Face's keys."""
+        if not isinstance(stage, blocks.SelfAttention):
+            raise GraphError(f"{self.where()}: attention: expected a blocks.SelfAttention, got {shown(stage)}")
+        return self.stage(stage)
+
+    def relu(self) -> Self:
+        """max(x, 0)."""
+        return self.stage(blocks.Activation("relu"))
+
+    def gelu(self) -> Self:
+        """½x(1 + erf(x/√2))."""
+        return self.stage(blocks.Activation("gelu"))
+
+    def gelu_tanh(self) -> Self:
+        """½x(1 + tanh(√(2/π)(x + 0.044715x³)))."""
+        return self.stage(blocks.Activation("gelu_tanh"))
+
+    def silu(self) -> Self:
+        """x σ(x)."""
+        return self.stage(blocks.Activation("silu"))
+
     def gelu_ffn(self, prefix: str) -> Self:
         """`gelu(x W₁ + b₁) W₂ + b₂` under BERT's keys."""
         return self.stage(blocks.GeluFfn.hf_bert(prefix))

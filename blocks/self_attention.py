@@ -1,0 +1,185 @@
+"""Self-attention with its projections, as most families have it; and activations as stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx_jax.blocks.contracts import KvCacheContract
+from rlx_jax.blocks.rope import positions_of, registers
+from rlx_jax.errors import GraphError, WeightShapeError, quote
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.trace.attention import Rotary, Window
+from rlx_jax.trace.emit import Emit, FlowValue
+
+Three = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """`softmax(mask(scale · q kᵀ) + bias) v Wo + bo` with q, k, v = x Wq + bq, x Wk + bk, x Wv + bv: `[B,S,H]` → same.
+
+    Weights are `[out, in]`, or `[in, out]` without `transpose`: q `[N·D, H]`, k and v `[K·D, H]`, `out` `[H, N·D]`.
+
+    Args:
+        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one.
+        out: the projection behind; None leaves the context `[B,S,N·D]`. `out_bias`: its bias.
+        heads: N. `kv_heads`: K, N by default. `head_dim`: D, by default H / N.
+        causal: a token reads those up to its own; else all.
+        window: as in `emit.attention`: a distance, or (before, behind).
+        mask_input: an input that keeps keys, as `mask` of `emit.attention`; it may be absent. Without a name the mask
+            of an `AttnMask` stage before is read, if there is one.
+        bias: the name of a registered value (`emit.set_named`) that is added to the scores.
+        rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head, as `rope_style`
+            says. `rope`: by the RopeTables of that name instead, "" for those without a name.
+        name: the block path of the whole.
+
+    Raises:
+        GraphError: options that contradict. WeightShapeError: a weight of another width than the heads have.
+    """
+
+    qkv: str | Three
+    out: str | None
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: str | Three | None = None
+    out_bias: str | None = None
+    transpose: bool = True
+    causal: bool = False
+    window: Window = None
+    mask_input: str | None = None
+    bias: str | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    rope_theta: float | None = None
+    rope: str | None = None
+    n_rot: int | None = None
+    rope_style: str = "half"
+    name: str = "self_attn"
+
+    @staticmethod
+    def hf(
+        prefix: str, heads: int, *, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
+        bias: bool = True, head_dim: int | None = None, causal: bool = False, mask_input: str | None = None,
+    ) -> SelfAttention:  # fmt: skip
+        """Keys `{prefix}.{name}.weight` and, with `bias`, `.bias`, of q, k, v and out, or of qkv and out."""
+        if len(names) not in (2, 4):
+            raise GraphError(f"{prefix}: SelfAttention.hf: names are those of q, k, v and out, or of qkv and out")
+        *inner, out = (f"{prefix}.{name}.weight" for name in names)
+        *biases, out_bias = (f"{prefix}.{name}.bias" if bias else None for name in names)
+        return SelfAttention(
+            _keys(inner), out, heads, head_dim=head_dim, qkv_bias=_keys([b for b in biases if b]) if bias else None,
+            out_bias=out_bias, causal=causal, mask_input=mask_input,
+        )  # fmt: skip
+
+    def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
+        """What it keeps for an input `[B, S, H]`."""
+        return KvCacheContract.packed(hidden, (self.kv_heads or self.heads) * self._width(emit, hidden))
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "SelfAttention")
+        with emit.scope(self.name):
+            width = self._width(emit, x.type)
+            q, k, v = self._projections(emit, x, width)
+            bias = None if self.bias is None else emit.named(self.bias)
+            context = emit.attention(
+                q, k, v, heads=self.heads, kv_heads=self.kv_heads or self.heads, causal=self.causal, window=self.window,
+                mask=self._mask(emit), bias=bias, scale=self.scale, softcap=self.softcap,
+                rope=self._rotary(emit, x, width),
+            )  # fmt: skip
+            if self.out is None:
+                if self.out_bias is not None:
+                    raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} and no out=")
+                return context
+            return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"))
+
+    # -- the parts ---------------------------------------------------------------------------
+
+    def _width(self, emit: Emit, hidden: TensorType) -> int:
+        if self.head_dim is not None:
+            return self.head_dim
+        size = hidden.shape[-1]
+        if not is_static(size) or self.heads < 1 or size % self.heads:
+            raise GraphError(f"{emit.path}: SelfAttention: {hidden} is not whole in {self.heads} heads; give head_dim=")
+        return int(size) // self.heads
+
+    def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
+        kv = (self.kv_heads or self.heads) * width
+        columns = (self.heads * width, kv, kv)
+        if isinstance(self.qkv, str):
+            if self.qkv_bias is not None and not isinstance(self.qkv_bias, str):
+                raise GraphError(f"{emit.path}: SelfAttention: one weight {quote(self.qkv)} has one bias")
+            packed = self._linear(emit, x, self.qkv, self.qkv_bias, ("heads", "hidden"), sum(columns))
+            return emit.split(packed, columns)
+        if isinstance(self.qkv_bias, str):
+            raise GraphError(f"{emit.path}: SelfAttention: three weights have three biases, got {quote(self.qkv_bias)}")
+        biases = self.qkv_bias or (None, None, None)
+        shared = "heads" if self.kv_heads is None else "kv_heads"
+        roles = (("heads", "hidden"), (shared, "hidden"), (shared, "hidden"))
+        made = zip(self.qkv, biases, roles, columns, strict=True)
+        return tuple(self._linear(emit, x, key, bias, role, wide) for key, bias, role, wide in made)
+
+    def _linear(
+        self, emit: Emit, x: FlowValue, key: str, bias: str | None, roles: tuple[str, str], columns: int | None = None
+    ) -> FlowValue:
+        """A product with a stored weight; `roles` are those of `[out, in]`."""
+        with emit.scope(_part(key)):
+            stored = roles if self.transpose else roles[::-1]
+            y = emit.linear(x, key, bias, transpose=self.transpose, roles=stored)
+            if columns is not None and y.type.shape[-1] != columns:
+                raise WeightShapeError(
+                    f"{emit.path}: SelfAttention: weight {quote(key)} gives {y.type}; expected {columns} columns for "
+                    f"{self.heads} query and {self.kv_heads or self.heads} key heads"
+                )
+            return y
+
+    def _mask(self, emit: Emit) -> FlowValue | None:
+        if self.mask_input is not None:
+            return emit.optional_input(self.mask_input)
+        return emit.state.named.get("attn_mask")
+
+    def _rotary(self, emit: Emit, x: FlowValue, width: int) -> Rotary[FlowValue] | None:
+        if self.rope_theta is not None and self.rope is not None:
+            raise GraphError(f"{emit.path}: SelfAttention: rope_theta makes tables, rope={self.rope!r} names some; one")
+        if self.rope_theta is not None:
+            with emit.scope("rotary_emb"):
+                at = positions_of(emit, x)
+                return emit.rotary(
+                    at, head_dim=width, theta=self.rope_theta, n_rot=self.n_rot, style=self.rope_style
+                )  # fmt: skip
+        if self.rope is None:
+            if self.n_rot is not None or self.rope_style != "half":
+                raise GraphError(f"{emit.path}: SelfAttention: n_rot and rope_style go with rope_theta or rope")
+            return None
+        if self.rope:
+            cos, sin = (emit.named(register) for register in registers(self.rope))
+        elif emit.state.rope_cos is not None and emit.state.rope_sin is not None:
+            cos, sin = emit.state.rope_cos, emit.state.rope_sin
+        else:
+            raise GraphError(f'{emit.path}: SelfAttention: rope="" reads a RopeTables stage, and none ran before')
+        return Rotary(cos, sin, width if self.n_rot is None else self.n_rot, self.rope_style)
+
+
+def _keys(keys: list[str]) -> str | Three:
+    """One key, or those of q, k and v."""
+    if len(keys) == 1:
+        return keys[0]
+    q, k, v = keys
+    return q, k, v
+
+
+def _part(key: str) -> str:
+    """`q_proj` of `layers.0.q_proj.weight`."""
+    parts = key.split(".")
+    return parts[-2] if len(parts) > 1 else parts[-1]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of each element, by its name in `UNARY`: relu, gelu, gelu_tanh, silu …"""
+
+    kind: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        return emit.add_node(Unary(self.kind), emit.require(value, f"Activation({self.kind})"))
