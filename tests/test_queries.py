@@ -251,3 +251,40 @@ def test_the_same_by_functions() -> None:
     graph = m.finish()
     assert queries.users(graph, a.node) == tuple(sorted(v.node for v in m.users(a)))
     assert queries.reverse_topo(graph)[0] == len(graph.nodes) - 1 and queries.has_dynamic_dims(graph)
+
+
+# -- what a stage can ask of its Emit ------------------------------------------------------------
+
+
+def test_made_up_numbers_are_no_parameters() -> None:
+    """They are registered, and stay out of the weights."""
+    seen = []
+
+    def stage(emit: Any, x: Any) -> Any:
+        emit.synth_param("table", [0.5, 1.0, 1.5, 2.0], (2, 2))
+        y = emit.linear(x, "w") + emit.named("table")[1] + emit.synth_zeros("none", 2)
+        graph, params = emit.hir_and_params()
+        seen.append((emit.node_shape(y), graph.outputs, {key: spec.shape for key, spec in params.items()}))
+        return y
+
+    w, x = RNG.normal(size=(2, 4)).astype("f4"), RNG.normal(size=(3, 4)).astype("f4")
+    model: Any = rlx.compile(rlx.ModelFlow("f").input("x", (3, 4)).custom(stage), {"w": w})
+    assert_close(model(x), (x.astype("f8") @ w.T + [1.5, 2.0]).astype("f4"))
+    assert set(model.params) == {"w"} and seen[0] == ((3, 2), (), {"w": (2, 4)})
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda e: e.synth_param("a", [1.0, 2.0], (3,)), ShapeError, r"2 numbers are no \[3\]"),
+        (lambda e: e.synth_param("a", ["x"]), GraphError, "expected numbers, got <U1"),
+        (lambda e: [e.synth_zeros("a", 2), e.synth_zeros("a", 2)], NameCollisionError, "'a' is registered already"),
+    ],
+)
+def test_made_up_numbers_that_are_refused(call: Any, error: Any, text: str) -> None:
+    def stage(emit: Any, x: Any) -> Any:
+        call(emit)
+        return x
+
+    with pytest.raises(error, match=text):
+        rlx.ModelFlow("f").input("x", (3, 4)).custom(stage).build()

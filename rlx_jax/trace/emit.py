@@ -7,10 +7,12 @@ operators on values, the methods of `Emit`, or `emit.jax` for any JAX function.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlx_jax.errors import (
@@ -29,7 +31,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
@@ -39,6 +41,17 @@ from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 
 F32 = np.dtype(np.float32)
+
+
+def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:
+    """Numbers that a stage made up, as an array."""
+    try:
+        array = np.asarray(data)
+    except (ValueError, TypeError) as error:
+        raise GraphError(f"{where}: not an array: {first_line(error)}") from error
+    if array.dtype.kind not in "biuf" or not array.size:
+        raise GraphError(f"{where}: expected numbers, got {array.dtype} {list(array.shape)}")
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> TensorType:
@@ -282,6 +295,39 @@ class Emit(Builders[FlowValue]):
         """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
         value = self.param(key)
         return value.transpose() if transpose else value
+
+    def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> FlowValue:
+        """Made-up numbers, registered as `name` for later stages: a constant of the program of at most 1 MiB.
+
+        It is no parameter: `model.params`, gradients and checkpoints do not have it. `shape` is that of `data` if it
+        is flat.
+
+        Raises:
+            ShapeError: there are not so many numbers. NameCollisionError: something is registered as `name`.
+        """
+        array = read_numbers(data, f"{self.path}: synth_param {quote(name)}")
+        if shape is not None and math.prod(shape) != array.size:
+            raise ShapeError(f"{self.path}: synth_param {quote(name)}: {array.size} numbers are no {list(shape)}")
+        if name in self.state.named:
+            raise NameCollisionError(f"{self.path}: {quote(name)} is registered already")
+        with self.scope(name):
+            value = self.constant(array if shape is None else array.reshape(tuple(shape)))
+        self.set_named(name, value)
+        return value
+
+    def synth_zeros(self, name: str, length: int) -> FlowValue:
+        """f32 zeros `[length]`, registered as `name`."""
+        return self.synth_param(name, np.zeros(length, np.float32))
+
+    def node_shape(self, value: FlowValue) -> tuple[int | Dim, ...]:
+        """The shape of a value: `value.shape`."""
+        return self.shape(value).shape
+
+    def hir_and_params(self) -> tuple[Graph, dict[str, jax.ShapeDtypeStruct]]:
+        """What was written so far: the nodes, and the weights that they read, by key. The graph has no outputs yet."""
+        graph = self.builder.finish(())
+        stored = (k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program))
+        return graph, {k.key: k.type.spec for k in stored}
 
     def has_param(self, key: str) -> bool:
         """Whether the weight source holds `key`."""
