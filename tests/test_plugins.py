@@ -362,7 +362,12 @@ def test_a_new_norm_by_hooks_trains_and_generates() -> None:
 
 
 def test_a_cross_attention_layer_by_hooks_trains() -> None:
-    extra = {"x.q.weight": (6, H), "x.k.weight": (6, 4), "x.v.weight": (6, 4), "x.o.weight": (H, 6)}
+    extra: dict[str, tuple[int, ...]] = {
+        "x.q.weight": (6, H),
+        "x.k.weight": (6, 4),
+        "x.v.weight": (6, 4),
+        "x.o.weight": (H, 6),
+    }
     recipe, weights = recipe_and_weights(extra)
 
     def layer(ctx: Any) -> Any:

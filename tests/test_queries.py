@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -144,7 +145,8 @@ def test_biases_of_a_decoder_block() -> None:
 
     weights = {n: RNG.normal(0, 0.5, s).astype("f4") for n, s in SHAPES.items()}
     given = [RNG.normal(size=s).astype("f4") for s in ((1, 3, 8), (1, 3, 2), (1, 3, 2))]
-    a, b = (rlx.compile(Graph.define("m", lambda m, f=flag: layer(m, f)), weights)(*given) for flag in (True, False))
+    modules = (Graph.define("m", functools.partial(layer, biases=flag)) for flag in (True, False))
+    a, b = (rlx.compile(module, weights)(*given) for module in modules)
     assert_close(a, np.asarray(b))
     with pytest.raises(GraphError, match="unknown biases"):
         m = Graph.hir("m")

@@ -94,6 +94,7 @@ def inline_into(
     mapped: dict[Value, Value] = {}
     for number, node in enumerate(graph.nodes):
         op = node.op
+        new: tuple[Value, ...]
         if isinstance(op, Input):
             new = (_fits(b, graph, op.input, op.type, inputs[op.input]),)
         elif isinstance(op, Param) and params is not None:

@@ -25,7 +25,7 @@ def _layer_flops(op: Any, operands: Types, results: Types) -> int:
     hidden, given = operands[0], op.names(operands)
     tokens = int(hidden.shape[0]) * int(hidden.shape[1])
     matrices = sum(2 * tokens * t.size for name, t in given.items() if name.endswith("_w"))
-    return matrices + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
+    return int(matrices) + 4 * tokens * int(hidden.shape[1]) * int(op.heads) * int(op.head_dim)
 
 
 def _product(x: Array, w: Array, b: Array | None) -> Array:
@@ -63,7 +63,7 @@ class FusedAttentionBlock(Mir):
 
     def names(self, operands: Any) -> dict[str, Any]:
         """The operands by name."""
-        names = ("hidden", "qkv_w", "out_w", "mask")
+        names: tuple[str, ...] = ("hidden", "qkv_w", "out_w", "mask")
         names += ("qkv_b", "out_b") if self.has_bias else ()
         names += ("cos", "sin") if self.has_rope else ()
         return _named("fused_attention_block", names, operands)
