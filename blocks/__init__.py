@@ -51,6 +51,13 @@ from rlx_jax.blocks.encoder import BertEncoderLayerSpec as BertEncoderLayerSpec
 from rlx_jax.blocks.ffn import GeGlu as GeGlu
 from rlx_jax.blocks.ffn import GeluFfn as GeluFfn
 from rlx_jax.blocks.ffn import SwiGlu as SwiGlu
+from rlx_jax.blocks.flux2 import Flux2BlockSpec as Flux2BlockSpec
+from rlx_jax.blocks.flux2 import Flux2Conditioning as Flux2Conditioning
+from rlx_jax.blocks.flux2 import Flux2DoubleBlock as Flux2DoubleBlock
+from rlx_jax.blocks.flux2 import Flux2JoinStreams as Flux2JoinStreams
+from rlx_jax.blocks.flux2 import Flux2Output as Flux2Output
+from rlx_jax.blocks.flux2 import Flux2Rope as Flux2Rope
+from rlx_jax.blocks.flux2 import Flux2SingleBlock as Flux2SingleBlock
 from rlx_jax.blocks.gemma import GemmaStyle as GemmaStyle
 from rlx_jax.blocks.gemma import gemma2_layer_mask as gemma2_layer_mask
 from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
@@ -101,5 +108,6 @@ FlowStage = (
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer
+    | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
 )  # fmt: skip
 """Every stage."""

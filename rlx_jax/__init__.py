@@ -23,6 +23,7 @@ from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
+from rlx_jax.models.flux2 import Flux2Flow as Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow

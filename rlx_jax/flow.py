@@ -81,11 +81,18 @@ class ModelFlow(Stages):
     # -- declaring ---------------------------------------------------------------------------
 
     def input(
-        self, name: str, shape: Sequence[int | str], dtype: Any = "float32", default: float | str | None = REQUIRED
+        self,
+        name: str,
+        shape: Sequence[int | str],
+        dtype: Any = "float32",
+        default: float | str | None = REQUIRED,
+        *,
+        rows_optional: bool = False,
     ) -> ModelFlow:
         """Declare an input; strings in the shape are symbolic dimensions (`batch` and `seq` have meaning).
 
-        `default` makes it optional: a number, "positions", or None (the stages that read it do without).
+        `default` makes it optional: a number, "positions", or None (the stages that read it do without). With
+        `rows_optional` a call may leave out the first axis of the shape: what it gives is one row.
         """
         declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self.inputs):
@@ -93,7 +100,9 @@ class ModelFlow(Stages):
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
-        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default)))
+        if rows_optional and not declared.rank:
+            raise GraphError(f"input {name}: rows_optional, and it has no axes: {declared}")
+        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default, bool(rows_optional))))
 
     def with_profile(self, profile: CompileProfile) -> ModelFlow:
         """Use `profile` unless `compile` gets another."""

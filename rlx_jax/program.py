@@ -25,11 +25,15 @@ POSITIONS = "positions"
 
 @dataclass(frozen=True)
 class InputDecl:
-    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without)."""
+    """A declared input. `default`: REQUIRED, POSITIONS (0, 1, 2 …), a number, or None (absent: stages do without).
+
+    With `rows_optional` a call may leave out the first axis: what it gives is one row.
+    """
 
     name: str
     type: TensorType
     default: float | str | None = REQUIRED
+    rows_optional: bool = False
 
     @property
     def optional(self) -> bool:

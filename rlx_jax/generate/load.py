@@ -8,7 +8,7 @@ from typing import Any
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.sentence import load_pipeline
-from rlx_jax.errors import ConfigError, quote
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
@@ -50,6 +50,11 @@ def load(
     pipeline = load_pipeline(folder)
     folder = folder.below(pipeline.transformer) if pipeline else folder
     pretrained = open_pretrained(folder, strict=strict, **options)
+    if pretrained.kind == "denoiser":
+        raise UnsupportedError(
+            f"{quote(folder.path)}: one step of a denoising model is a plain function: "
+            "rlx_jax.compile(rlx_jax.from_pretrained(path))"
+        )
     own = pretrained.recipe
     flow = ModelFlow.from_recipe(own if recipe is None else rebound(recipe, own))
     if dtype is not None:

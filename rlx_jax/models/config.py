@@ -192,7 +192,10 @@ def read_config(folder: Folder) -> Fields:
 
 
 def architecture(config: Fields) -> tuple[str, str]:
-    """`model_type` and the first of `architectures` ("" if the config names none)."""
+    """`model_type` and the first of `architectures` ("" if the config names none); what diffusers writes has
+    `_class_name`, which is both."""
+    if "model_type" not in config.values and "_class_name" in config.values:
+        return (config.text("_class_name"),) * 2
     if "model_type" not in config.values:
         raise ConfigError(f"{config.where}: field 'model_type' is missing; expected the name of a family")
     kind = config.text("model_type", "")

@@ -26,7 +26,7 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import bert, gemma, gpt2, llama, mistral, qwen2, qwen3
+from rlx_jax.models import bert, flux2, gemma, gpt2, llama, mistral, qwen2, qwen3
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.weights.safetensors import close_names
@@ -38,7 +38,7 @@ class Pretrained:
     """A checkpoint as a recipe bound to its weights: what it is for, and how many positions it knows."""
 
     recipe: ModelRecipe
-    kind: Literal["causal", "encoder"]
+    kind: Literal["causal", "encoder", "denoiser"]
     vocab_size: int
     max_positions: int
 
@@ -82,6 +82,11 @@ def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
     return FAMILIES["gemma3_text"].open(*gemma.text_model(config, source))
 
 
+def _flux2(config: Fields, source: WeightSource) -> Pretrained:
+    recipe = flux2.Flux2Flow(flux2.Flux2Config.from_hf(config))
+    return Pretrained(replace(recipe, weights=checked(source, recipe.shapes(), recipe)), "denoiser", 0, 0)
+
+
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
 
@@ -107,8 +112,10 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
     "bert": Family(_bert, BERT),
+    "Flux2Transformer2DModel": Family(_flux2, ("Flux2Transformer2DModel",)),
 }
-"""The families by `model_type`: a row each. Installed plugins have more, under other names."""
+"""The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
+names."""
 
 
 def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:

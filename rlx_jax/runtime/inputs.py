@@ -92,6 +92,13 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
     raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got {array.dtype}; convert it first")
 
 
+def as_row(value: Any) -> Any:
+    """An array, or what describes one, with an axis of 1 in front."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *value.shape), value.dtype)
+    return value[None]
+
+
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """A NumPy array in native byte order; ragged or non-numeric input is an error."""
     if isinstance(value, np.ma.MaskedArray):

@@ -36,6 +36,7 @@ from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
 from rlx_jax.runtime.inputs import (
+    as_row,
     bind_names,
     bind_sizes,
     check_length,
@@ -228,7 +229,10 @@ class CompiledModel:
         template = self._template(optional)
         declared = {i.input: i.type for i in template.mir.inputs}
         bounds = template.bounds
-        values = at_home({n: _value(n, given[n], t, bounds) for n, t in declared.items()}, self.programs.division)
+        one_row = {d.name for d in known if d.rows_optional}
+        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
+        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == declared[n].rank - 1}
+        values = at_home(values, self.programs.division)
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
         check_rows(values, bounds, sizes)

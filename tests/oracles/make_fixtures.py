@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles import checkpoints, hugging_face, texts
+from tests.oracles import checkpoints, diffusion, hugging_face, texts
 from tests.oracles.hugging_face import Checkpoint
 
 NEW_TOKENS = 24
@@ -538,6 +538,13 @@ def record_bert(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
     )
 
 
+def record_flux2(directory: Path, file: Path) -> None:
+    """Write a tiny FLUX.2 transformer in bf16 shards; record `sample` with the inputs that it is of."""
+    reference = diffusion.make_flux2(diffusion.FLUX2, 81, directory, dtype="bfloat16", shard="16KB")
+    inputs = diffusion.flux2_inputs(diffusion.FLUX2, 82)
+    np.savez_compressed(file, sample=diffusion.flux2_sample(reference, inputs), **inputs)  # type: ignore[arg-type]
+
+
 def write_chat_tokenizer(directory: Path) -> None:
     """A byte-level BPE as Llama 3 has it: 256 bytes, some merges, two special tokens, a begin token in front."""
     tk = importlib.import_module("tokenizers")
@@ -652,6 +659,8 @@ def record_family(root: Path, family: str) -> None:
     if family == "bert":
         for name, checkpoint in BERT.items():
             record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
+    if family == "flux2":
+        record_flux2(root / "flux2" / "sharded_bf16", root / "flux2" / "sharded_bf16.npz")
     if family == "sentence":
         record_sentences(root)
 
@@ -659,7 +668,7 @@ def record_family(root: Path, family: str) -> None:
 def main(families: Sequence[str]) -> None:
     """Make the fixtures of some families anew, or of all."""
     root = checkpoints.FIXTURES
-    for family in families or (*CAUSAL, "bert", "sentence"):
+    for family in families or (*CAUSAL, "bert", "flux2", "sentence"):
         record_family(root, family)
     if not families:
         record_minilm(root)

@@ -1,0 +1,275 @@
+"""FLUX.2's transformer: two streams that attend to each other, then one of both, modulated by time and guidance.
+
+Black Forest Labs 2025, as `diffusers.Flux2Transformer2DModel` has it. Letters: B batch, T text tokens, I image tokens,
+H hidden width N·D, F feed-forward width. Weights are `[out, in]`; products have no bias and layer norms no weight. The
+stages share registers that `Flux2Conditioning` and `Flux2Rope` write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlx_jax.blocks import stream_id
+from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.norm import head_norm
+from rlx_jax.blocks.streams import DualStream
+from rlx_jax.errors import ShapeError
+from rlx_jax.ir.frequencies import axial_frequencies
+from rlx_jax.trace.emit import Emit, FlowValue
+
+TEMB, COS, SIN = "flux2.temb", "flux2.cos", "flux2.sin"
+"""Registers: the embedding of time and guidance `[B, H]`; the tables of the joint sequence `[1, T+I, D/2]`."""
+
+MODULATIONS = {
+    "double_img": ("double_stream_modulation_img", 6),
+    "double_txt": ("double_stream_modulation_txt", 6),
+    "single": ("single_stream_modulation", 3),
+}
+"""The keys of the modulations, and how many vectors `[B, 1, H]` each gives; register `flux2.{name}.{i}`."""
+
+HEADS_IN, HEADS_OUT = ("heads", "hidden"), ("hidden", "heads")
+FROM_HIDDEN = (None, "hidden")
+"""What the axes of weights are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2BlockSpec:
+    """Sizes of a block: `num_heads` of `head_dim` side by side are as wide as the hidden value."""
+
+    kind: Literal["double", "single"]
+    num_heads: int
+    head_dim: int
+    ffn: int
+    eps: float = 1e-6
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.num_heads * self.head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The weights of a block, by their keys inside of it."""
+        h, f, norm = self.hidden, self.ffn, (self.head_dim,)
+        if self.kind == "single":
+            return {
+                "attn.to_qkv_mlp_proj.weight": (3 * h + 2 * f, h), "attn.to_out.weight": (h, h + f),
+                "attn.norm_q.weight": norm, "attn.norm_k.weight": norm,
+            }  # fmt: skip
+        square = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+        found: dict[str, tuple[int, ...]] = {f"attn.{name}.weight": (h, h) for name in square}
+        found |= {f"attn.{name}.weight": norm for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+        for ff in ("ff", "ff_context"):
+            found |= {f"{ff}.linear_in.weight": (2 * f, h), f"{ff}.linear_out.weight": (h, f)}
+        return found
+
+
+# -- what all blocks share -----------------------------------------------------------------------
+
+
+def sinusoid(emit: Emit, t: FlowValue, channels: int) -> FlowValue:
+    """`[cos(1000 t f) ‖ sin(1000 t f)]` for `f_i = 10000^(−i/half)`, i < half = channels // 2: `[B]` → `[B, channels]`;
+    an odd last channel is 0 (Ho et al. 2020, cosines first)."""
+    half = channels // 2
+    exponent = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)
+    angles = (t * 1000.0).reshape(-1, 1) * emit.constant(np.exp(exponent)[None])
+    parts = [emit.cos(angles), emit.sin(angles)]
+    if channels % 2:
+        parts.append(emit.zeros_like(angles[:, :1]))
+    return emit.concat(parts, axis=1)
+
+
+def modulated(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
+    """`(1 + scale) ⊙ ln(x) + shift`, of registers `first` (shift) and `first + 1` (scale)."""
+    shift, scale = (emit.named(f"flux2.{name}.{first + i}") for i in range(2))
+    return (scale + 1.0) * emit.layer_norm(x, eps=eps) + shift
+
+
+def gated(emit: Emit, value: FlowValue, name: str, at: int) -> FlowValue:
+    """`gate ⊙ value` of register `at`."""
+    return emit.named(f"flux2.{name}.{at}") * value
+
+
+def swiglu(emit: Emit, x: FlowValue, ffn: int) -> FlowValue:
+    """`silu(first half) ⊙ second half`."""
+    gate, up = emit.split(x, (ffn, ffn))
+    return emit.gated_ffn(gate=gate, up=up)
+
+
+def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2BlockSpec) -> FlowValue:
+    """Every token of the joint sequence reads all, queries and keys turned: `[B, T+I, H]`."""
+    cos, sin = emit.named(COS), emit.named(SIN)
+    q, k = (emit.rope(x, cos, sin, head_dim=spec.head_dim, style="interleaved") for x in (q, k))
+    return emit.attention(q, k, v, heads=spec.num_heads)
+
+
+def joined(emit: Emit, txt: FlowValue, img: FlowValue) -> FlowValue:
+    """`[B, T, H]` and `[B, I, H]` as one sequence, text first."""
+    return emit.concat([txt, img], axis=1)
+
+
+# -- stages --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flux2Conditioning:
+    """Embed time, and with `guidance` that too, and write what modulates the blocks; the active value passes by.
+
+    `temb = mlp(sinusoid(timestep)) [+ mlp(sinusoid(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
+    `guidance` `[B]`. Weights: `time_guidance_embed.{timestep,guidance}_embedder.
+    linear_{1,2}.weight` `[H, channels]`, `[H, H]`; `double_stream_modulation_{img,txt}.linear.weight` `[6H, H]`,
+    `single_stream_modulation.linear.weight` `[3H, H]`: shift, scale and gate, twice in a double block.
+    """
+
+    hidden: int
+    channels: int = 256
+    guidance: bool = True
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.scope("time_guidance_embed"):
+            temb = self._embedded(emit, "timestep", emit.flow_input("timestep"))
+            if self.guidance:
+                temb = temb + self._embedded(emit, "guidance", emit.flow_input("guidance"))
+            emit.set_named(TEMB, temb)
+            active = emit.silu(temb)
+        for name, (key, count) in MODULATIONS.items():
+            with emit.scope(key):
+                packed = emit.linear(active, f"{key}.linear.weight", roles=FROM_HIDDEN)
+                for i, part in enumerate(emit.split(packed, (self.hidden,) * count)):
+                    emit.set_named(f"flux2.{name}.{i}", part.reshape(-1, 1, self.hidden))
+        return value
+
+    def _embedded(self, emit: Emit, name: str, value: FlowValue) -> FlowValue:
+        key = f"time_guidance_embed.{name}_embedder"
+        with emit.scope(f"{name}_embedder"):
+            inner = emit.linear(sinusoid(emit, value, self.channels), f"{key}.linear_1.weight", roles=("ffn", None))
+            return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=OUT_OF)
+
+
+@dataclass(frozen=True)
+class Flux2Rope:
+    """Tables of the joint sequence from the inputs `txt_ids` `[1, T, A]` and `img_ids` `[1, I, A]`.
+
+    The value passes by. Coordinate a turns `axes[a]` columns of each head, by frequencies `theta^(−2i/axes[a])`. Of ids
+    with several rows the first counts for all, as in diffusers.
+    """
+
+    axes: tuple[int, ...]
+    theta: float = 2000.0
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.scope("pos_embed"):
+            ids = [emit.flow_input(name)[:1] for name in ("txt_ids", "img_ids")]
+            for name, rows in zip(("txt_ids", "img_ids"), ids, strict=True):
+                if rows.ndim != 3 or rows.type.shape[2] != len(self.axes):
+                    raise ShapeError(f"{emit.path}: input {name} is {rows.type}; expected [rows, S, {len(self.axes)}]")
+            frequencies, axes = axial_frequencies(self.axes, self.theta)
+            cos, sin = emit.rope_angles(emit.concat(ids, axis=1), frequencies, axes=axes)
+            emit.set_named(COS, cos)
+            emit.set_named(SIN, sin)
+        return value
+
+
+@dataclass(frozen=True)
+class Flux2DoubleBlock:
+    """One block of both streams, `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value passes by.
+
+    Each stream has its modulated norm, projections and feed-forward half of its own; attention is over both, text
+    first, after an RMSNorm of every query and key head. `x = x + gate ⊙ attn(…)`, `x = x + gate ⊙ ff(…)`. Weights as
+    `Flux2BlockSpec.shapes` of kind `double`, under `prefix`.
+    """
+
+    prefix: str
+    spec: Flux2BlockSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        return DualStream("joint", stream_id.IMG, stream_id.TXT, self.both).emit(emit, value)
+
+    def both(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
+        """Both streams after the block."""
+        p, s = f"{self.prefix}.attn", self.spec
+
+        def linear(key: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN) -> FlowValue:
+            with emit.scope(*key.removeprefix(f"{self.prefix}.").split(".")):
+                return emit.linear(x, f"{key}.weight", roles=roles)
+
+        def heads(x: FlowValue, names: Sequence[str], norms: Sequence[str]) -> list[FlowValue]:
+            q, k, v = (linear(f"{p}.{name}", x) for name in names)
+            q, k = (
+                head_norm(emit, a, f"{p}.{n}.weight", s.head_dim, s.eps) for a, n in zip((q, k), norms, strict=True)
+            )
+            return [q, k, v]
+
+        def fed(x: FlowValue, name: str, key: str) -> FlowValue:
+            inner = linear(f"{self.prefix}.{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO)
+            return x + gated(
+                emit, linear(f"{self.prefix}.{key}.linear_out", swiglu(emit, inner, s.ffn), OUT_OF), name, 5
+            )
+
+        of_img = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+        of_txt = heads(
+            modulated(emit, txt, "double_txt", 0, s.eps),
+            ("add_q_proj", "add_k_proj", "add_v_proj"),
+            ("norm_added_q", "norm_added_k"),
+        )
+        q, k, v = (joined(emit, b, a) for a, b in zip(of_img, of_txt, strict=True))
+        context = attend(emit, q, k, v, s)
+        text = txt.shape[1]
+        img = img + gated(emit, linear(f"{p}.to_out.0", context[:, text:], HEADS_OUT), "double_img", 2)
+        txt = txt + gated(emit, linear(f"{p}.to_add_out", context[:, :text], HEADS_OUT), "double_txt", 2)
+        return fed(img, "double_img", "ff"), fed(txt, "double_txt", "ff_context")
+
+
+@dataclass(frozen=True)
+class Flux2SingleBlock:
+    """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward side by side (Dehghani et al. 2023).
+
+    `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights as
+    `Flux2BlockSpec.shapes` of kind `single`, under `prefix`.
+    """
+
+    prefix: str
+    spec: Flux2BlockSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
+        with emit.scope("attn"):
+            wide = modulated(emit, x, "single", 0, s.eps)
+            packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO)
+            q, k, v, inner = emit.split(packed, (s.hidden,) * 3 + (2 * s.ffn,))
+            q, k = (head_norm(emit, a, f"{p}.norm_{n}.weight", s.head_dim, s.eps) for a, n in ((q, "q"), (k, "k")))
+            both = emit.concat([attend(emit, q, k, v, s), swiglu(emit, inner, s.ffn)], axis=-1)
+            out = emit.linear(both, f"{p}.to_out.weight", roles=OUT_OF)
+        return x + gated(emit, out, "single", 2)
+
+
+@dataclass(frozen=True)
+class Flux2JoinStreams:
+    """The streams `txt` and `img` as one sequence, text first: `[B, T+I, H]`."""
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        with emit.scope("join"):
+            return joined(emit, emit.stream(stream_id.TXT), emit.stream(stream_id.IMG))
+
+
+@dataclass(frozen=True)
+class Flux2Output:
+    """The image's part of the joint sequence, `(1 + scale) ⊙ ln(x) + shift` by time, projected: `[B, T+I, H]` →
+    `[B, I, C]`. Weights: `norm_out.linear.weight` `[2H, H]` (scale, then shift), `proj_out.weight` `[C, H]`."""
+
+    hidden: int
+    eps: float = 1e-6
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Flux2Output")
+        with emit.scope("norm_out"):
+            image = x[:, emit.stream(stream_id.TXT).shape[1] :]
+            packed = emit.linear(emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN)
+            scale, shift = (part.reshape(-1, 1, self.hidden) for part in emit.split(packed, (self.hidden,) * 2))
+            image = emit.layer_norm(image, eps=self.eps) * (scale + 1.0) + shift
+        with emit.scope("proj_out"):
+            return emit.linear(image, "proj_out.weight", roles=FROM_HIDDEN)

@@ -1,0 +1,219 @@
+"""FLUX.2's denoising transformer (`Flux2Transformer2DModel` of diffusers): config → flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import BlockStage, Repeat, stream_id
+from rlx_jax.blocks.flux2 import (
+    MODULATIONS,
+    Flux2BlockSpec,
+    Flux2Conditioning,
+    Flux2DoubleBlock,
+    Flux2JoinStreams,
+    Flux2Output,
+    Flux2Rope,
+    Flux2SingleBlock,
+)
+from rlx_jax.errors import ConfigError, quote
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import MAX_LAYERS, Fields
+from rlx_jax.models.hooks import METHODS, HookedLayers, Hooks
+from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.weights.source import WeightSource
+
+BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
+"""What the keys and block paths of each kind of block begin with."""
+
+
+@dataclass(frozen=True)
+class Flux2Config:
+    """Sizes of the transformer, under the names of diffusers."""
+
+    in_channels: int = 128
+    out_channels: int = 128
+    patch_size: int = 1
+    num_layers: int = 8
+    num_single_layers: int = 48
+    attention_head_dim: int = 128
+    num_attention_heads: int = 48
+    joint_attention_dim: int = 15360
+    timestep_guidance_channels: int = 256
+    mlp_ratio: float = 3.0
+    axes_dims_rope: tuple[int, ...] = (32, 32, 32, 32)
+    rope_theta: float = 2000.0
+    eps: float = 1e-6
+    guidance_embeds: bool = True
+
+    @property
+    def hidden_size(self) -> int:
+        """The width between blocks."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From the `config.json` that diffusers writes.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        sizes = {
+            name: c.whole(name, getattr(cls, name), high=MAX_LAYERS if "layers" in name else 2**20)
+            for name in (
+                "in_channels", "patch_size", "num_layers", "num_single_layers", "attention_head_dim",
+                "num_attention_heads", "joint_attention_dim", "timestep_guidance_channels",
+            )
+        }  # fmt: skip
+        made = cls(
+            **sizes,
+            out_channels=c.whole_or_null("out_channels", None) or sizes["in_channels"],
+            mlp_ratio=c.real("mlp_ratio", cls.mlp_ratio),
+            axes_dims_rope=_axes(c),
+            rope_theta=c.real("rope_theta", cls.rope_theta),
+            eps=c.real("eps", cls.eps),
+            guidance_embeds=c.flag("guidance_embeds", cls.guidance_embeds),
+        )
+        if sum(made.axes_dims_rope) != made.attention_head_dim:
+            raise ConfigError(
+                f"{c.where}: axes_dims_rope {list(made.axes_dims_rope)} sum to {sum(made.axes_dims_rope)}; expected "
+                f"attention_head_dim, {made.attention_head_dim}"
+            )
+        if int(made.hidden_size * made.mlp_ratio) < 1 or made.timestep_guidance_channels < 2:
+            raise ConfigError(f"{c.where}: mlp_ratio or timestep_guidance_channels leave nothing to compute")
+        c.finish(inert=("_class_name", "_diffusers_version"))
+        return made
+
+    def block(self, kind: Any) -> Flux2BlockSpec:
+        """The spec of a `double` or a `single` block."""
+        ffn = int(self.hidden_size * self.mlp_ratio)
+        return Flux2BlockSpec(
+            kind=kind, num_heads=self.num_attention_heads, head_dim=self.attention_head_dim, ffn=ffn, eps=self.eps
+        )
+
+
+def _axes(c: Fields) -> tuple[int, ...]:
+    given = c.raw("axes_dims_rope", list(Flux2Config.axes_dims_rope))
+    even = isinstance(given, list | tuple) and all(type(n) is int and n > 0 and n % 2 == 0 for n in given)
+    if not even or not given or len(given) > 16:
+        raise ConfigError(f"{c.where}: field 'axes_dims_rope' is {quote(given)}; expected a list of even numbers")
+    return tuple(given)
+
+
+@dataclass(frozen=True)
+class Flux2Flow:
+    """The recipe. Inputs, named as in diffusers: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states`
+    `[batch, text, joint_attention_dim]`, `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids`
+    `[text, axes]` integers, with an axis of rows in front or none (of several rows the first counts), and where the
+    model embeds it `guidance` `[batch]`. Output: `sample` `[batch, image, out_channels · patch_size²]`.
+
+    A layer hook sees double blocks, then single ones, each counted from 0; `ctx.spec.kind` tells them apart.
+
+    Args:
+        batch, image, text: sizes to compile for ahead of the first call.
+        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        hooks: see `rlx_jax.models.hooks`.
+    """
+
+    config: Flux2Config
+    name: str = "flux2"
+    batch: int | None = None
+    image: int | None = None
+    text: int | None = None
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+
+    @classmethod
+    def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
+        """From a config, which may be the content of a `config.json`."""
+        return cls(config if isinstance(config, Flux2Config) else Flux2Config.from_hf(config))
+
+    def spec(self, index: int, kind: str = "double") -> Flux2BlockSpec:
+        """The spec of a block."""
+        return self.config.block(kind)
+
+    def stage(self, index: int, spec: Flux2BlockSpec) -> BlockStage:
+        """The family's own block."""
+        prefix = f"{BLOCKS[spec.kind]}.{index}"
+        return Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else Flux2SingleBlock(prefix, spec)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every checkpoint key with its shape."""
+        return weight_specs(self.config)
+
+    def _blocks(self, kind: str, count: int) -> Repeat:
+        layers = HookedLayers(self.hooks, _SpecOf(self, kind), self.stage)
+        return Repeat(count, layers, BLOCKS[kind])
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        c, h = self.config, self.config.hidden_size
+        axes = len(c.axes_dims_rope)
+        flow = (
+            ModelFlow(self.name, profile=self.hooks.profile)
+            .with_weights(self.shapes() if self.weights is None else self.weights)
+            .input("hidden_states", ("batch", "image", c.in_channels))
+            .input("encoder_hidden_states", ("batch", "text", c.joint_attention_dim))
+            .input("timestep", ("batch",))
+            .input("img_ids", ("img_rows", "image", axes), dtype="int32", rows_optional=True)
+            .input("txt_ids", ("txt_rows", "text", axes), dtype="int32", rows_optional=True)
+        )
+        flow = flow.input("guidance", ("batch",)) if c.guidance_embeds else flow
+        return (
+            flow.bind(batch=self.batch, image=self.image, text=self.text)
+            .stage(Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds))
+            .stage(Flux2Rope(c.axes_dims_rope, c.rope_theta))
+            .custom_named("embedders", embed_streams)
+            .stage(*self.hooks.before, self._blocks("double", c.num_layers), Flux2JoinStreams())
+            .stage(self._blocks("single", c.num_single_layers), *self.hooks.after)
+            .patch(self.hooks.edit)
+            .stage(Flux2Output(h, c.eps))
+            .output("sample")
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _SpecOf:
+    """The specs of one kind of block. A class, so that a flow with it can be pickled and copied."""
+
+    recipe: Flux2Flow
+    kind: str
+
+    def __call__(self, index: int) -> Flux2BlockSpec:
+        return self.recipe.spec(index, self.kind)
+
+
+def embed_streams(emit: Emit, value: FlowValue) -> FlowValue:
+    """Image and text tokens in the width of the blocks, as streams `img` and `txt`. Weights: `x_embedder.weight`,
+    `context_embedder.weight`."""
+    image = emit.linear(value, "x_embedder.weight", roles=("hidden", None))
+    text = emit.linear(emit.flow_input("encoder_hidden_states"), "context_embedder.weight", roles=("hidden", None))
+    emit.set_stream(stream_id.IMG, image)
+    emit.set_stream(stream_id.TXT, text)
+    return image
+
+
+def weight_specs(config: Flux2Config, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
+    c, h = config, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "x_embedder.weight": (h, c.in_channels),
+        "context_embedder.weight": (h, c.joint_attention_dim),
+        "norm_out.linear.weight": (2 * h, h),
+        "proj_out.weight": (c.patch_size**2 * c.out_channels, h),
+    }
+    for name in ("timestep", *["guidance"] * c.guidance_embeds):
+        key = f"time_guidance_embed.{name}_embedder"
+        shapes |= {f"{key}.linear_1.weight": (h, c.timestep_guidance_channels), f"{key}.linear_2.weight": (h, h)}
+    shapes |= {f"{key}.linear.weight": (count * h, h) for key, count in MODULATIONS.values()}
+    for kind, count in (("double", c.num_layers), ("single", c.num_single_layers)):
+        block = c.block(kind).shapes()
+        shapes |= {f"{BLOCKS[kind]}.{i}.{key}": shape for i in range(count) for key, shape in block.items()}
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}

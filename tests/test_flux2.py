@@ -1,0 +1,183 @@
+"""FLUX.2's transformer against `diffusers`: recorded numbers by default, live ones under the mark `oracle`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import (
+    ConfigError,
+    MissingWeightError,
+    ShapeError,
+    UnboundInputError,
+    UnsupportedError,
+    WeightShapeError,
+)
+from rlx_jax.models.flux2 import Flux2Config, Flux2Flow, weight_specs
+from tests.oracles import checkpoints, diffusion
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+SHARDED = checkpoints.FIXTURES / "flux2" / "sharded_bf16"
+INPUTS = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance")
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return load_record(SHARDED)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return rlx.compile(rlx.from_pretrained(SHARDED))
+
+
+def given(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {name: record[name] for name in INPUTS} | changes
+
+
+def test_recorded_sample(model: Any, record: dict[str, Any]) -> None:
+    """Sharded bf16 weights through their index; ids with an axis of rows, and without."""
+    assert_close(model(**given(record)), record["sample"])
+    rows = {name: np.stack([record[name]] * 2) for name in ("img_ids", "txt_ids")}
+    assert_close(model(**given(record, **rows)), record["sample"])
+    assert_close(model(**given(record, img_ids=jnp.asarray(record["img_ids"])[None])), record["sample"])
+    other = np.stack([record["img_ids"], record["img_ids"] + 3])  # of several rows the first counts, as in diffusers
+    assert_close(model(**given(record, img_ids=other)), record["sample"])
+    assert model.report().refusals == ()
+    assert all(f"{name}.{{i}}" in model.text("hir") for name in ("transformer_blocks", "single_transformer_blocks"))
+
+
+def test_every_input_counts(model: Any, record: dict[str, Any]) -> None:
+    """A change of any of them changes the sample."""
+    stock = np.asarray(model(**given(record)))
+    changes = {name: record[name] + np.asarray(2, record[name].dtype) for name in INPUTS if "ids" not in name}
+    changes |= {name: record[name][::-1].copy() for name in ("img_ids", "txt_ids")}
+    for name, value in changes.items():
+        assert np.abs(np.asarray(model(**given(record, **{name: value}))) - stock).max() > 1e-4, name
+
+
+@pytest.mark.slow
+def test_every_weight_counts(model: Any, record: dict[str, Any]) -> None:
+    """There is a gradient for each, and it is not 0."""
+
+    def sample(params: Any) -> Any:
+        return jnp.sum(jnp.tanh(model.apply(params, **given(record))))
+
+    slopes = jax.grad(sample)(model.params)
+    assert set(slopes) == set(weight_specs(Flux2Config.from_hf(diffusion.FLUX2)))
+    assert all(float(jnp.abs(slope).max()) > 1e-5 for slope in slopes.values())
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        ({"guidance": None}, UnboundInputError, "input 'guidance' is not given"),
+        ({"img_ids": np.zeros((7, 3), np.int32)}, ShapeError, "axis 2 is 3, not 4"),
+        ({"img_ids": np.zeros((7,), np.int32)}, ShapeError, "rank 1"),
+        ({"img_ids": np.zeros((6, 4), np.int32)}, ShapeError, "dimension image is 7 in hidden_states and 6 in img_ids"),
+        ({"timestep": np.zeros(3, np.float32)}, ShapeError, "dimension batch is 2 .* and 3 in timestep"),
+        ({"pooled_projections": np.zeros(3)}, UnboundInputError, "has no input 'pooled_projections'"),
+    ],
+)
+def test_calls_that_do_not_fit(model: Any, record: dict[str, Any], changes: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        model(**given(record, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        ({"axes_dims_rope": [2, 4, 2]}, ConfigError, "axes_dims_rope .* sum to 8; expected attention_head_dim, 10"),
+        ({"axes_dims_rope": [2, 3, 3, 2]}, ConfigError, "expected a list of even numbers"),
+        ({"num_layers": 0}, ConfigError, "field 'num_layers' is '0'; expected at least 1"),
+        ({"mlp_ratio": 0.001}, ConfigError, "leave nothing to compute"),
+        ({"pooled_projection_dim": 768}, UnsupportedError, "field 'pooled_projection_dim'"),
+        ({"guidance_embeds": 1}, ConfigError, "expected true or false"),
+        ({"_class_name": "FluxTransformer2DModel"}, UnsupportedError, "'FluxTransformer2DModel'.* is not built"),
+        ({"num_layers": 3}, MissingWeightError, "16 weights that config.json asks for are missing"),
+        ({"in_channels": 6, "out_channels": 5}, WeightShapeError, "x_embedder.weight"),
+    ],
+)
+def test_configs_that_are_not_built(changes: dict[str, Any], error: Any, text: str, tmp_path: Path) -> None:
+    directory = checkpoints.edited(SHARDED, tmp_path / "model", changes)
+    with pytest.raises(error, match=text):
+        rlx.from_pretrained(directory)
+
+
+def test_load_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"rlx_jax.compile\(rlx_jax.from_pretrained\(path\)\)"):
+        rlx.load(SHARDED)
+
+
+def test_all_weights_have_roles() -> None:
+    """So that a mesh can divide them: a role for each matrix, and the norms of heads are vectors."""
+    recipe = Flux2Flow.for_config(diffusion.FLUX2)
+    built = recipe.assemble().build()
+    matrices = {key for key, spec in recipe.shapes().items() if len(spec.shape) == 2}
+    assert set(built.keys_read) == set(recipe.shapes()) and matrices <= set(built.roles)
+    assert all(any(built.roles[key]) for key in matrices)
+
+
+def test_hooks_see_both_kinds_of_blocks() -> None:
+    """In the order of the flow, and what they return stands there."""
+    seen = []
+
+    def hook(ctx: Any) -> Any:
+        seen.append((ctx.spec.kind, int(ctx.index)))
+        return blocks.Named("tapped", ctx.default_stage())
+
+    recipe = Flux2Flow.for_config(diffusion.FLUX2).layer(hook)
+    built = recipe.assemble().build()
+    assert seen == [("double", 0), ("double", 1), ("single", 0), ("single", 1)]
+    assert any("tapped" in path for path in built.readers().values())
+
+
+def test_a_config_file_of_its_own_spelling(tmp_path: Path) -> None:
+    """Defaults are those of diffusers: a config that leaves a field out is one that has it."""
+    defaults = Flux2Config()
+    assert Flux2Config.from_hf({}) == defaults and defaults.hidden_size == 6144
+    assert Flux2Config.from_hf({"in_channels": 64}).out_channels == 64
+    text = json.loads((SHARDED / "config.json").read_text("utf-8"))
+    assert Flux2Config.from_hf(text) == Flux2Config.from_hf(diffusion.FLUX2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+def test_policies_and_scans_agree(policy: str, record: dict[str, Any]) -> None:
+    """Both policies, layers scanned, and sizes that were chosen ahead."""
+    profile = rlx.CompileProfile().replace(fusion={"policy": policy}, layers={"roll": "scan"})
+    model = rlx.compile(rlx.from_pretrained(SHARDED).bind(batch=2, image=7, text=4), profile=profile)
+    assert_close(model(**given(record)), record["sample"])
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", diffusion.FLUX2_RANDOM)
+def test_live_sample(name: str, tmp_path: Path) -> None:
+    """Fresh random checkpoints equal `diffusers`, for two sizes."""
+    config = diffusion.FLUX2_RANDOM[name]
+    reference = diffusion.make_flux2(config, 7, tmp_path / "model", shard="40KB" if name == "wide" else "5GB")
+    model: Any = rlx.compile(rlx.from_pretrained(tmp_path / "model"))
+    for seed, image, text in ((1, 7, 4), (2, 5, 1)):
+        inputs = diffusion.flux2_inputs(config, seed, image, text)
+        assert_close(model(**inputs), diffusion.flux2_sample(reference, inputs))
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_record(record: dict[str, Any], tmp_path: Path) -> None:
+    """The record is what `diffusers` says of the committed checkpoint."""
+    reference = importlib.import_module("diffusers").Flux2Transformer2DModel.from_pretrained(
+        SHARDED, torch_dtype=importlib.import_module("torch").float32
+    )
+    assert_close(diffusion.flux2_sample(reference.eval(), given(record)), record["sample"], tolerance=1e-6)
