@@ -108,6 +108,24 @@ class Passes(_Table):
     verbose: bool = False
 
 
+Float = Literal["f32", "bf16", "f16"]
+
+
+@dataclass(frozen=True)
+class NumericClasses(_Table):
+    """The dtype of each class of ops where `precision.mixed` is `custom`.
+
+    compute: products, attention, JAX functions. reduction: norms, softmax, reductions. elementwise: arithmetic.
+    movement: what moves values.
+    """
+
+    PATH: ClassVar[str] = "precision.classes"
+    compute: Float = "f32"
+    reduction: Float = "f32"
+    elementwise: Float = "f32"
+    movement: Float = "f32"
+
+
 @dataclass(frozen=True)
 class Precision(_Table):
     """compute: the dtype of activations; `auto` is the weights' own on GPU and TPU, and f32 on the CPU.
@@ -116,7 +134,8 @@ class Precision(_Table):
         `auto_mixed`: f16 for products, norms, arithmetic and data movement. `always_f16`: the same here, because
         norms and softmax take their statistics in f32 by their own definition. `auto_mixed_conservative`: as
         `auto_mixed`, norms and softmax in f32. `auto_mixed_bf16`: bf16 for all. `auto`: `auto_mixed_bf16` on TPU,
-        else `auto_mixed`. Excludes a `compute` of bf16 or f16.
+        else `auto_mixed`. `custom`: as `classes` says. Excludes a `compute` of bf16 or f16.
+    classes: the dtype of each class of ops, of `mixed = "custom"` alone.
     weights: the dtype that floating parameters are stored in; the program casts where it reads. `keep` stores what
         the program computes in.
     kv: the dtype of cached keys and values; `auto` is that of the keys themselves. They are cast when they are
@@ -126,7 +145,10 @@ class Precision(_Table):
     PATH: ClassVar[str] = "precision"
     compute: Literal["auto", "f32", "bf16", "f16"] = "auto"
     matmul: Literal["default", "high", "highest"] = "default"
-    mixed: Literal["none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16"] = "none"
+    mixed: Literal[
+        "none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16", "custom"
+    ] = "none"
+    classes: NumericClasses = NumericClasses()
     weights: Literal["keep", "f32", "bf16"] = "keep"
     kv: Literal["auto", "f32", "bf16", "f16"] = "auto"
 

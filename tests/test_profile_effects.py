@@ -29,7 +29,7 @@ from rlx_jax.lowering.lir import attention
 from rlx_jax.lowering.lir.interpret import REMAT
 from rlx_jax.lowering.mir.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
-from rlx_jax.profiles import PRESETS, Table
+from rlx_jax.profiles import PRESETS, NumericClasses, Table
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = {
@@ -227,6 +227,20 @@ def test_mixed_classes() -> None:
     assert norms == {"auto_mixed": {"f16"}, "auto_mixed_conservative": {"f32"}}
     assert set(re.findall(r"= attention\(.*\) : (\w+)\[", text["auto_mixed"])) == {"f16"}
     assert "rope_table(n_rot=4)" in text["auto_mixed"] and "mixed_auto_mixed" in text["auto_mixed"]
+
+
+def test_a_mixed_policy_of_ones_own() -> None:
+    """Each class has the dtype that its key says, and what is not said stays f32."""
+    classes = {"compute": "bf16", "reduction": "f16", "movement": "f32"}
+    model = llama(precision={"mixed": "custom", "classes": classes})
+    text = model.text("mir")
+    found = {
+        name: set(re.findall(rf"= {name}.*\) : (\w+)\[", text)) for name in ("attention", "rms_norm", "silu", "rope\\(")
+    }
+    assert found == {"attention": {"bf16"}, "rms_norm": {"f16"}, "silu": {"f32"}, "rope\\(": {"f32"}}
+    same = llama(precision={"mixed": "custom", "classes": dict.fromkeys(NumericClasses().__dict__, "bf16")})
+    stock = llama(precision={"mixed": "auto_mixed_bf16"})
+    assert same.text("mir").replace("mixed_custom", "mixed_auto_mixed_bf16") == stock.text("mir")
 
 
 def test_mixed_casts_are_shared_and_none_goes_there_and_back() -> None:
@@ -699,7 +713,15 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     ],
     "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (flat, "f32", "")],
     "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],
-    "precision.mixed": [(ids_only, "auto", "nothing is computed in floating point"), (small, "auto", "")],
+    "precision.mixed": [
+        (ids_only, "auto", "nothing is computed in floating point"),
+        (small, "auto", ""),
+        (small, "custom", "precision.classes is f32 for all"),
+    ],
+    **{
+        f"precision.classes.{name}": [(small, "bf16", "precision.mixed is not 'custom'")]
+        for name in ("compute", "reduction", "elementwise", "movement")
+    },
     "precision.weights": [(flat, "bf16", "there is no floating parameter"), (small, "bf16", "")],
     "precision.kv": [
         (llama, "bf16", "only prefill, extend and explicit have cached keys and values, and this model runs forward"),

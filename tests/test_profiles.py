@@ -52,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "precision.compute": "bf16",
     "precision.matmul": "highest",
     "precision.mixed": "auto_mixed_conservative",
+    **{f"precision.classes.{name}": "bf16" for name in ("compute", "reduction", "elementwise", "movement")},
     "precision.weights": "bf16",
     "precision.kv": "bf16",
     "buckets.prompt": (16, 64),

@@ -31,9 +31,12 @@ POLICIES: dict[str, Mapping[str, np.dtype[Any]]] = {
 `always_f16` and `auto_mixed` are the same program here."""
 
 
-def mixed(graph: Graph, policy: str, types: TypeCache) -> Graph:
-    """`op(x)` → `cast_f32(op(cast(x)))`, where a cast of a cast back is the value itself. Casts are shared."""
-    dtypes = POLICIES[policy]
+def mixed(graph: Graph, policy: str, types: TypeCache, classes: Mapping[str, np.dtype[Any]] | None = None) -> Graph:
+    """`op(x)` → `cast_f32(op(cast(x)))`, where a cast of a cast back is the value itself. Casts are shared.
+
+    `policy` is one of `POLICIES`, or `custom`: then `classes` has the dtype of each class.
+    """
+    dtypes = (classes or {}) if policy == "custom" else POLICIES[policy]
 
     def enter(old: Graph) -> Rewrite:
         kept = carried(old)

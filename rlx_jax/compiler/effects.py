@@ -18,7 +18,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.merge import merge_linears
 from rlx_jax.lowering.lower import expand_composites, lower
-from rlx_jax.profiles import CompileProfile, Options, Sharding, Table
+from rlx_jax.profiles import CompileProfile, NumericClasses, Options, Sharding, Table
 from rlx_jax.program import Built
 
 
@@ -236,6 +236,19 @@ def divided(value: Any, facts: Facts) -> str:
     return f"the mesh has the axes {listing(known)}" if value and not set(value) & set(known) else ""
 
 
+def narrowed(value: Any, facts: Facts) -> str:
+    """A policy narrows floating numbers, and `custom` narrows what `precision.classes` says."""
+    if not has_floats(facts):
+        return "nothing is computed in floating point"
+    wide = value == "custom" and facts.profile.precision.classes == NumericClasses()
+    return "precision.classes is f32 for all" if wide else ""
+
+
+def custom_alone(value: Any, facts: Facts) -> str:
+    """Dtypes of classes are those of the policy `custom`."""
+    return "" if facts.profile.precision.mixed == "custom" else "precision.mixed is not 'custom'"
+
+
 EFFECTS: Mapping[str, Idle] = {
     "fusion.policy": policy,
     "fusion.target": always,
@@ -248,7 +261,8 @@ EFFECTS: Mapping[str, Idle] = {
     "passes.verbose": always,
     "precision.compute": without(has_floats, "nothing is computed in floating point"),
     "precision.matmul": without(has_products, "there is no matrix product"),
-    "precision.mixed": without(has_floats, "nothing is computed in floating point"),
+    "precision.mixed": narrowed,
+    **{f"precision.classes.{f.name}": custom_alone for f in fields(NumericClasses)},
     "precision.weights": without(has_float_parameters, "there is no floating parameter"),
     "precision.kv": cached,
     "donation.state": stateful,

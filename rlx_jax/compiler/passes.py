@@ -177,7 +177,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "mixed",
         MIR,
-        lambda g, job: mixed(g, job.settings.mixed, job.types),
+        lambda g, job: mixed(g, job.settings.mixed, job.types, dict(job.settings.classes)),
         lambda job: job.settings.mixed != "none",
     ),
     Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),

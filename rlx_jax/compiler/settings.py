@@ -43,13 +43,15 @@ class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
-    `products` and `loop`: see the profile's `backend` table. `sharding`: the mesh axes of each role.
+    classes: the dtypes of the mixed policy `custom`. `products` and `loop`: see the profile's `backend` table.
+    `sharding`: the mesh axes of each role.
     """
 
     device: Device
     policy: str
     compute: np.dtype[Any]
     mixed: str
+    classes: tuple[tuple[str, np.dtype[Any]], ...]
     stored: np.dtype[Any] | None
     matmul: str
     off: frozenset[str]
@@ -119,6 +121,7 @@ def settings_for(
         policy=profile.fusion.policy,
         compute=compute_dtype(precision, target, source, keys),
         mixed=mixed_policy(precision, target),
+        classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
         stored=None if precision.weights == "keep" else as_dtype(precision.weights),
         matmul=precision.matmul,
         off=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
@@ -160,6 +163,7 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         policy=policy,
         compute=np.dtype(np.float32),  # the dtype of flows: nothing is rewritten
         mixed="none",
+        classes=(),
         stored=None,
         matmul="default",
         off=frozenset(),
