@@ -24,6 +24,7 @@ from rlx_jax.blocks.control import Custom as Custom
 from rlx_jax.blocks.control import Named as Named
 from rlx_jax.blocks.control import Repeat as Repeat
 from rlx_jax.blocks.control import Sequence as Sequence
+from rlx_jax.blocks.control import SideOutput as SideOutput
 from rlx_jax.blocks.decode import BindDecodeInputs as BindDecodeInputs
 from rlx_jax.blocks.decode import DecodeRopeParams as DecodeRopeParams
 from rlx_jax.blocks.decode import SelfAttnDecode as SelfAttnDecode
@@ -50,6 +51,7 @@ from rlx_jax.blocks.encoder import BertEncoderLayer as BertEncoderLayer
 from rlx_jax.blocks.encoder import BertEncoderLayerSpec as BertEncoderLayerSpec
 from rlx_jax.blocks.ffn import GeGlu as GeGlu
 from rlx_jax.blocks.ffn import GeluFfn as GeluFfn
+from rlx_jax.blocks.ffn import Mlp as Mlp
 from rlx_jax.blocks.ffn import SwiGlu as SwiGlu
 from rlx_jax.blocks.flux2 import Flux2BlockSpec as Flux2BlockSpec
 from rlx_jax.blocks.flux2 import Flux2Conditioning as Flux2Conditioning
@@ -94,12 +96,26 @@ from rlx_jax.blocks.streams import DualStream as DualStream
 from rlx_jax.blocks.streams import LoadStream as LoadStream
 from rlx_jax.blocks.streams import StoreStream as StoreStream
 from rlx_jax.blocks.streams import bind_inputs_to_streams as bind_inputs_to_streams
+from rlx_jax.blocks.vision import AttentionPool as AttentionPool
+from rlx_jax.blocks.vision import EndTokenPool as EndTokenPool
+from rlx_jax.blocks.vision import LayerKeys as LayerKeys
+from rlx_jax.blocks.vision import LayerScale as LayerScale
+from rlx_jax.blocks.vision import PreNormLayerSpec as PreNormLayerSpec
+from rlx_jax.blocks.vision import VisionEmbed as VisionEmbed
+from rlx_jax.blocks.vision import VisionSwiGluFfn as VisionSwiGluFfn
+from rlx_jax.blocks.vision import VitSelfAttn as VitSelfAttn
+from rlx_jax.blocks.vision import VitSelfAttnSpec as VitSelfAttnSpec
+from rlx_jax.blocks.vision import dinov2_layer_fused as dinov2_layer_fused
+from rlx_jax.blocks.vision import nomic_vision_layer_fused as nomic_vision_layer_fused
+from rlx_jax.blocks.vision import pre_norm_layer as pre_norm_layer
+from rlx_jax.blocks.vision import siglip_layer_fused_with_prefix as siglip_layer_fused_with_prefix
 from rlx_jax.ir.frequencies import Frequencies as Frequencies
 from rlx_jax.ir.frequencies import axial_frequencies as axial_frequencies
 from rlx_jax.ir.frequencies import frequencies as frequencies
 from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
 from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
 from rlx_jax.ir.hir import MaskKind as MaskKind
+from rlx_jax.trace.weight_part import WeightPart as WeightPart
 
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm
@@ -109,5 +125,6 @@ FlowStage = (
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
+    | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
 )  # fmt: skip
 """Every stage."""

@@ -135,6 +135,20 @@ class Custom:
             return out
 
 
+@dataclass(frozen=True)
+class SideOutput:
+    """What `inner` makes of the active value is the side output `name` of the flow; the active value stays."""
+
+    name: str
+    inner: BlockStage
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        with emit.stage():
+            found = emit.require(self.inner.emit(emit, value), f"SideOutput {self.name}")
+        emit.output(self.name, found)
+        return value
+
+
 def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] | None, stage: str) -> None:
     """Hold a value against the sizes that a stage was given; None is any size.
 

@@ -1,4 +1,4 @@
-"""Feed-forward stages: SwiGlu, GeGlu and GeluFfn."""
+"""Feed-forward stages: SwiGlu, GeGlu, Mlp and GeluFfn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlx_jax.ir import hir
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightKey
 
 
 def mlp_prefix(prefix: str) -> str:
@@ -17,17 +18,17 @@ def mlp_prefix(prefix: str) -> str:
 INTO, OUT_OF = ("ffn", "hidden"), ("hidden", "ffn")
 """What the axes of the first and of the last weights are."""
 
-Keys = tuple[str, str, str]
+Keys = tuple[WeightKey, WeightKey, WeightKey]
 """Of gate, up and down."""
 
 
-def mlp_keys(prefix: str, kind: str = "weight") -> Keys:
+def mlp_keys(prefix: str, kind: str = "weight") -> tuple[str, str, str]:
     """`{prefix}.mlp.{gate,up,down}_proj.{kind}`."""
     p = mlp_prefix(prefix)
     return f"{p}.gate_proj.{kind}", f"{p}.up_proj.{kind}", f"{p}.down_proj.{kind}"
 
 
-def inner_shape(emit: Emit, hidden: TensorType, key: str) -> tuple[DimLike, ...]:
+def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike, ...]:
     """`[…, F]` for an input `[…, H]`, from the weight `[F, H]` under `key`."""
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
@@ -47,11 +48,14 @@ def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: 
 
 @dataclass(frozen=True)
 class SwiGlu:
-    """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional."""
+    """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional.
 
-    gate_key: str
-    up_key: str
-    down_key: str
+    Gate and up that are stored as one are two `WeightPart`s of it.
+    """
+
+    gate_key: WeightKey
+    up_key: WeightKey
+    down_key: WeightKey
     biases: Keys | None = None
 
     @staticmethod
@@ -93,6 +97,29 @@ class GeGlu:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """`act(x W₁ + b₁) W₂ + b₂`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`; `activation` is a name in `UNARY`."""
+
+    up_w: WeightKey
+    up_b: WeightKey
+    down_w: WeightKey
+    down_b: WeightKey
+    activation: str = "gelu"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Mlp")
+        with emit.scope("mlp"):
+            with emit.scope("fc1"):
+                inner = emit.linear(x, self.up_w, self.up_b, activation=self.activation, roles=INTO)
+            with emit.scope("fc2"):
+                return emit.linear(inner, self.down_w, self.down_b, roles=OUT_OF)
+
+    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
+        """`[…, F]`."""
+        return inner_shape(emit, hidden, self.up_w)
+
+
+@dataclass(frozen=True)
 class GeluFfn:
     """`gelu(x W₁ + b₁) W₂ + b₂`, exact GELU unless `approx_gelu`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`."""
 
@@ -106,6 +133,12 @@ class GeluFfn:
     def hf_bert(prefix: str) -> GeluFfn:
         """`{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
+        return GeluFfn(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+
+    @staticmethod
+    def dinov2(prefix: str) -> GeluFfn:
+        """`{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`; exact, as DINOv2 has it."""
+        inner, outer = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
         return GeluFfn(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:

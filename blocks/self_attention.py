@@ -11,8 +11,10 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightKey, stored_key
 
-Three = tuple[str, str, str]
+Three = tuple[WeightKey, WeightKey, WeightKey]
+"""Keys of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class SelfAttention:
     Weights are `[out, in]`, or `[in, out]` without `transpose`: q `[N·D, H]`, k and v `[K·D, H]`, `out` `[H, N·D]`.
 
     Args:
-        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one.
+        qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one. As three
+            parts of that key (`WeightPart.split(key, 3)`) several devices can divide them by heads.
         out: the projection behind; None leaves the context `[B,S,N·D]`. `out_bias`: its bias.
         heads: N. `kv_heads`: K, N by default. `head_dim`: D, by default H / N.
         causal: a token reads those up to its own; else all.
@@ -121,16 +124,22 @@ class SelfAttention:
         return tuple(self._linear(emit, x, key, bias, role, wide) for key, bias, role, wide in made)
 
     def _linear(
-        self, emit: Emit, x: FlowValue, key: str, bias: str | None, roles: tuple[str, str], columns: int | None = None
+        self,
+        emit: Emit,
+        x: FlowValue,
+        key: WeightKey,
+        bias: WeightKey | None,
+        roles: tuple[str, str],
+        columns: int | None = None,
     ) -> FlowValue:
         """A product with a stored weight; `roles` are those of `[out, in]`."""
-        with emit.scope(_part(key)):
+        with emit.scope(_part(stored_key(key))):
             stored = roles if self.transpose else roles[::-1]
             y = emit.linear(x, key, bias, transpose=self.transpose, roles=stored)
             if columns is not None and y.type.shape[-1] != columns:
                 raise WeightShapeError(
-                    f"{emit.path}: SelfAttention: weight {quote(key)} gives {y.type}; expected {columns} columns for "
-                    f"{self.heads} query and {self.kv_heads or self.heads} key heads"
+                    f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {y.type}; expected {columns} columns "
+                    f"for {self.heads} query and {self.kv_heads or self.heads} key heads"
                 )
             return y
 

@@ -8,6 +8,8 @@ from rlx_jax import losses as losses
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
 from rlx_jax.encode.encoder import Encoder as Encoder
+from rlx_jax.encode.images import ImageProcessor as ImageProcessor
+from rlx_jax.encode.vision import VisionEncoder as VisionEncoder
 from rlx_jax.errors import RlxError as RlxError
 from rlx_jax.flow import ModelFlow as ModelFlow
 from rlx_jax.generate.causal import CausalLM as CausalLM
@@ -21,6 +23,7 @@ from rlx_jax.ir.packed import Packed as Packed
 from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow
+from rlx_jax.models.dinov2 import Dinov2Flow as Dinov2Flow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.flux2 import Flux2Flow as Flux2Flow
@@ -30,6 +33,7 @@ from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
+from rlx_jax.models.vit import ViTFlow as ViTFlow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.compiling import compile as compile
 from rlx_jax.runtime.model import CompiledModel as CompiledModel

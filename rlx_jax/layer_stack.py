@@ -211,6 +211,20 @@ class Stages:
 
         return self.repeat_layers(count, layer)
 
+    def repeat_dinov2_layers(self, count: int, hidden: int, heads: int, eps: float = 1e-6) -> Self:
+        """DINOv2's layers under `blocks.{i}`, as its authors store them."""
+        return self.repeat_layers(count, lambda i: blocks.dinov2_layer_fused(i, hidden, heads, eps))
+
+    def repeat_vision_layers(self, count: int, hidden: int, heads: int, eps: float = 1e-6) -> Self:
+        """Nomic's vision layers under `layers.{i}`."""
+        return self.repeat_layers(count, lambda i: blocks.nomic_vision_layer_fused(i, hidden, heads, eps))
+
+    def repeat_siglip_layers(
+        self, count: int, hidden: int, heads: int, eps: float = 1e-6, prefix: str = "vision_model"
+    ) -> Self:
+        """SigLIP's layers under `{prefix}.encoder.layers.{i}`."""
+        return self.repeat_layers(count, lambda i: blocks.siglip_layer_fused_with_prefix(prefix, i, hidden, heads, eps))
+
     def cls_token_pool(self, batch: Size = None, hidden: int | None = None) -> Self:
         """The first token: `[B, S, H]` → `[B, H]`."""
         return self.stage(blocks.ClsTokenPool(batch, hidden))

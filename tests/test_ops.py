@@ -67,6 +67,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.oracles.op_formulas import (
@@ -80,7 +81,9 @@ from tests.oracles.op_formulas import (
     cache_fill,
     cache_update,
     cumsum,
+    grid_positions,
     layer_norm,
+    patches,
     ring_step,
     rms_norm,
     rope,
@@ -493,9 +496,23 @@ def index_samples() -> Iterator[Sample]:
     yield Sample(Einsum("ii->i"), ("f32 4 4",), np.diagonal)
 
 
+def image_samples() -> Iterator[Sample]:
+    """Patches, and positions for them: of the grid's own size, of others, and of sizes that a call decides."""
+    yield Sample(Patches((2, 3)), ("f32 batch 3 7 9",), lambda x: patches(x, 2, 3))
+    yield Sample(Patches((1, 2)), ("bf16 2 1 seq keys",), lambda x: patches(x, 1, 2))
+    for antialias in (False, True):
+        for images in ("f32 batch 3 6 8", "f32 batch 1 seq keys", "f32 1 1 31 13"):
+            op = GridPositions((3, 4), (2, 2), antialias)
+            yield Sample(
+                op,
+                ("f32 12 5", images),
+                functools.partial(grid_positions, grid=(3, 4), patch=(2, 2), antialias=antialias),
+            )
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
-    *shaping_samples(), *layer_samples(),
+    *shaping_samples(), *layer_samples(), *image_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 
@@ -655,6 +672,11 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("rows of a ring of another width", RingStep(), ("f32 2 4 3", "f32 2 1 2", "i32 2", "i32 2"), ShapeError),
     ("float ids", Gather(), ("f32 4 2", "f32 3"), DTypeError),
     ("a float row index", TakeRow(), ("f32 2 4 3", "f32 2"), GraphError),
+    ("images of rank 3", Patches((2, 2)), ("f32 3 8 8",), ShapeError),
+    ("images smaller than a patch", Patches((4, 9)), ("f32 1 3 8 8",), ShapeError),
+    ("a patch without pixels", Patches((0, 2)), ("f32 1 3 8 8",), ShapeError),
+    ("positions of another grid", GridPositions((2, 3), (2, 2)), ("f32 7 4", "f32 1 3 8 8"), ShapeError),
+    ("positions that are ids", GridPositions((2, 3), (2, 2)), ("i32 6 4", "f32 1 3 8 8"), DTypeError),
     ("another element count", Reshape((3, 2)), ("f32 2 4",), ShapeError),
     ("another symbolic element count", Reshape((AxisOf(0), 7)), ("f32 batch 8",), ShapeError),
     ("a symbol lost", Reshape((AxisOf(0), 8)), ("f32 batch seq 8",), ShapeError),

@@ -43,6 +43,7 @@ from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.emit import input_type
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
 from rlx_jax.weights.source import open_weights
 
 POLICIES = ("direct", "fusable")
@@ -208,10 +209,11 @@ class GraphModule(Builders[Value]):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
         return Value(value.node, value.index)
 
-    def weight(self, weight: Value | str, roles: Roles | None = None) -> Value:
+    def weight(self, weight: Value | WeightKey, roles: Roles | None = None) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""
-        if isinstance(weight, str):
-            raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({weight!r}, shape) declares the weight")
+        if isinstance(weight, str | WeightPart):
+            key = stored_key(weight)
+            raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({key!r}, shape) declares the weight")
         return weight
 
     # -- finishing ---------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from typing import Any
 
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.encoder import Encoder
+from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import load_pipeline
+from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
@@ -29,7 +31,8 @@ def load(
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
-    """A Hugging Face or sentence-transformers directory as a `CausalLM` or an `Encoder`; `config.json` decides.
+    """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder` or a `VisionEncoder`;
+    `config.json` decides.
 
     Args:
         profile: else `auto`.
@@ -61,6 +64,8 @@ def load(
         dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
         profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
+    if pretrained.kind == "vision":
+        return VisionEncoder(flow, processor=load_processor(folder, pretrained.images), **common)
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
     common |= {"tokenizer": tokenizer, "max_positions": pretrained.max_positions}
     if pretrained.kind == "encoder":

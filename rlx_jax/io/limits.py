@@ -37,6 +37,10 @@ MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other in one JSON file."""
 MAX_JSON_DIGITS = 100
 """Digits of a whole number in JSON. (`model_max_length` has 31 in many a tokenizer_config.json.)"""
+MAX_IMAGE_PIXELS = 2**28
+"""Pixels of one image as it is given."""
+MAX_RESIZED_PIXELS = 2**24
+"""Pixels of one image after it was resized."""
 
 MAX_MEMORY_PERCENT = 80
 """Share of the free memory of this machine that reading a tensor, loading a model or holding a request may take."""

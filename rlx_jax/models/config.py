@@ -106,6 +106,17 @@ class Fields:
         self.seen.add(name)
         return None if null else self.whole(name, default, high=high)
 
+    def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
+        """Height and width: one integer in `[1, high]` for both, or a list of two."""
+        value = self._given(name, default)
+        if not isinstance(value, list | tuple):
+            side = self.whole(name, default, high=high)
+            return side, side
+        if len(value) != 2:
+            raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected one integer or two")
+        height, width = (Fields({name: side}, self.where).whole(name, high=high) for side in value)
+        return height, width
+
     def real(self, name: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
         """A finite number over `low`, or from `low` on if not `above`."""
         value = self._given(name, default)

@@ -26,21 +26,24 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import bert, flux2, gemma, gpt2, llama, mistral, qwen2, qwen3
+from rlx_jax.models import bert, dinov2, flux2, gemma, gpt2, llama, mistral, qwen2, qwen3, vit
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
+from rlx_jax.models.vision import VisionFlow, placed
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint as a recipe bound to its weights: what it is for, and how many positions it knows."""
+    """A checkpoint as a recipe bound to its weights: what it is for, how many ids and positions it knows, if it reads
+    tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`."""
 
     recipe: ModelRecipe
-    kind: Literal["causal", "encoder", "denoiser"]
-    vocab_size: int
-    max_positions: int
+    kind: Literal["causal", "encoder", "denoiser", "vision"]
+    vocab_size: int = 0
+    max_positions: int | None = None
+    images: str = ""
 
 
 Opener = Callable[[Fields, WeightSource], Pretrained]
@@ -65,6 +68,16 @@ class Family:
             made = recipe(c).stored_in(source)
             bound = replace(made, weights=checked(source, made.shapes(), made))
             return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+
+        return Family(opener, architectures)
+
+    @staticmethod
+    def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
+        """A vision tower. `images`: see `Pretrained`."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            made = placed(recipe(recipe.config_type.from_hf(config), recipe.layouts[0]), source)
+            return Pretrained(replace(made, weights=checked(source, made.shapes(), made)), "vision", images=images)
 
         return Family(opener, architectures)
 
@@ -112,6 +125,15 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
     "bert": Family(_bert, BERT),
+    "vit": Family.vision(vit.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
+    "dinov2": Family.vision(dinov2.Dinov2Flow, "Bit", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
+    "dinov2_with_registers": Family.vision(
+        dinov2.Dinov2Flow,
+        "Bit",
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersBackbone",
+    ),
     "Flux2Transformer2DModel": Family(_flux2, ("Flux2Transformer2DModel",)),
 }
 """The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
@@ -225,7 +247,8 @@ def rebound(recipe: Any, own: Any) -> Any:
         raise ConfigError(
             f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
         )
-    return replace(recipe, **{n: getattr(own, n) for n in ("config", "prefix", "weights") if hasattr(recipe, n)})
+    stored = ("config", "layout", "prefix", "weights")
+    return replace(recipe, **{n: getattr(own, n) for n in stored if hasattr(recipe, n)})
 
 
 def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> None:

@@ -21,6 +21,7 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
@@ -35,7 +36,7 @@ class Builders(Attending[V]):
         with self.builder.at(replace(self.builder.origin, label=label)):
             yield
 
-    def _weights(self, *weights: V | str | None) -> list[V]:
+    def _weights(self, *weights: V | WeightKey | None) -> list[V]:
         """The weights that are there, as values."""
         for weight in weights:
             if is_number(weight):
@@ -53,8 +54,8 @@ class Builders(Attending[V]):
     def linear(
         self,
         x: V,
-        w: V | str,
-        bias: V | str | None = None,
+        w: V | WeightKey,
+        bias: V | WeightKey | None = None,
         *,
         activation: str = "",
         transpose: bool | None = None,
@@ -71,7 +72,7 @@ class Builders(Attending[V]):
         op = hir.Linear(contract, bias=bias is not None, activation=activation)
         if roles is None:
             return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
-        if not isinstance(w, str):
+        if not isinstance(w, str | WeightPart):
             raise GraphError(
                 f"{self.path}: roles are those of a weight under a key; emit.param(key, roles=…) takes them"
             )
@@ -79,11 +80,11 @@ class Builders(Attending[V]):
         weights += [] if bias is None else [self.weight(bias, roles_of_bias(roles[1 - contract]))]
         return self.add_node(op, x, *weights, out_shape=out_shape)
 
-    def _contract(self, w: V | str, transpose: bool | None) -> int:
+    def _contract(self, w: V | WeightKey, transpose: bool | None) -> int:
         """The axis of w that is summed over."""
         if not isinstance(transpose, bool | None):
             raise GraphError(f"{self.path}: transpose is {shown(transpose)}; expected True, False or None")
-        return int(isinstance(w, str) if transpose is None else transpose)
+        return int(isinstance(w, str | WeightPart) if transpose is None else transpose)
 
     def linear_fused(
         self,

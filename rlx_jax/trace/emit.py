@@ -39,6 +39,7 @@ from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
 
 F32 = np.dtype(np.float32)
 
@@ -182,9 +183,9 @@ class Emit(Builders[FlowValue]):
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
         return value.value
 
-    def weight(self, weight: FlowValue | str, roles: Roles | None = None) -> FlowValue:
+    def weight(self, weight: FlowValue | WeightKey, roles: Roles | None = None) -> FlowValue:
         """The weight under a key as stored, whose axes are `roles`; or a value as it is."""
-        return self.param(weight, roles=roles) if isinstance(weight, str) else weight
+        return self.param(weight, roles=roles) if isinstance(weight, str | WeightPart) else weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -218,9 +219,10 @@ class Emit(Builders[FlowValue]):
     # -- parameters --------------------------------------------------------------------------
 
     def param(
-        self, key: str, shape: tuple[int, ...] | None = None, roles: Sequence[str | None] | None = None
+        self, key: WeightKey, shape: tuple[int, ...] | None = None, roles: Sequence[str | None] | None = None
     ) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
+        Of a `WeightPart` that part, and `shape` is the part's.
 
         `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
         decoded where they are packed.
@@ -235,9 +237,13 @@ class Emit(Builders[FlowValue]):
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
+        part = key if isinstance(key, WeightPart) else None
+        key = stored_key(key)
         if not isinstance(key, str):
             raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
-        program: Program = self._stored(key, shape)
+        program: Program = self._stored(key, shape if part is None else part.whole(shape))
+        if part is not None:
+            program = part.of(program, f"{self.path}: {self._weight_at(key)}")
         stored = program.type
         if stored.dtype.kind == "c":
             raise WeightDTypeError(

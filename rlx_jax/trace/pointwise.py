@@ -179,6 +179,7 @@ class Pointwise(Writer[V]):
     silu = _function("silu", "x σ(x).")
     gelu = _function("gelu", "½x(1 + erf(x/√2)).")
     gelu_tanh = _function("gelu_tanh", "½x(1 + tanh(√(2/π)(x + 0.044715x³))).")
+    quick_gelu = _function("quick_gelu", "x σ(1.702x).")
     relu = _function("relu", "max(x, 0).")
     softplus = _function("softplus", "ln(1 + eˣ).")
     tanh = _function("tanh", "tanh x.")

@@ -36,6 +36,7 @@ def whole(a: Any, b: Any, rounded: Any) -> Any:
 UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
     "silu": lambda x: x * sigmoid(x),
     "relu": lambda x: np.maximum(x, 0),
     "sigmoid": sigmoid,
@@ -330,3 +331,52 @@ def ring_step(ring: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.
     at = [[start[b] + i if i < lengths[b] else -1 for i in range(new.shape[1])] for b in range(len(ring))]
     old = np.array([positions(int(n)) for n in start])
     return np.concatenate([ring, new], 1), np.concatenate([old, np.array(at)], 1), after
+
+
+# -- images ------------------------------------------------------------------------------------
+
+
+def patches(images: np.ndarray, p: int, q: int) -> np.ndarray:
+    """Patches cut out one by one."""
+    height, width = images.shape[2:]
+    cuts = [
+        images[:, :, r : r + p, c : c + q].reshape(len(images), -1)
+        for r in range(0, height - p + 1, p)
+        for c in range(0, width - q + 1, q)
+    ]
+    return np.stack(cuts, axis=1)
+
+
+def cubic(x: float, a: float) -> float:
+    """Keys' kernel (1981), as the paper has it."""
+    x = abs(x)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+
+def bicubic(line: np.ndarray, size: int, antialias: bool) -> np.ndarray:
+    """Rows `[n, H]` resampled to `[size, H]`, one after another."""
+    count, out = len(line), []
+    scale = count / size
+    wide = max(scale, 1.0) if antialias else 1.0
+    for i in range(size):
+        centre = (i + 0.5) * scale - 0.5
+        near = range(math.floor(centre - 2 * wide) - 1, math.ceil(centre + 2 * wide) + 2)
+        taps = {j: cubic((j - centre) / wide, -0.5 if antialias else -0.75) for j in near}
+        if antialias:
+            taps = {j: w for j, w in taps.items() if 0 <= j < count}
+        total = sum(taps.values()) if antialias else 1.0
+        out.append(sum(w * line[min(max(j, 0), count - 1)] for j, w in taps.items()) / total)
+    return np.stack(out)
+
+
+def grid_positions(
+    table: np.ndarray, images: np.ndarray, grid: tuple[int, int], patch: tuple[int, int], antialias: bool
+) -> np.ndarray:
+    """A grid of rows resampled along one axis, then along the other."""
+    rows, columns = images.shape[2] // patch[0], images.shape[3] // patch[1]
+    cells = table.reshape(*grid, -1)
+    down = np.stack([bicubic(cells[:, c], rows, antialias) for c in range(grid[1])], axis=1)
+    across = np.stack([bicubic(down[r], columns, antialias) for r in range(rows)])
+    return across.reshape(1, rows * columns, -1)

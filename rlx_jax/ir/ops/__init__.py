@@ -31,6 +31,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.vision import GridPositions, Patches
 
 OPS: tuple[type[Mir], ...] = (
     Unary, Parametric, Binary, Compare, Where, CastTo, FullLike,
@@ -40,6 +41,6 @@ OPS: tuple[type[Mir], ...] = (
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
-    FusedAttentionBlock, FusedTransformerLayer, JaxFn,
+    FusedAttentionBlock, FusedTransformerLayer, Patches, GridPositions, JaxFn,
 )  # fmt: skip
 """Every tensor op. A new one is a class in a file of this folder, and a name here."""

@@ -21,6 +21,7 @@ Array = jax.Array
 UNARY: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),  # ½x(1 + erf(x/√2))
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # ½x(1 + tanh(√(2/π)(x + 0.044715x³)))
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # x σ(1.702x)
     "silu": jax.nn.silu,  # x σ(x)
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,

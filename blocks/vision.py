@@ -1,0 +1,409 @@
+"""Vision transformers: patches and positions, attention over all tokens, layers whose norms come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
+from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
+from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
+from rlx_jax.blocks.norm import LayerNorm
+from rlx_jax.blocks.self_attention import SelfAttention, Three
+from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.hir import MaskKind
+from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightPart
+
+# -- from images to tokens ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VisionEmbed:
+    """Images `[B, C, h, w]` → tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: a class token, registers, patches row by row.
+
+    A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`. `position_key` `[1, T, H]` or `[T, H]` has a row for
+    the class token, if there is one, and then one for each patch of `grid`; for images of another size these are
+    resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with registers does. `cls_key` is
+    `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it and have no positions.
+    """
+
+    patch_weight: str
+    patch_bias: str | None
+    position_key: str
+    hidden_size: int
+    patch: tuple[int, int]
+    grid: tuple[int, int]
+    cls_key: str | None = None
+    registers_key: str | None = None
+    antialias: bool = False
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        images = emit.require(value, "VisionEmbed")
+        if images.ndim != 4:
+            raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
+        with emit.scope("embeddings"):
+            table = self._tokens(emit, self.position_key)
+            first = 0 if self.cls_key is None else 1
+            if table.shape[1] != (rows := self.grid[0] * self.grid[1] + first):
+                raise WeightShapeError(
+                    f"{emit.path}: weight {quote(self.position_key)} has {table.shape[1]} rows; expected {rows}, for "
+                    f"a grid of {self.grid[0]} × {self.grid[1]}" + (" and the class token" if first else "")
+                )
+            positions = GridPositions(self.grid, self.patch, self.antialias)
+            patches = self._patches(emit, images) + emit.add_node(positions, table[0, first:], images)
+            before = []
+            if self.cls_key is not None:
+                before.append(self._tokens(emit, self.cls_key) + table[:, :1])
+            if self.registers_key is not None:
+                before.append(self._tokens(emit, self.registers_key))
+            batch = images.shape[0]
+            spread = [emit.broadcast_to(x, (batch, x.shape[1], self.hidden_size)) for x in before]
+            return emit.concat([*spread, patches], axis=1) if spread else patches
+
+    def _patches(self, emit: Emit, images: FlowValue) -> FlowValue:
+        """The projected patches."""
+        with emit.scope("patch"):
+            shape = (self.hidden_size, int(images.type.shape[1]), *self.patch)
+            weight = emit.param(self.patch_weight, shape, ("hidden", None, None, None))
+            bias = None if self.patch_bias is None else emit.param(self.patch_bias, (self.hidden_size,))
+            patches = emit.add_node(Patches(self.patch), images)
+            return emit.linear(patches, weight.reshape(self.hidden_size, -1), bias, transpose=True)
+
+    def _tokens(self, emit: Emit, key: str) -> FlowValue:
+        """A weight of rows of the hidden width, as `[1, rows, H]`."""
+        rows = emit.param(key)
+        if rows.ndim < 1 or rows.shape[-1] != self.hidden_size:
+            raise WeightShapeError(
+                f"{emit.path}: weight {quote(key)} is {rows.type}; expected [..., {self.hidden_size}]"
+            )
+        return rows.reshape(1, -1, self.hidden_size)
+
+
+# -- attention and feed-forward ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VitSelfAttnSpec:
+    """Keys and sizes of a VitSelfAttn: weights `[3·N·D, H]` and `[H, N·D]`, biases `[3·N·D]` and `[H]`, or None."""
+
+    qkv_weight: str
+    qkv_bias: str | None
+    out_weight: str
+    out_bias: str | None
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class VitSelfAttn:
+    """Attention of a normalised `[B,S,H]` over all of its tokens, with one weight for q, k and v, and the output
+    projection: `[B,S,H]` → same. An `AttnMask` stage before says which keys are kept, if there is one.
+    """
+
+    spec: VitSelfAttnSpec
+
+    @staticmethod
+    def dinov2(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
+        """`{prefix}.attn.qkv.*` and `{prefix}.attn.proj.*`."""
+        return VitSelfAttn(_fused(f"{prefix}.attn", "qkv", "proj", hidden_size, num_heads))
+
+    @staticmethod
+    def nomic_vision(prefix: str, hidden_size: int, num_heads: int) -> VitSelfAttn:
+        """`{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
+        return VitSelfAttn(_fused(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        s, x = self.spec, emit.require(value, "VitSelfAttn")
+        check_hidden(emit, x, (None, None, s.hidden_size), "VitSelfAttn")
+        bias = None if s.qkv_bias is None else three_parts(s.qkv_bias)
+        attention = SelfAttention(
+            three_parts(s.qkv_weight), s.out_weight, s.num_heads, head_dim=s.head_dim, qkv_bias=bias,
+            out_bias=s.out_bias, name="attn",
+        )  # fmt: skip
+        return attention.emit(emit, x)
+
+
+def three_parts(key: str) -> Three:
+    """Of queries, keys and values that are stored as one."""
+    q, k, v = WeightPart.split(key, 3)
+    return q, k, v
+
+
+def head_width(where: str, hidden_size: int, num_heads: int) -> int:
+    """Hidden / heads."""
+    if num_heads < 1 or hidden_size % num_heads:
+        raise GraphError(f"{where}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
+    return hidden_size // num_heads
+
+
+def _fused(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
+    return VitSelfAttnSpec(
+        f"{prefix}.{qkv}.weight", f"{prefix}.{qkv}.bias", f"{prefix}.{out}.weight", f"{prefix}.{out}.bias",
+        hidden_size, num_heads, head_width(prefix, hidden_size, num_heads),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerScale:
+    """`x ⊙ γ`. Weight: `gamma_key` `[H]` (Touvron et al. 2021)."""
+
+    gamma_key: str
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LayerScale")
+        with emit.scope("layer_scale"):
+            gamma = emit.param(self.gamma_key)
+            if gamma.type.shape != x.type.shape[-1:]:
+                raise WeightShapeError(f"{emit.path}: weight {quote(self.gamma_key)} is {gamma.type}, x is {x.type}")
+            return x * gamma
+
+
+@dataclass(frozen=True)
+class VisionSwiGluFfn:
+    """`ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`: Nomic's vision encoder.
+
+    Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`.
+    """
+
+    layer_prefix: str
+    eps: float = 1e-6
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
+        with emit.scope("mlp"):
+            with emit.scope("fc11"):
+                up = emit.linear(x, f"{p}.fc11.weight", f"{p}.fc11.bias", roles=INTO)
+            with emit.scope("fc12"):
+                gate = emit.linear(x, f"{p}.fc12.weight", f"{p}.fc12.bias", roles=INTO)
+            inner = emit.add_node(hir.GatedFfn("silu"), gate, up)
+            with emit.scope("norm"):
+                inner = emit.layer_norm(inner, f"{p}.norm.weight", f"{p}.norm.bias", self.eps)
+            with emit.scope("fc2"):
+                return emit.linear(inner, f"{p}.fc2.weight", f"{p}.fc2.bias", roles=OUT_OF)
+
+    def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
+        """`[…, F]`."""
+        return inner_shape(emit, hidden, f"{self.layer_prefix}.mlp.fc11.weight")
+
+
+# -- whole layers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """Where a layer keeps its weights, under its prefix. `qkv` is one name or three; `scale1` and `scale2` are those of
+    LayerScale, if there is any. Of a gated layer `gated1` holds gate and up, one above the other, and `gated2` stands
+    for `fc2`."""
+
+    norm1: str
+    norm2: str
+    qkv: str | tuple[str, str, str]
+    out: str
+    fc1: str
+    fc2: str
+    scale1: str = ""
+    scale2: str = ""
+    gated1: str = ""
+    gated2: str = ""
+
+
+HF_QKV = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
+VIT_KEYS = LayerKeys(
+    "layernorm_before", "layernorm_after", HF_QKV, "attention.output.dense", "intermediate.dense", "output.dense"
+)
+DINOV2_KEYS = LayerKeys(
+    "norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "ls1.gamma", "ls2.gamma", "mlp.w12", "mlp.w3"
+)
+CLIP_KEYS = LayerKeys(
+    "layer_norm1", "layer_norm2", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.out_proj",
+    "mlp.fc1", "mlp.fc2",
+)  # fmt: skip
+"""Of ViT as Hugging Face stores it, of DINOv2 as its authors do, and of CLIP and SigLIP."""
+
+
+@dataclass(frozen=True)
+class PreNormLayerSpec:
+    """Keys and sizes of a layer whose norms come first. `activation` is a name in `UNARY`; with `gated` the
+    feed-forward half is SwiGLU. `causal` and `mask_input` are those of `SelfAttention`."""
+
+    prefix: str
+    keys: LayerKeys
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    eps: float = 1e-6
+    activation: str = "gelu"
+    gated: bool = False
+    qkv_bias: bool = True
+    causal: bool = False
+    mask_input: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gated and not (self.keys.gated1 and self.keys.gated2):
+            raise GraphError(f"{self.prefix}: a gated layer needs the names gated1 and gated2 among its keys")
+
+    def key(self, name: str, kind: str) -> str:
+        """The key of a weight."""
+        return f"{self.prefix}.{name}.{kind}"
+
+    @property
+    def attention(self) -> SelfAttention:
+        """The first half."""
+
+        def three(kind: str) -> Three:
+            if isinstance(self.keys.qkv, str):
+                return three_parts(self.key(self.keys.qkv, kind))
+            q, k, v = (self.key(name, kind) for name in self.keys.qkv)
+            return q, k, v
+
+        out, width = self.keys.out, head_width(self.prefix, self.hidden_size, self.num_heads)
+        return SelfAttention(
+            three("weight"), self.key(out, "weight"), self.num_heads, head_dim=width,
+            qkv_bias=three("bias") if self.qkv_bias else None, out_bias=self.key(out, "bias"), causal=self.causal,
+            mask_input=self.mask_input, name="attn",
+        )  # fmt: skip
+
+    @property
+    def inner(self) -> tuple[str, str]:
+        """The names of the feed-forward half."""
+        return (self.keys.gated1, self.keys.gated2) if self.gated else (self.keys.fc1, self.keys.fc2)
+
+    @property
+    def ffn(self) -> BlockStage:
+        """The feed-forward half."""
+        fc1, fc2 = ([self.key(name, kind) for kind in ("weight", "bias")] for name in self.inner)
+        if not self.gated:
+            return Mlp(fc1[0], fc1[1], fc2[0], fc2[1], self.activation)
+        gate, up = WeightPart.split(fc1[0], 2)
+        return SwiGlu(gate, up, fc2[0], (*_pair(fc1[1]), fc2[1]))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every checkpoint key with its shape."""
+        h, f, k, (fc1, fc2) = self.hidden_size, self.intermediate_size, self.keys, self.inner
+        found: dict[str, tuple[int, ...]] = {}
+        qkv = {k.qkv: (3 * h, h)} if isinstance(k.qkv, str) else dict.fromkeys(k.qkv, (h, h))
+        for name, shape in {**qkv, k.out: (h, h), fc1: (f * (1 + self.gated), h), fc2: (h, f)}.items():
+            found[self.key(name, "weight")] = shape
+            if self.qkv_bias or name not in qkv:
+                found[self.key(name, "bias")] = shape[:1]
+        for name in (k.norm1, k.norm2):
+            found |= {self.key(name, "weight"): (h,), self.key(name, "bias"): (h,)}
+        return found | {f"{self.prefix}.{name}": (h,) for name in (k.scale1, k.scale2) if name}
+
+
+def _pair(key: str) -> tuple[WeightPart, WeightPart]:
+    first, second = WeightPart.split(key, 2)
+    return first, second
+
+
+def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
+    """`h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`: `[B,S,H]` → same."""
+    k, p = spec.keys, spec.prefix
+    attention = _half(p, k.norm1, spec.eps, spec.attention, k.scale1)
+    return Sequence((*attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
+
+
+def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
+    """`x + inner(ln(x)) [⊙ γ]`."""
+    before = LayerNorm(f"{prefix}.{norm}.weight", f"{prefix}.{norm}.bias", eps)
+    scales = (LayerScale(f"{prefix}.{scale}"),) if scale else ()
+    return ResidualSave(), before, inner, *scales, ResidualAdd()
+
+
+def dinov2_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
+    """DINOv2's layer under `blocks.{index}`, as its authors store it; exact GELU."""
+    spec = PreNormLayerSpec(f"blocks.{index}", DINOV2_KEYS, hidden_size, num_heads, 4 * hidden_size, eps)
+    return Named(f"layer{index}", pre_norm_layer(spec))
+
+
+def nomic_vision_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
+    """Nomic's vision layer under `layers.{index}`; no rotation of queries and keys."""
+    p = f"layers.{index}"
+    attention = _half(p, "norm1", eps, VitSelfAttn.nomic_vision(p, hidden_size, num_heads))
+    return Named(f"layer{index}", Sequence((*attention, *_half(p, "norm2", eps, VisionSwiGluFfn(p, eps)))))
+
+
+def siglip_layer_fused_with_prefix(
+    prefix: str, index: int, hidden_size: int, num_heads: int, eps: float = 1e-6
+) -> BlockStage:
+    """SigLIP's layer under `{prefix}.encoder.layers.{index}`; tanh GELU."""
+    p = f"{prefix}.encoder.layers.{index}"
+    spec = PreNormLayerSpec(p, CLIP_KEYS, hidden_size, num_heads, 4 * hidden_size, eps, "gelu_tanh")
+    return Named(f"layer{index}", pre_norm_layer(spec))
+
+
+# -- one vector --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionPool:
+    """SigLIP's head: a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
+
+    Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
+    `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`.
+    """
+
+    prefix: str
+    num_heads: int
+    eps: float = 1e-6
+    activation: str = "gelu_tanh"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "AttentionPool"), self.prefix
+        if x.ndim != 3:
+            raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
+        hidden = int(x.type.shape[-1])
+        head_width(p, hidden, self.num_heads)
+        with emit.scope("head"):
+            probe = emit.broadcast_to(emit.param(f"{p}.probe", (1, 1, hidden)), (x.shape[0], 1, hidden))
+            weights = WeightPart.split(f"{p}.attention.in_proj_weight", 3)
+            biases = WeightPart.split(f"{p}.attention.in_proj_bias", 3)
+            q, k, v = (
+                emit.linear(source, w, b, roles=("heads", "hidden"))
+                for source, w, b in zip((probe, x, x), weights, biases, strict=True)
+            )
+            context = emit.add_node(hir.attention(self.num_heads, self.num_heads, MaskKind.NONE), q, k, v)
+            out = f"{p}.attention.out_proj"
+            pooled = emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"))
+            normed = emit.layer_norm(pooled, f"{p}.layernorm.weight", f"{p}.layernorm.bias", self.eps)
+            fc1, fc2 = f"{p}.mlp.fc1", f"{p}.mlp.fc2"
+            mlp = Mlp(f"{fc1}.weight", f"{fc1}.bias", f"{fc2}.weight", f"{fc2}.bias", self.activation)
+            return emit.first_token(pooled + mlp.emit(emit, normed))
+
+
+def attention_pool_shapes(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, tuple[int, ...]]:
+    """Every checkpoint key of an AttentionPool with its shape."""
+    h, f, p = hidden_size, intermediate_size, prefix
+    linears = {f"{p}.attention.out_proj": (h, h), f"{p}.mlp.fc1": (f, h), f"{p}.mlp.fc2": (h, f)}
+    found: dict[str, tuple[int, ...]] = {
+        f"{p}.probe": (1, 1, h), f"{p}.attention.in_proj_weight": (3 * h, h), f"{p}.attention.in_proj_bias": (3 * h,),
+        f"{p}.layernorm.weight": (h,), f"{p}.layernorm.bias": (h,),
+    }  # fmt: skip
+    for name, shape in linears.items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return found
+
+
+@dataclass(frozen=True)
+class EndTokenPool:
+    """The token at the end of a text: `[B,S,H]` → `[B,H]`, at the first place of input `ids_input` `[B,S]` that holds
+    `end_id`, or with None the row's largest id, as CLIP's oldest checkpoints have it. Without any it is the first."""
+
+    end_id: int | None
+    ids_input: str = "input_ids"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, ids = emit.require(value, "EndTokenPool"), emit.flow_input(self.ids_input)
+        with emit.scope("end_token"):
+            end = emit.max(ids, 1, keepdims=True) if self.end_id is None else self.end_id
+            places = emit.broadcast_to(emit.iota(ids, 1).reshape(1, -1), ids.shape)
+            behind = np.iinfo(np.int32).max
+            found = emit.min(emit.where(emit.eq(ids, end), places, behind), 1)
+            at = emit.where(emit.eq(found, behind), emit.zeros_like(found), found)
+            return emit.first_token(emit.last_token(x, at))

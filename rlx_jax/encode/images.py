@@ -1,0 +1,314 @@
+"""From images to the pixel values that a vision model reads, as a checkpoint's `preprocessor_config.json` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.encode.resample import FILTERS, Pixels, resize
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
+from rlx_jax.io import limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.models.config import Fields
+from rlx_jax.runtime.inputs import read_array
+
+PixelValues = np.ndarray[Any, np.dtype[np.float32]]
+FILE, JOINT_FILE = "preprocessor_config.json", "processor_config.json"
+CHANNELS = 3
+MAX_SIDE = 2**16
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """What is done to an image `[H, W, C]` uint8, in this order: colours, size, crop, scale, mean and deviation.
+
+    Attributes:
+        size: height and width to resize to, whatever the proportions; or None.
+        shortest_edge: length that the shorter side is resized to, the other in proportion; or None.
+        resample: the filter by Pillow's number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5 hamming.
+        crop: height and width that are cut out of the middle; what is smaller stands in the middle of zeros.
+        rescale: factor of every value, or None.
+        mean, std: what is taken off each channel, and what it is then divided by; or None.
+        convert_rgb: grey images get three channels, and what is transparent stands on white.
+    """
+
+    size: tuple[int, int] | None = None
+    shortest_edge: int | None = None
+    resample: int = 2
+    crop: tuple[int, int] | None = None
+    rescale: float | None = 1 / 255
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    convert_rgb: bool = True
+
+    def __call__(self, images: Any) -> PixelValues:
+        """Pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's images.
+
+        Raises:
+            RequestError: names the image and what is wrong: its dtype, its rank, its channels, an absurd size; or that
+                of another when all are made.
+        """
+        made = [self.one(image, name) for name, image in named_images(images)[0]]
+        for (name, _), pixels in zip(named_images(images)[0], made, strict=True):
+            if pixels.shape != made[0].shape:
+                raise RequestError(
+                    f"{name}: {list(pixels.shape)} when it is made, and the first {list(made[0].shape)}: the "
+                    "checkpoint's image processor gives sizes in proportion; pass images of one size together"
+                )
+        return np.stack(made)
+
+    def one(self, image: Any, name: str = "image") -> PixelValues:
+        """Pixel values `[C, H, W]` of one image."""
+        pixels = self.colours(image, name)
+        if self.size is not None or self.shortest_edge is not None:
+            height, width = self.resized(pixels.shape[0], pixels.shape[1])
+            if height * width > limits.MAX_RESIZED_PIXELS:
+                raise RequestError(
+                    f"{name}: {pixels.shape[0]} × {pixels.shape[1]} pixels become {height} × {width}; the limit "
+                    f"limits.MAX_RESIZED_PIXELS is {limits.MAX_RESIZED_PIXELS}"
+                )
+            pixels = resize(pixels, height, width, self.resample)
+        pixels = pixels if self.crop is None else cropped_middle(pixels, *self.crop)
+        values: Any = pixels.astype(np.float32)
+        if self.rescale is not None:
+            values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
+        if self.mean is not None and self.std is not None:
+            values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+        made: PixelValues = np.ascontiguousarray(values.transpose(2, 0, 1))
+        return made
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that an image is resized to."""
+        if self.size is not None:
+            return self.size
+        edge = self.shortest_edge or 1
+        if width <= height:
+            return int(edge * height / width), edge
+        return edge, int(edge * width / height)
+
+    def colours(self, image: Any, name: str) -> Pixels:
+        """The image as `[H, W, 3]` uint8."""
+        pixels = as_pixels(image, name, self.convert_rgb)
+        channels = pixels.shape[2]
+        if channels == CHANNELS:
+            return pixels
+        if not self.convert_rgb:
+            raise RequestError(
+                f"{name}: {channels} channels, expected {CHANNELS}: the checkpoint's image processor converts no "
+                "colours"
+            )
+        if channels == 1:
+            return np.repeat(pixels, CHANNELS, axis=2)
+        alpha = pixels[..., 3:] / 255
+        return np.round(alpha * pixels[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+
+
+def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
+    """The images of a request with their names for messages, and whether it was a single one.
+
+    Raises:
+        RequestError: no images.
+    """
+    if _is_picture(images) or (isinstance(images, np.ndarray | jax.Array) and images.ndim in (2, 3)):
+        return [("images", images)], True
+    if isinstance(images, np.ndarray | jax.Array) and images.ndim == 4:
+        images = list(read_array("images", images))
+    if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        raise RequestError(
+            "images: expected uint8 arrays [H, W, C], Pillow's images, or pixel values [B, C, H, W], got "
+            f"{shown(images)}"
+        )
+    if not images:
+        raise RequestError("images: there are none")
+    return [(f"images[{i}]", image) for i, image in enumerate(images)], False
+
+
+def _is_picture(image: Any) -> bool:
+    """One of Pillow's images, which this package does not import."""
+    return hasattr(image, "convert") and hasattr(image, "getbands") and hasattr(image, "size")
+
+
+def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
+    """An image as `[H, W, C]` uint8 with 1, 3 or 4 channels.
+
+    Raises:
+        RequestError: another dtype, rank or number of channels; no pixels, or over `limits.MAX_IMAGE_PIXELS`.
+    """
+    if _is_picture(image):
+        columns, rows = image.size
+        _check_size(rows, columns, name)
+        if convert_rgb:  # palettes and 16-bit greys have no meaning as plain numbers
+            clear = "A" in image.getbands() or getattr(image, "info", {}).get("transparency") is not None
+            image = image.convert("RGBA" if clear else "RGB")
+    elif not isinstance(image, np.ndarray | jax.Array):
+        raise RequestError(f"{name}: expected a uint8 array [H, W, C] or one of Pillow's images, got {shown(image)}")
+    pixels = read_array(name, image)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.dtype != np.uint8:
+        hint = "; pixel values go in as one array [B, C, H, W]" if pixels.dtype.kind == "f" else ""
+        raise RequestError(f"{name}: expected uint8, got {pixels.dtype}{hint}")
+    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
+        turned = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
+        raise RequestError(f"{name}: expected [height, width, 1, 3 or 4 channels], got {list(pixels.shape)}{turned}")
+    _check_size(pixels.shape[0], pixels.shape[1], name)
+    return pixels
+
+
+def _check_size(rows: int, columns: int, name: str) -> None:
+    if rows < 1 or columns < 1:
+        raise RequestError(f"{name}: {rows} × {columns} pixels; expected at least one")
+    if rows * columns > limits.MAX_IMAGE_PIXELS:
+        raise RequestError(
+            f"{name}: {rows} × {columns} pixels; the limit limits.MAX_IMAGE_PIXELS is {limits.MAX_IMAGE_PIXELS}"
+        )
+
+
+def cropped_middle(pixels: Pixels, height: int, width: int) -> Pixels:
+    """The middle of an image; one that is smaller stands in the middle of zeros. Of an odd rest the larger half lies
+    behind what is cut out, and before what is put into zeros, as transformers has it with Pillow."""
+    out = np.zeros((height, width, pixels.shape[2]), np.uint8)
+    (to_rows, from_rows), (to_columns, from_columns) = (
+        _overlap(old, new) for old, new in zip(pixels.shape[:2], (height, width), strict=True)
+    )
+    out[to_rows, to_columns] = pixels[from_rows, from_columns]
+    return out
+
+
+def _overlap(old: int, new: int) -> tuple[slice, slice]:
+    """Where a side of length `old` goes in one of length `new`, and what of it does."""
+    if old >= new:
+        return slice(0, new), slice((old - new) // 2, (old - new) // 2 + new)
+    start = (new - old + 1) // 2
+    return slice(start, start + old), slice(0, old)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What an image processor of transformers does where its file says nothing. `square`: a size that is one number is
+    height and width, and not the shorter side."""
+
+    size: Mapping[str, int]
+    resample: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    square: bool = False
+    crop: int | None = None
+    convert_rgb: bool = True
+
+
+HALF = (0.5, 0.5, 0.5)
+OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+SQUARE = {"height": 224, "width": 224}
+PROCESSORS: dict[str, Defaults] = {
+    "ViT": Defaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
+    "CLIP": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
+    "Bit": Defaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
+    "Siglip": Defaults(SQUARE, 3, HALF, HALF),
+}
+"""By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on."""
+
+ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
+"""Settings without a part in the pixels."""
+OFF = {
+    "do_pad": (False,),
+    "do_reduce_labels": (False,),
+    "do_flip_channel_order": (False,),
+    "input_data_format": ("channels_last",),
+    "use_square_size": (False,),
+}
+"""Settings that change pixels, at the values at which they do not."""
+
+
+def load_processor(directory: Folder, family: str) -> ImageProcessor | None:
+    """The image processor of a checkpoint; None if it has no file for one. `family` is that of its model, for files
+    that name no class.
+
+    Raises:
+        ConfigError: a setting is malformed or absurd. UnsupportedError: a class, or a setting that changes pixels, that
+            is not handled; the message names it.
+    """
+    name, settings = FILE, directory.json(FILE)
+    if not settings:
+        name, settings = JOINT_FILE, directory.json(JOINT_FILE).get("image_processor") or {}
+    if not settings:
+        return None
+    where = directory.where(name)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where}: image_processor: expected an object, got {quote(settings)}")
+    # null is what the class does by itself
+    return read_processor(Fields({k: v for k, v in settings.items() if v is not None}, where), family)
+
+
+def read_processor(c: Fields, family: str) -> ImageProcessor:
+    """An image processor from its settings; see `load_processor`."""
+    given = c.text("image_processor_type", c.text("feature_extractor_type", f"{family}ImageProcessor"))
+    kind = next((k for k in PROCESSORS if given in [k + ending for ending in ENDINGS]), None)
+    if kind is None:
+        known = [f"{k}ImageProcessor" for k in PROCESSORS]
+        raise UnsupportedError(
+            f"{c.where}: image processor {quote(given)} is not built; known are {listing(known)}"
+            f"{did_you_mean(given, known)}"
+        )
+    d = PROCESSORS[kind]
+    size, edge = _size(c, d) if c.flag("do_resize", True) else (None, None)
+    crops = c.flag("do_center_crop", d.crop is not None)
+    normalises = c.flag("do_normalize", True)
+    made = ImageProcessor(
+        size=size,
+        shortest_edge=edge,
+        resample=c.whole("resample", d.resample, low=0, high=max(FILTERS)),
+        crop=_sides(c, "crop_size", d.crop or 224) if crops else None,
+        rescale=c.real("rescale_factor", 1 / 255) if c.flag("do_rescale", True) else None,
+        mean=_numbers(c, "image_mean", d.mean, positive=False) if normalises else None,
+        std=_numbers(c, "image_std", d.std, positive=True) if normalises else None,
+        convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
+    )
+    unused = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
+    off = [name for name, values in OFF.items() if c.values.get(name) in values]
+    c.finish(inert=(*INERT, *unused, *off))
+    return made
+
+
+def _size(c: Fields, d: Defaults) -> tuple[tuple[int, int] | None, int | None]:
+    """Height and width, or the shorter side."""
+    size = c.raw("size", dict(d.size))
+    if not isinstance(size, dict):
+        square = c.flag("default_to_square", d.square)
+        return (c.pair("size", high=MAX_SIDE), None) if square else (None, c.whole("size", high=MAX_SIDE))
+    group = Fields(size, f"{c.where}: size")
+    if set(size) == {"shortest_edge"}:
+        return None, group.whole("shortest_edge", high=MAX_SIDE)
+    if set(size) == {"height", "width"}:
+        return (group.whole("height", high=MAX_SIDE), group.whole("width", high=MAX_SIDE)), None
+    raise UnsupportedError(f"{c.where}: size is {quote(size)}; supported are height and width, or shortest_edge alone")
+
+
+def _sides(c: Fields, name: str, default: int) -> tuple[int, int]:
+    """Height and width, as an object or as one number."""
+    value = c.raw(name, default)
+    if not isinstance(value, dict):
+        return c.pair(name, default, high=MAX_SIDE)
+    group = Fields(value, f"{c.where}: {name}")
+    sides = group.whole("height", high=MAX_SIDE), group.whole("width", high=MAX_SIDE)
+    group.finish()
+    return sides
+
+
+def _numbers(c: Fields, name: str, default: Sequence[float], positive: bool) -> tuple[float, ...]:
+    """A number for each channel; over 0 where `positive`."""
+    values = c.raw(name, list(default))
+    values = values if isinstance(values, list) else [values] * CHANNELS
+    good = [type(v) in (int, float) and math.isfinite(v) and (not positive or v > 0) for v in values]
+    if len(values) != CHANNELS or not all(good):
+        kind = "finite numbers over 0" if positive else "finite numbers"
+        raise ConfigError(f"{c.where}: field {quote(name)} is {quote(values)}; expected {CHANNELS} {kind}")
+    return tuple(float(v) for v in values)

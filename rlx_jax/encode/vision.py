@@ -1,0 +1,196 @@
+"""`VisionEncoder`: hidden states and vectors of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.compiler.buckets import smallest
+from rlx_jax.compiler.executable import Progress
+from rlx_jax.encode.images import ImageProcessor, named_images
+from rlx_jax.errors import GraphError, NumericsError, RequestError, listing, quote, shown
+from rlx_jax.ir.types import is_float
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Weights
+from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import open_programs
+from rlx_jax.runtime.report import Report
+from rlx_jax.text.opening import check_untouched, primary
+from rlx_jax.text.padding import bucket
+
+BATCH = 32
+POOLED = "pooled"
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class VisionEncoder:
+    """`flow` maps pixel values `[batch, channels, height, width]` to hidden states `[batch, tokens, hidden]`; its side
+    output `pooled` is one vector for each image.
+
+    Args:
+        flow: a `ModelFlow` whose first input is the pixel values, or a recipe; or a compiled model, whose programs it
+            shares.
+        processor: makes pixel values of images, for `embed`; `rlx_jax.load` brings the checkpoint's own.
+        progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
+    """
+
+    def __init__(
+        self,
+        flow: Any,
+        weights: Weights = None,
+        *,
+        processor: ImageProcessor | None = None,
+        profile: CompileProfile | None = None,
+        mesh: Any = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        if not isinstance(processor, ImageProcessor | None):
+            raise RequestError(f"processor is {shown(processor)}; expected an ImageProcessor")
+        if isinstance(flow, CompiledModel):
+            check_untouched(flow, weights, profile, mesh, strict, progress, None)
+            self.model = flow
+        else:
+            opened = open_programs(
+                [flow], weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh
+            )
+            (self.model,) = finish_models(opened).values()
+        self.processor, self.buckets = processor, self.model.settings.buckets
+        self.channels = check_images(self.model)
+
+    def hidden_states(self, pixel_values: Any) -> jax.Array:
+        """The last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
+
+        Any height and width of at least one patch; what a family's positions were not trained for is resampled.
+
+        Raises:
+            RequestError: not floats of that shape. GraphError: the flow has no hidden states.
+        """
+        if len(shape := self.model.template().built.primary_shape) != 3:
+            raise GraphError(
+                f"{self.model.name}: the output is {list(shape)}; hidden states are [batch, tokens, hidden]"
+            )
+        return primary(self.model(self._checked(pixel_values)))
+
+    def embed(self, images: Any) -> Vectors:
+        """One vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output `pooled`.
+
+        Args:
+            images: uint8 arrays `[H, W, C]` or Pillow's images, several in a list or one alone, which the checkpoint's
+                image processor makes pixel values of; or pixel values `[B, C, H, W]`, floats.
+
+        Raises:
+            RequestError: none of them; the message names the image. GraphError: the flow has no output `pooled`.
+            NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
+        """
+        self.model.refuse_traced()
+        if POOLED not in self.model.output_names:
+            raise GraphError(
+                f"{self.model.name}: embed needs an output {POOLED!r} [batch, width]: emit.output({POOLED!r}, vector)"
+            )
+        if _is_pixel_values(images):
+            pixels, single = np.asarray(self._checked(images)), False
+        else:
+            _, single = named_images(images)
+            if self.processor is None:
+                raise RequestError(
+                    "images need an image processor: the checkpoint has no preprocessor_config.json; pass pixel values "
+                    "[B, C, H, W], or processor="
+                )
+            pixels = self.processor(images)
+        vectors = np.concatenate([self._pooled(pixels[i : i + self._most]) for i in range(0, len(pixels), self._most)])
+        check_finite(vectors, "images")
+        return vectors[0] if single else vectors
+
+    @property
+    def _most(self) -> int:
+        """Images that go through the model at once."""
+        return self.buckets.batch[-1] if self.buckets.batch else BATCH
+
+    def _pooled(self, pixels: Any) -> Vectors:
+        """Vectors of a batch, which is padded with zeros to one of few sizes."""
+        rows = len(pixels)
+        full = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._most))
+        padded = np.pad(pixels, ((0, full - rows), (0, 0), (0, 0), (0, 0)))
+        found = self.model(padded)
+        vectors: Vectors = np.asarray(jax.device_get(found[POOLED] if isinstance(found, dict) else found))[:rows]
+        return vectors
+
+    def _checked(self, pixel_values: Any) -> Any:
+        """Pixel values of a request."""
+        if not isinstance(pixel_values, jax.Array):
+            pixel_values = as_host_array("pixel_values", pixel_values)
+        shape = list(pixel_values.shape)
+        if len(shape) != 4 or 0 in shape or shape[1] != self.channels:
+            raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}")
+        if not is_float(pixel_values.dtype):
+            raise RequestError(
+                f"pixel_values: expected floats as an image processor makes them, got {pixel_values.dtype}; embed "
+                "takes uint8 images"
+            )
+        return pixel_values
+
+    def warmup(self) -> None:
+        """Run every program once that `embed` can need for images as the image processor makes them.
+
+        Raises:
+            RequestError: the profile has no buckets for rows, or the processor gives images of many sizes.
+        """
+        sides = None if self.processor is None else self.processor.crop or self.processor.size
+        if not self.buckets.batch or sides is None:
+            raise RequestError(
+                "warmup: requests come in every size: set buckets.batch in the profile, and an image processor whose "
+                "images have one size"
+            )
+        with self.model.programs.warm_up():
+            for rows in self.buckets.batch:
+                self._pooled(np.zeros((rows, self.channels, *sides), np.float32))
+
+    def report(self) -> Report:
+        """What compiling cost, and the last program's needs."""
+        return self.model.report()
+
+
+def check_images(model: CompiledModel) -> int:
+    """The channels of the images that a model reads.
+
+    Raises:
+        GraphError: its first input is no images, or it has other required ones.
+    """
+    first = model.flow.inputs[0]
+    shape = first.type.shape
+    if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(first.type.dtype):
+        raise GraphError(
+            f"{model.name}: the first input of a VisionEncoder's flow is pixel values [batch, channels, height, width] "
+            f"of floats, its channels a number; {quote(first.name)} is {first.type}"
+        )
+    required = [i.name for i in model.inputs if not i.optional and i.name != first.name]
+    if required:
+        raise GraphError(
+            f"{model.name}: images are all that requests bring, and the flow also requires {listing(required)}; give "
+            "them a default, or call rlx_jax.compile(flow)"
+        )
+    return shape[1]
+
+
+def _is_pixel_values(images: Any) -> bool:
+    """An array of floats, and no images."""
+    return isinstance(images, np.ndarray | jax.Array) and is_float(images.dtype)
+
+
+def check_finite(vectors: Vectors, what: str) -> None:
+    """Refuse vectors that are not finite.
+
+    Raises:
+        NumericsError: names them.
+    """
+    failed = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if failed.size:
+        named = listing((f"{what}[{i}]" for i in failed), 8)
+        message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {named}"
+        raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*vectors])

@@ -1,0 +1,287 @@
+"""The recipe of a vision tower: from images to hidden states and one vector. Families are configs and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import (
+    BlockStage,
+    ClsTokenPool,
+    LayerKeys,
+    LayerNorm,
+    PreNormLayerSpec,
+    SideOutput,
+    VisionEmbed,
+    pre_norm_layer,
+)
+from rlx_jax.errors import ConfigError
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import MAX_LAYERS, Fields
+from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.weights.source import WeightSource
+
+WeightShapes = dict[str, tuple[int, ...]]
+
+POOLED = "pooled"
+"""The side output that holds one vector for each row."""
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+# -- configs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """Sizes of a stack of layers whose norms come first, under the names of Hugging Face's configs."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    layer_norm_eps: float
+    activation: str
+
+
+def tower_fields(
+    c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
+) -> dict[str, Any]:
+    """The sizes of a tower but its feed-forward width. The keywords are the family's defaults.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
+    """
+    width, number = c.whole("hidden_size", hidden), c.whole("num_attention_heads", heads, high=2**16)
+    if width % number:
+        raise ConfigError(f"{c.where}: hidden_size {width} is not a multiple of num_attention_heads {number}")
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
+        "num_attention_heads": number,
+        "layer_norm_eps": c.real("layer_norm_eps", eps),
+        "activation": c.choice("hidden_act", activation, ACTIVATIONS),
+    }
+
+
+@dataclass(frozen=True)
+class VisionConfig(TowerConfig):
+    """Sizes of a vision tower. `image_size` is what its positions were trained for; others are resampled."""
+
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    num_channels: int = 3
+    qkv_bias: bool = True
+    gated: bool = False
+    registers: int = 0
+    antialias: bool = False
+
+    inert: ClassVar[tuple[str, ...]] = ()
+    """Fields of `config.json` that have no part in what is computed here."""
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        """From the fields that the family has."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        made = cls.read(c)
+        c.finish(inert=cls.inert)
+        return made
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches that there are positions for."""
+        (height, width), (p, q) = self.image_size, self.patch_size
+        return height // p, width // q
+
+
+def image_fields(c: Fields, image: int = 224, patch: int = 16) -> dict[str, Any]:
+    """The sizes of images and patches. The keywords are the family's defaults.
+
+    Raises:
+        ConfigError: an image is smaller than a patch.
+    """
+    size, cut = c.pair("image_size", image), c.pair("patch_size", patch)
+    if size[0] < cut[0] or size[1] < cut[1]:
+        raise ConfigError(f"{c.where}: image_size {list(size)} is smaller than patch_size {list(cut)}")
+    return {"image_size": size, "patch_size": cut, "num_channels": c.whole("num_channels", 3, high=2**10)}
+
+
+# -- where checkpoints keep their weights ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """Where a checkpoint keeps a vision tower: keys under a prefix, empty for what there is not.
+
+    `layers` is the prefix of a layer, `{}` its number. With `flat` positions are stored `[T, H]` and the class token
+    `[H]`, else behind axes of 1.
+    """
+
+    patch: str
+    position: str
+    layers: str
+    keys: LayerKeys
+    cls: str = ""
+    registers: str = ""
+    before: str = ""
+    after: str = ""
+    patch_bias: bool = True
+    flat: bool = False
+    left: tuple[str, ...] = ()
+
+
+C = TypeVar("C", bound=VisionConfig)
+
+
+@dataclass(frozen=True)
+class VisionFlow(Generic[C]):
+    """The recipe. Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor
+    makes them. Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image.
+
+    Images of another size than the config's are read too: positions are resampled for them.
+
+    Args:
+        layout: where the checkpoint keeps its weights; prefix: what stands before each of those keys.
+        batch: rows to compile for ahead of the first call.
+        weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
+        hooks: see `rlx_jax.models.hooks`.
+    """
+
+    config: C
+    layout: VisionLayout
+    prefix: str = ""
+    batch: int | None = None
+    name: str = "vision"
+    weights: WeightSource | None = field(default=None, repr=False)
+    hooks: Hooks = Hooks()
+
+    config_type: ClassVar[type[VisionConfig]] = VisionConfig
+    layouts: ClassVar[tuple[VisionLayout, ...]] = ()
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+
+    def spec(self, index: int) -> PreNormLayerSpec:
+        """The spec of a layer, which holds the layer's keys."""
+        c, prefix = self.config, self.prefix + self.layout.layers.format(index)
+        return PreNormLayerSpec(
+            prefix, self.layout.keys, c.hidden_size, c.num_attention_heads, c.intermediate_size, c.layer_norm_eps,
+            c.activation, c.gated, c.qkv_bias,
+        )  # fmt: skip
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        """The family's own layer."""
+        return pre_norm_layer(spec)
+
+    def pool(self) -> BlockStage:
+        """What makes one vector of the hidden states: the class token."""
+        return ClsTokenPool()
+
+    def pool_shapes(self) -> WeightShapes:
+        """The checkpoint keys that `pool` reads."""
+        return {}
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every checkpoint key with its shape."""
+        return specs_of(vision_shapes(self) | self.pool_shapes())
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        c, where, p = self.config, self.layout, self.prefix
+        embed = VisionEmbed(
+            f"{p}{where.patch}.weight",
+            f"{p}{where.patch}.bias" if where.patch_bias else None,
+            p + where.position,
+            c.hidden_size,
+            c.patch_size,
+            c.grid,
+            p + where.cls if where.cls else None,
+            p + where.registers if c.registers else None,
+            c.antialias,
+        )
+        before, after = (
+            [LayerNorm(f"{p}{n}.weight", f"{p}{n}.bias", c.layer_norm_eps)] if n else []
+            for n in (where.before, where.after)
+        )
+        return (
+            ModelFlow(self.name, profile=self.hooks.profile)
+            .with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
+            .input("pixel_values", ("batch", c.num_channels, "height", "width"))
+            .bind(batch=self.batch)
+            .stage(embed, *before)
+            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, self.stage))
+            .stage(*after)
+            .patch(self.hooks.edit)
+            .stage(SideOutput(POOLED, self.pool()))
+            .output("hidden_states")
+        )
+
+    def left(self) -> tuple[str, ...]:
+        """Keys that are left unread on purpose."""
+        return tuple(self.prefix + key for key in self.layout.left) + self.layout.left
+
+
+def vision_shapes(recipe: VisionFlow[Any]) -> WeightShapes:
+    """Every checkpoint key of a tower with its shape, without its pooling."""
+    c, where, p = recipe.config, recipe.layout, recipe.prefix
+    h, rows = c.hidden_size, c.grid[0] * c.grid[1] + bool(where.cls)
+    lead = () if where.flat else (1,)
+    found: WeightShapes = {
+        f"{p}{where.patch}.weight": (h, c.num_channels, *c.patch_size),
+        p + where.position: (*lead, rows, h),
+    }
+    if where.patch_bias:
+        found[f"{p}{where.patch}.bias"] = (h,)
+    if where.cls:
+        found[p + where.cls] = (*lead, *lead, h)
+    if c.registers:
+        found[p + where.registers] = (1, c.registers, h)
+    for name in (where.before, where.after):
+        if name:
+            found |= norm_shapes(p + name, h)
+    for i in range(c.num_hidden_layers):
+        found |= recipe.spec(i).shapes()
+    return found
+
+
+def norm_shapes(name: str, width: int) -> WeightShapes:
+    """The weights of a LayerNorm."""
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def specs_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """float32 arrays of these shapes."""
+    return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+
+
+R = TypeVar("R", bound=VisionFlow[Any])
+
+
+def placed(recipe: R, source: WeightSource) -> R:
+    """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it has
+    none, with those that it has."""
+    choices = [(layout, prefix) for layout in recipe.layouts for prefix in recipe.prefixes]
+    there = (found for found in choices if source.has(f"{found[1]}{found[0].patch}.weight"))
+    layout, prefix = next(there, (recipe.layout, recipe.prefix))
+    return replace(recipe, layout=layout, prefix=prefix)

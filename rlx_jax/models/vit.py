@@ -1,0 +1,48 @@
+"""ViT (Dosovitskiy et al. 2020), as Hugging Face stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from rlx_jax.blocks.vision import VIT_KEYS
+from rlx_jax.models.config import Fields
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields, tower_fields
+
+HF = VisionLayout(
+    patch="embeddings.patch_embeddings.projection",
+    position="embeddings.position_embeddings",
+    layers="encoder.layer.{}",
+    keys=VIT_KEYS,
+    cls="embeddings.cls_token",
+    after="layernorm",
+    left=("embeddings.mask_token", "pooler.", "classifier.", "decoder."),
+)
+
+
+@dataclass(frozen=True)
+class ViTConfig(VisionConfig):
+    """Sizes of a ViT. Its tanh pooler is not built."""
+
+    inert: ClassVar[tuple[str, ...]] = ("encoder_stride", "pooler_act", "pooler_output_size")
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return cls(
+            **tower_fields(c, eps=1e-12),
+            **image_fields(c),
+            intermediate_size=c.whole("intermediate_size", 3072),
+            qkv_bias=c.flag("qkv_bias", True),
+        )
+
+
+@dataclass(frozen=True)
+class ViTFlow(VisionFlow[ViTConfig]):
+    """The recipe of ViT: see `VisionFlow`. `pooled` is the class token behind the last norm, before any pooler."""
+
+    layout: VisionLayout = HF
+    name: str = "vit"
+
+    config_type = ViTConfig
+    prefixes = ("", "vit.")
+    layouts = (HF,)

@@ -1,0 +1,69 @@
+"""A part of a stored weight as a key: one of several projections that a checkpoint stores as one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
+from rlx_jax.ir.param import Program, sliced
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Part `index` of `count` equal ones along `axis` of the weight under `key`, wherever a key is expected.
+
+    >>> q, k, v = WeightPart.split("blocks.0.attn.qkv.weight", 3)
+    >>> str(k)
+    'blocks.0.attn.qkv.weight[1/3]'
+    """
+
+    key: str
+    index: int
+    count: int
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.index, self.count, self.axis)
+        if not isinstance(self.key, str) or not all(type(n) is int for n in numbers):
+            raise GraphError(f"WeightPart: expected a key and three integers, got {shown(self.key)}, {numbers}")
+        if not 0 <= self.index < self.count or self.axis < 0:
+            raise GraphError(
+                f"WeightPart: of {quote(self.key)} there is no part {self.index} of {self.count} along axis {self.axis}"
+            )
+
+    @staticmethod
+    def split(key: str, count: int, axis: int = 0) -> tuple[WeightPart, ...]:
+        """All parts, in order."""
+        return tuple(WeightPart(key, index, count, axis) for index in range(count))
+
+    def __str__(self) -> str:
+        return f"{self.key}[{self.index}/{self.count}]"
+
+    def whole(self, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The shape that is stored, if a part has this one."""
+        if shape is None:
+            return None
+        return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(shape))
+
+    def of(self, stored: Program, where: str) -> Program:
+        """The program of the part.
+
+        Raises:
+            WeightShapeError: the stored tensor has no such axis, or no equal parts along it.
+        """
+        shape = stored.type.shape
+        if self.axis >= len(shape) or shape[self.axis] % self.count:
+            raise WeightShapeError(
+                f"{where} is {stored.type}: expected {self.count} equal parts along axis {self.axis}"
+            )
+        size = shape[self.axis] // self.count
+        return sliced(stored, self.axis, self.index * size, (self.index + 1) * size)
+
+
+WeightKey = str | WeightPart
+"""What names a weight: a key of the checkpoint, or a part of what is stored there."""
+
+
+def stored_key(key: WeightKey) -> str:
+    """The key of the checkpoint."""
+    return key.key if isinstance(key, WeightPart) else key

@@ -1,0 +1,187 @@
+"""Tiny random vision checkpoints made by `transformers`, what it computes from them, and the record of that.
+
+Run by hand, with the `oracle` extra and torchvision installed, from the root of the repository:
+
+    python -m tests.oracles.vision [name …]
+
+It writes `tests/fixtures/vision/<name>/`, a checkpoint directory as Hugging Face lays it out, and `<name>.npz`, the
+numbers. torch and transformers are imported when a function needs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.oracles import checkpoints, hugging_face
+from tests.oracles.hugging_face import Checkpoint
+
+VISION = checkpoints.FIXTURES / "vision"
+Floats = npt.NDArray[np.float32]
+
+
+def sizes(hidden: int, heads: int, layers: int, image: int | list[int], patch: int) -> dict[str, Any]:
+    """Sizes under the names of Hugging Face's configs."""
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "image_size": image,
+        "patch_size": patch,
+    }
+
+
+CHECKPOINTS: dict[str, Checkpoint] = {
+    # a position for each patch of 6 × 6, layer scale, an eps that shows
+    "dinov2": Checkpoint("Dinov2Model", sizes(18, 3, 2, 30, 5) | {"layer_norm_eps": 1e-3, "mlp_ratio": 3}, seed=1),
+    # SwiGLU, no biases of queries, keys and values
+    "dinov2_swiglu": Checkpoint(
+        "Dinov2Model", sizes(20, 5, 2, 12, 4) | {"use_swiglu_ffn": True, "qkv_bias": False}, seed=2, dtype="bfloat16"
+    ),
+    "dinov2_registers": Checkpoint(
+        "Dinov2WithRegistersModel", sizes(18, 2, 2, 21, 3) | {"num_register_tokens": 3}, seed=3
+    ),
+    # images that are no squares, a prefix and a head
+    "vit_classifier": Checkpoint(
+        "ViTForImageClassification", sizes(18, 2, 2, [20, 30], 5) | {"intermediate_size": 31, "num_labels": 3}, seed=4
+    ),
+    "vit": Checkpoint("ViTModel", sizes(18, 6, 2, 20, 5) | {"intermediate_size": 29, "qkv_bias": False}, seed=5),
+}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "dinov2": {
+        "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 34},
+        "crop_size": {"height": 30, "width": 30},
+        "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True,
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3,
+        "rescale_factor": 0.00392156862745098,
+    },
+    "dinov2_registers": {
+        "image_processor_type": "BitImageProcessorFast", "size": {"shortest_edge": 19}, "crop_size": 21,
+    },
+    "vit": {
+        "feature_extractor_type": "ViTFeatureExtractor", "size": 20, "do_normalize": True, "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "resample": 2,
+    },
+}  # fmt: skip
+"""`preprocessor_config.json` as transformers 4 wrote it, in the new spelling and in the oldest."""
+
+
+def _modules() -> tuple[Any, Any]:
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    torch.set_num_threads(1)
+    return torch, transformers
+
+
+def images(seed: int, *shapes: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
+    """Pictures with slopes, edges and noise."""
+    rng, made = np.random.default_rng(seed), []
+    for height, width in shapes:
+        y, x = np.mgrid[:height, :width]
+        waves = [np.sin(x / (3 + c) + y / (7 - c)) * 90 + 128 + (x > width // 2) * 40 for c in range(3)]
+        noisy = np.stack(waves, axis=-1) + rng.normal(0, 20, (height, width, 3))
+        made.append(np.clip(noisy, 0, 255).astype(np.uint8))
+    return made
+
+
+def write(checkpoint: Checkpoint, directory: Path, processor: dict[str, Any] | None = None) -> None:
+    """A random model of this description, with an image processor."""
+    hugging_face.write(checkpoint, directory)
+    if processor is not None:
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n", "utf-8")
+
+
+def pixel_values(seed: int, *shape: int) -> Floats:
+    """Random ones."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def load(directory: Path, checkpoint: Checkpoint) -> Any:
+    """The model without its head, as transformers reads it: float32, eager attention."""
+    torch, transformers = _modules()
+    cls = getattr(transformers, checkpoint.architecture)
+    model = cls.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return getattr(model, "vit", getattr(model, "dinov2", model))
+
+
+def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
+    """The last hidden states. With `resample` images are not of the model's size, which DINOv2 need not be told."""
+    torch, _ = _modules()
+    told = {"interpolate_pos_encoding": True} if resample and "Dinov2" not in type(model).__name__ else {}
+    with torch.no_grad():
+        out = model(torch.from_numpy(pixels), **told)
+    found: Floats = out.last_hidden_state.numpy()
+    return found
+
+
+def processed(directory: Path, pictures: list[Any], backend: str) -> list[Floats]:
+    """What transformers' image processor makes of pictures, `pil` or `torchvision`."""
+    _, transformers = _modules()
+    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend=backend)
+    return [np.asarray(processor(picture, return_tensors="np")["pixel_values"][0]) for picture in pictures]
+
+
+def record(name: str) -> None:
+    """Write one checkpoint and its numbers."""
+    checkpoint, directory = CHECKPOINTS[name], VISION / name
+    shutil.rmtree(directory, ignore_errors=True)
+    write(checkpoint, directory, PROCESSORS.get(name))
+    model, side = load(directory, checkpoint), checkpoint.config["image_size"]
+    height, width = side if isinstance(side, list) else (side, side)
+    found: dict[str, Any] = {"pixels": pixel_values(1, 2, 3, height, width)}
+    if height == width:  # transformers takes every grid for a square where it interpolates
+        found["other_pixels"] = pixel_values(2, 2, 3, height + 7, width // 2 + 3)
+        found["other_hidden"] = hidden_states(model, found["other_pixels"], resample=True)
+    found["hidden"] = hidden_states(model, found["pixels"])
+    if name in PROCESSORS:
+        pictures = images(3, (37, 53), (64, 41), (18, 25))
+        found |= {f"picture.{i}": picture for i, picture in enumerate(pictures)}
+        found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures, "pil"))}
+    np.savez_compressed(VISION / f"{name}.npz", **found)
+
+
+# -- random configurations ---------------------------------------------------------------------
+
+
+def random_vision(architecture: str, seed: int) -> Checkpoint:
+    """A configuration drawn from `seed`."""
+    draw = random.Random(seed)
+    heads, patch = draw.choice([1, 2, 3, 5]), draw.randint(2, 6)
+    config = sizes(heads * draw.randint(3, 9), heads, draw.randint(1, 3), patch * draw.randint(2, 5), patch)
+    config |= {"layer_norm_eps": draw.choice([1e-6, 1e-3]), "qkv_bias": draw.random() < 0.7}
+    config |= {"hidden_act": draw.choice(["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"])}
+    config["num_channels"] = draw.choice([1, 3, 4])
+    if architecture.startswith("Dinov2"):
+        config |= {"mlp_ratio": draw.randint(1, 4), "use_swiglu_ffn": draw.random() < 0.5}
+    else:
+        config |= {"intermediate_size": draw.randint(10, 60)}
+    if "Registers" in architecture:
+        config |= {"num_register_tokens": draw.randint(1, 5)}
+    storage = hugging_face.random_storage(draw)
+    return replace(Checkpoint(architecture, config, seed=seed, **storage), spelling="v5")
+
+
+RANDOM: dict[str, Callable[[int], Checkpoint]] = {
+    name: functools.partial(random_vision, name)
+    for name in (
+        "ViTModel", "ViTForImageClassification", "Dinov2Model", "Dinov2ForImageClassification",
+        "Dinov2WithRegistersModel",
+    )
+}  # fmt: skip
+"""Configurations by architecture."""
+
+
+if __name__ == "__main__":
+    VISION.mkdir(parents=True, exist_ok=True)
+    for chosen in sys.argv[1:] or CHECKPOINTS:
+        record(chosen)

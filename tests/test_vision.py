@@ -1,0 +1,464 @@
+"""Vision towers and image processors against `transformers`: recorded by default, live under the mark `oracle`.
+
+A new family adds its fixtures (`tests/oracles/vision.py`) and rows here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.encode.images import ImageProcessor, load_processor
+from rlx_jax.encode.resample import resize
+from rlx_jax.io.folder import Folder
+from rlx_jax.models.dinov2 import Dinov2Config
+from rlx_jax.models.vit import ViTConfig
+from tests.oracles import checkpoints
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+from tests.oracles.vision import RANDOM, VISION
+
+NAMES = sorted(file.stem for file in VISION.glob("*.npz"))
+QUICK = ("dinov2", "dinov2_registers")
+REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
+
+
+@functools.cache
+def vision(name: str) -> rlx.VisionEncoder:
+    """A recorded checkpoint, loaded once."""
+    loaded: rlx.VisionEncoder = rlx.load(VISION / name)
+    return loaded
+
+
+@functools.cache
+def record(name: str) -> Mapping[str, npt.NDArray[Any]]:
+    """Its numbers."""
+    return load_record(VISION / name)
+
+
+def cases(quick: tuple[str, ...] = QUICK) -> list[Any]:
+    """Every recorded checkpoint; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
+
+
+# -- the recorded numbers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases((*QUICK, "dinov2_swiglu", "vit_classifier")))
+def test_hidden_states(name: str) -> None:
+    """Of a batch, and its class tokens as vectors."""
+    want = record(name)["hidden"]
+    assert_close(vision(name).hidden_states(record(name)["pixels"]), want)
+    assert_close(vision(name).embed(record(name)["pixels"]), want[:, 0])
+
+
+@pytest.mark.parametrize("name", cases())
+def test_images_of_another_size(name: str) -> None:
+    """Positions are resampled; what is no whole patch is not read."""
+    if "other_pixels" not in record(name):
+        pytest.skip("transformers resamples square grids alone")
+    assert_close(vision(name).hidden_states(record(name)["other_pixels"]), record(name)["other_hidden"])
+
+
+def test_what_differs_between_families_shows() -> None:
+    """The numbers would be others without layer scale, the registers, or with positions where they are."""
+    scale, registers, positions = (
+        "encoder.layer.1.layer_scale2.lambda1", "embeddings.register_tokens", "embeddings.position_embeddings"
+    )  # fmt: skip
+    for name, key in (("dinov2", scale), ("dinov2_registers", registers), ("dinov2", positions)):
+        model: Any = rlx.compile(rlx.recipe_for(VISION / name))
+        changed = {**model.params, key: np.asarray(model.params[key])[..., ::-1]}
+        got = np.asarray(model.replace(params=changed)(record(name)["pixels"])["hidden_states"])
+        assert np.abs(got - record(name)["hidden"]).max() > 1e-2 * np.abs(record(name)["hidden"]).max()
+
+
+# -- the layout of DINOv2's authors ------------------------------------------------------------
+
+TO_ORIGINAL = {
+    "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.": "",
+    "encoder.layer.": "blocks.",
+    "attention.output.dense": "attn.proj",
+    "layer_scale1.lambda1": "ls1.gamma",
+    "layer_scale2.lambda1": "ls2.gamma",
+    "weights_in": "w12",
+    "weights_out": "w3",
+    "layernorm.": "norm.",
+}
+
+
+def as_original(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Hugging Face's tensors under the names of DINOv2's authors, queries, keys and values in one."""
+    found = {}
+    for key, tensor in tensors.items():
+        if ".attention.attention." in key:
+            if ".query." in key:
+                parts = [tensors[key.replace("query", part)] for part in ("query", "key", "value")]
+                found[key.replace("attention.attention.query", "attn.qkv")] = np.concatenate(parts)
+        else:
+            found[key] = tensor
+    for old, new in TO_ORIGINAL.items():
+        found = {key.replace(old, new): tensor for key, tensor in found.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["dinov2", pytest.param("dinov2_swiglu", marks=pytest.mark.slow)])
+def test_original_keys(name: str, tmp_path: Path) -> None:
+    """The same numbers; weights are read and written under their own keys, whole."""
+    directory = checkpoints.copy(VISION / name, tmp_path / name)
+    checkpoints.edit_tensors(directory, as_original)
+    loaded = rlx.load(directory)
+    assert_close(loaded.hidden_states(record(name)["pixels"]), record(name)["hidden"])
+    keys = set(loaded.model.weights())
+    assert {"blocks.1.attn.qkv.weight", "norm.bias", "pos_embed"} <= keys and not any("query" in key for key in keys)
+
+
+def test_small_stages_are_the_layers(tmp_path: Path) -> None:
+    """`repeat_dinov2_layers` behind VisionEmbed is the recipe; a mask of ones changes nothing, one with a 0 does."""
+    directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
+    checkpoints.edit_tensors(directory, as_original)
+    embed = blocks.VisionEmbed(
+        "patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed", 18, (5, 5), (6, 6), "cls_token"
+    )
+
+    def flow(mask: bool) -> rlx.ModelFlow:
+        made = rlx.ModelFlow("small").input("pixels", ("batch", 3, 30, 30)).input("keep", ("batch", 37)).stage(embed)
+        made = made.stage(blocks.AttnMask.from_input("keep")) if mask else made.attn_mask_ones("batch", 37)
+        return made.repeat_dinov2_layers(2, 18, 3, 1e-3).layer_norm("norm.weight", "norm.bias", 1e-3)
+
+    pixels = record("dinov2")["pixels"]
+    keep = np.ones((2, 37), np.float32)
+    ones = rlx.compile(flow(False).with_weights(directory, leave=["mask_token"]))
+    assert_close(ones(pixels, keep), record("dinov2")["hidden"])
+    keep[0, 5] = 0
+    got = np.asarray(rlx.compile(flow(True).with_weights(directory, leave=["mask_token"]))(pixels, keep))
+    assert_close(got[1], record("dinov2")["hidden"][1])
+    assert np.abs(got[0] - record("dinov2")["hidden"][0]).max() > 1e-3
+
+
+# -- images ------------------------------------------------------------------------------------
+
+PICTURES = ("dinov2", "dinov2_registers", "vit")
+
+
+def pictures(name: str) -> list[npt.NDArray[np.uint8]]:
+    """The recorded images."""
+    return [record(name)[f"picture.{i}"] for i in range(3)]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_image_processors(name: str) -> None:
+    """As transformers' with Pillow: to the last bit of the resized image, so to rounding of what follows."""
+    processor = load_processor(Folder(VISION / name), "ViT" if name == "vit" else "Bit")
+    assert processor is not None
+    together = processor(pictures(name))
+    for i, picture in enumerate(pictures(name)):
+        want = record(name)[f"processed.{i}"]
+        np.testing.assert_allclose(together[i], want, atol=2e-6)
+        np.testing.assert_array_equal(processor(picture)[0], together[i])
+
+
+def test_embed_images() -> None:
+    """Arrays in a list, one alone, a block of equal ones, more than go through at once: one vector each."""
+    encoder = vision("dinov2")
+    assert encoder.processor is not None
+    want = np.asarray(encoder.hidden_states(encoder.processor(pictures("dinov2"))))[:, 0]
+    got = encoder.embed(pictures("dinov2"))
+    assert_close(got, want)
+    one = encoder.embed(pictures("dinov2")[1])
+    assert one.shape == (18,)
+    assert_close(one, want[1], tolerance=1e-5)
+    many = encoder.embed(pictures("dinov2") * 12)
+    assert_close(many, np.concatenate([want] * 12), tolerance=1e-5)
+    np.testing.assert_array_equal(
+        encoder.embed(np.stack([pictures("dinov2")[0]] * 2))[0], encoder.embed([pictures("dinov2")[0]] * 2)[0]
+    )
+
+
+class Picture:
+    """What this package sees of one of Pillow's images."""
+
+    def __init__(self, pixels: npt.NDArray[np.uint8], bands: str = "RGB") -> None:
+        self.pixels, self.bands, self.size, self.info = pixels, bands, pixels.shape[1::-1], dict[str, str]()
+
+    def getbands(self) -> tuple[str, ...]:
+        return tuple(self.bands)
+
+    def convert(self, mode: str) -> Picture:
+        return Picture(np.broadcast_to(self.pixels[..., :1], (*self.pixels.shape[:2], len(mode))).copy(), mode)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> npt.NDArray[np.uint8]:
+        return self.pixels
+
+
+def test_colours() -> None:
+    """Grey images have three channels, what is transparent stands on white, a picture is converted by itself."""
+    rng, processor = np.random.default_rng(0), ImageProcessor(rescale=None)
+    grey, clear = rng.integers(0, 256, (5, 4), dtype=np.uint8), rng.integers(0, 256, (5, 4, 4), dtype=np.uint8)
+    for image in (grey, grey[..., None], Picture(grey[..., None], "L")):
+        np.testing.assert_array_equal(processor(image)[0], np.stack([grey] * 3).astype(np.float32))
+    alpha = clear[..., 3:] / 255
+    want = np.round(clear[..., :3] * alpha + 255 * (1 - alpha)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(processor(clear)[0], want.astype(np.float32))
+    with pytest.raises(errors.RequestError, match="images: 4 channels, expected 3: .* converts no colours"):
+        ImageProcessor(convert_rgb=False)(clear)
+
+
+PLAIN = np.zeros((6, 5, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("images", "match"),
+    [
+        ([PLAIN, PLAIN.astype(np.int32)], r"images\[1\]: expected uint8, got int32"),
+        ([PLAIN.astype(np.float32)], r"images\[0\]: expected uint8, got float32; pixel values go in as one array"),
+        (PLAIN.transpose(2, 0, 1), r"expected \[height, width, 1, 3 or 4 channels\], got \[3, 6, 5\]; transpose it"),
+        ([PLAIN[:, :, :2]], "1, 3 or 4 channels"),
+        ([PLAIN[:0]], "0 × 5 pixels; expected at least one"),
+        ([PLAIN[None]], r"got \[1, 6, 5, 3\]"),
+        ([], "there are none"),
+        ("cat.png", "expected uint8 arrays"),
+        (["cat.png"], r"images\[0\]: expected a uint8 array .* got 'cat.png'"),
+        (None, "expected uint8 arrays"),
+        ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "the limit limits.MAX_IMAGE_PIXELS"),
+        ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
+        (np.zeros((1, 3, 30), np.float32), r"pixel_values: expected \[batch, 3, height, width\], got \[1, 3, 30\]"),
+        (np.zeros((1, 4, 30, 30), np.float32), r"got \[1, 4, 30, 30\]"),
+        (np.zeros((0, 3, 30, 30), np.float32), r"got \[0, 3, 30, 30\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_images_that_are_refused(images: Any, match: str) -> None:
+    """Before anything is resized or compiled; messages name the image."""
+    with pytest.raises(errors.RequestError, match=match):
+        vision("dinov2").embed(images)
+
+
+def test_requests_that_are_refused() -> None:
+    """uint8 as pixel values, a picture smaller than a patch, images without an image processor, NaN."""
+    encoder = vision("dinov2")
+    with pytest.raises(errors.RequestError, match="expected floats as an image processor makes them, got uint8"):
+        encoder.hidden_states(np.zeros((1, 3, 30, 30), np.uint8))
+    with pytest.raises(errors.GraphError, match="the height of .* is 4, less than that of a patch, 5"):
+        encoder.hidden_states(np.zeros((1, 3, 4, 30), np.float32))
+    with pytest.raises(errors.RequestError, match="no preprocessor_config.json; pass pixel values"):
+        vision("dinov2_swiglu").embed([PLAIN])
+    with pytest.raises(errors.NumericsError, match=r"embed: 1 of 2 vectors are not finite: 'images\[1\]'"):
+        encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))
+    uneven = ImageProcessor(shortest_edge=8)
+    with pytest.raises(
+        errors.RequestError, match=r"images\[1\]: \[3, 8, 9\] when it is made, and the first \[3, 9, 8\]"
+    ):
+        uneven([PLAIN, PLAIN.transpose(1, 0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"image_processor_type": "LlavaImageProcessor"}, "image processor 'LlavaImageProcessor' is not built"),
+        ({"do_pad": True}, "field 'do_pad' is 'True'; it may change the computation"),
+        ({"size": {"longest_edge": 8}}, "supported are height and width, or shortest_edge alone"),
+        ({"size": {"shortest_edge": 0}}, "expected at least 1"),
+        ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
+        ({"resample": 6}, "the limit is 5"),
+        ({"image_mean": [0.5, 0.5]}, "expected 3 finite numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "expected 3 finite numbers over 0"),
+        ({"crop_size": {"height": 3}}, "field 'width' is missing"),
+        ({"tiles": 4}, "field 'tiles' is '4'; it may change the computation"),
+        ({"do_resize": "yes"}, "expected true or false"),
+    ],
+)
+def test_settings_that_are_refused(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Of an image processor: by name."""
+    directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
+    checkpoints.edit_json(directory / "preprocessor_config.json", changes)
+    with pytest.raises(REFUSED, match=match):
+        load_processor(Folder(directory), "Bit")
+
+
+def test_every_setting_shows(tmp_path: Path) -> None:
+    """Each that is read changes the pixels; `processor_config.json` holds the same where the other file is not."""
+    (picture,) = pictures("dinov2")[:1]
+    file = tmp_path / "preprocessor_config.json"
+    plain = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 12}, "crop_size": 8}
+
+    def made(changes: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+        file.write_text(json.dumps({**plain, **changes}), "utf-8")
+        processor = load_processor(Folder(tmp_path), "Bit")
+        assert processor is not None
+        return processor(picture)[0]
+
+    first = made({})
+    changes: list[dict[str, Any]] = [
+        {"do_resize": False}, {"size": {"height": 9, "width": 8}}, {"size": 13}, {"resample": 0}, {"resample": 1},
+        {"resample": 2}, {"do_center_crop": False}, {"crop_size": {"height": 8, "width": 7}}, {"do_rescale": False},
+        {"rescale_factor": 0.01}, {"do_normalize": False}, {"image_mean": [0.1, 0.2, 0.3]}, {"image_std": 0.3},
+    ]  # fmt: skip
+    found = [made(change) for change in changes]
+    for i, a in enumerate(found):
+        assert a.shape != first.shape or np.abs(a - first).max() > 1e-3, changes[i]
+        assert not any(a.shape == b.shape and np.array_equal(a, b) for b in found[:i]), changes[i]
+    file.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": plain}), "utf-8")
+    joint = load_processor(Folder(tmp_path), "Bit")
+    assert joint is not None
+    np.testing.assert_array_equal(joint(picture)[0], first)
+    assert load_processor(Folder(VISION / "vit_classifier"), "ViT") is None
+
+
+def test_resized_to_the_same_size() -> None:
+    """No pass is made, whatever the filter; one pixel may become many."""
+    picture = pictures("vit")[0]
+    for resample in range(6):
+        np.testing.assert_array_equal(resize(picture, len(picture), picture.shape[1], resample), picture)
+        assert (resize(picture[:1, :1], 4, 3, resample) == picture[0, 0]).all()
+
+
+# -- flows of one's own ------------------------------------------------------------------------
+
+
+def test_flow_of_your_own() -> None:
+    """A flow with an output `pooled` embeds; one without says what is missing."""
+
+    def pooled(emit: Any, x: Any) -> Any:
+        emit.output("pooled", x.mean(axis=1))
+        return x
+
+    rng = np.random.default_rng(0)
+    weights = {"p.weight": rng.normal(size=(4, 3, 2, 2)).astype("f4"), "pos": rng.normal(size=(6, 4)).astype("f4")}
+    flow = rlx.ModelFlow("own").input("pixels", ("batch", 3, "height", "width"))
+    flow = flow.stage(blocks.VisionEmbed("p.weight", None, "pos", 4, (2, 2), (2, 3)))
+    encoder: Any = rlx.VisionEncoder(
+        flow.custom(pooled), weights, processor=ImageProcessor(size=(4, 6), rescale=1 / 100)
+    )
+    picture = rng.integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    cut = picture.reshape(2, 2, 3, 2, 3).transpose(0, 2, 4, 1, 3).reshape(6, 12) / 100
+    want = cut @ weights["p.weight"].reshape(4, 12).T + weights["pos"]
+    assert_close(encoder.embed([picture])[0], want.mean(0).astype(np.float32))
+    assert_close(encoder.hidden_states(encoder.processor([picture]))[0], want.astype(np.float32))
+    shared = rlx.VisionEncoder(encoder.model, processor=encoder.processor)
+    assert shared.model is encoder.model
+    with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
+        rlx.VisionEncoder(flow, weights).embed([picture])
+    with pytest.raises(errors.GraphError, match="first input of a VisionEncoder's flow is pixel values"):
+        rlx.VisionEncoder(rlx.ModelFlow("flat").input("x", ("batch", 4)).custom(lambda emit, x: x))
+    with pytest.raises(errors.GraphError, match="also requires 'more'"):
+        rlx.VisionEncoder(flow.input("more", ("batch",)), weights)
+    with pytest.raises(errors.RequestError, match="processor is 'ViT'; expected an ImageProcessor"):
+        rlx.VisionEncoder(flow, weights, processor="ViT")  # type: ignore[arg-type]
+
+
+def test_few_programs() -> None:
+    """Rows are padded to powers of two, or to the profile's buckets; `warmup` runs them all."""
+    encoder = rlx.load(
+        VISION / "vit", profile=rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
+    )
+    encoder.warmup()
+    assert encoder.report().recompiles == 0
+    want = np.asarray(vision("vit").hidden_states(vision("vit").processor(pictures("vit"))))[:, 0]  # type: ignore[misc]
+    assert_close(encoder.embed(pictures("vit")), want)
+    assert encoder.report().recompiles == 0
+    with pytest.raises(errors.RequestError, match="set buckets.batch in the profile"):
+        vision("vit").warmup()
+
+
+# -- configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "match"),
+    [
+        (Dinov2Config, {"hidden_size": 10, "num_attention_heads": 3}, "is not a multiple of num_attention_heads"),
+        (Dinov2Config, {"image_size": 5, "patch_size": 6}, "is smaller than patch_size"),
+        (Dinov2Config, {"image_size": [5, 6, 7]}, "expected one integer or two"),
+        (Dinov2Config, {"image_size": "large"}, "expected an integer"),
+        (Dinov2Config, {"hidden_act": "tanhshrink"}, "supported are gelu"),
+        (Dinov2Config, {"mlp_ratio": -1}, "expected over 0"),
+        (ViTConfig, {"rotary": True}, "field 'rotary' is 'True'; it may change the computation"),
+        (ViTConfig, {"patch_size": 2**20}, "the limit is"),
+    ],
+)
+def test_configs_that_are_refused(config: Any, changes: dict[str, Any], match: str) -> None:
+    """By field, with the value."""
+    with pytest.raises(REFUSED, match=match):
+        config.from_hf(changes)
+
+
+def test_positions_of_another_count(tmp_path: Path) -> None:
+    """A table that does not fit the config is an error that names both."""
+    directory = checkpoints.edited(VISION / "dinov2", tmp_path / "dinov2", {"image_size": 35})
+    with pytest.raises(
+        errors.WeightShapeError, match=r"position_embeddings.*expected \[1, 50, 18\].*got \[1, 37, 18\]"
+    ):
+        rlx.load(directory)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("architecture", RANDOM)
+def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> None:
+    """Of the trained size and of another that is no square."""
+    from tests.oracles import vision as oracle
+
+    checkpoint = RANDOM[architecture](seed)
+    oracle.write(checkpoint, tmp_path)
+    model, encoder = oracle.load(tmp_path, checkpoint), rlx.load(tmp_path)
+    side, patch, channels = (checkpoint.config[name] for name in ("image_size", "patch_size", "num_channels"))
+    for height, width in ((side, side), (side + patch + 1, max(side - 2, patch))):
+        pixels = oracle.pixel_values(seed, 2, channels, height, width)
+        want = oracle.hidden_states(model, pixels, resample=height != side)
+        assert_close(encoder.hidden_states(pixels), want)
+
+
+LIVE = {
+    "clip": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 32}, "crop_size": 32},
+    "clip oldest": {"feature_extractor_type": "CLIPFeatureExtractor", "size": 24, "crop_size": 20, "resample": 3},
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 21}},
+    "siglip fast": {
+        "image_processor_type": "SiglipImageProcessorFast",
+        "size": {"height": 30, "width": 21},
+        "resample": 2,
+    },
+    "vit": {"image_processor_type": "ViTImageProcessor", "size": 24, "resample": 1},
+    "vit unscaled": {"image_processor_type": "ViTImageProcessorFast", "size": 24, "do_normalize": False},
+    "bit padded": {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 20},
+    "nearest": {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": 17},
+        "crop_size": 17,
+        "resample": 0,
+    },
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", LIVE)
+def test_live_image_processors(name: str, tmp_path: Path) -> None:
+    """With Pillow to rounding; with torchvision, where it is installed, within one grey level but at filled edges."""
+    from tests.oracles import vision as oracle
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(LIVE[name]), "utf-8")
+    processor = load_processor(Folder(tmp_path), "ViT")
+    assert processor is not None
+    found = [*oracle.images(5, (40, 61), (90, 23), (19, 19), (224, 150)), np.zeros((20, 31, 4), np.uint8)[..., :3]]
+    for picture, want in zip(found, oracle.processed(tmp_path, found, "pil"), strict=True):
+        np.testing.assert_allclose(processor(picture)[0], want, atol=3e-6)
+    if name in ("bit padded", "nearest"):
+        return
+    pytest.importorskip("torchvision")
+    grey = (processor.rescale or 1) / min(processor.std or (1.0,))
+    for picture, want in zip(found, oracle.processed(tmp_path, found, "torchvision"), strict=True):
+        assert np.abs(processor(picture)[0] - want).max() <= 1.001 * grey
