@@ -24,6 +24,8 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "v": ((6, 8), "f32"), "b": ((6,), "f32"), "g": ((8,), "f32"), "ids": (("batch", "seq"), "i32"),
     "at": (("batch",), "i32"), "keep": (("batch", "seq"), "f32"), "cos": ((1, "seq", 2), "f32"),
     "sin": ((1, "seq", 2), "f32"), "sq": ((8, 8), "f32"), "u8": ((4, 4), "u8"),
+    "img": (("batch", 4, 6, 5), "f32"), "k": ((4, 2, 3, 3), "f32"), "c": ((4,), "f32"),
+    "grid": (("batch", 3, 3, 2), "f32"),
 }  # fmt: skip
 """What the calls below read, under these names."""
 
@@ -41,6 +43,17 @@ WHOLE = (
     "right_shift",
 )  # fmt: skip
 Call = Callable[[Any, Any], Any]
+
+
+def each(names: tuple[str, ...], operands: Callable[[Any], tuple[Any, ...]], **options: Any) -> dict[str, Call]:
+    """Calls of several methods with the same operands."""
+
+    def call(name: str) -> Call:
+        return lambda m, i: getattr(m, name)(*operands(i), **options)
+
+    return {name: call(name) for name in names}
+
+
 CALLS: dict[str, Call] = {
     # appending, and what goes beside values
     "add_node": lambda m, i: m.add_node(MatMul(), i.x, i.w), "add_all": lambda m, i: m.add_all(hir.Split((2, 6)), i.x),
@@ -63,11 +76,11 @@ CALLS: dict[str, Call] = {
     "neg": lambda m, i: m.neg(i.x), "abs": lambda m, i: m.abs(i.x), "sin": lambda m, i: m.sin(i.x),
     "cos": lambda m, i: m.cos(i.x), "tan": lambda m, i: m.tan(i.x), "atan": lambda m, i: m.atan(i.x),
     "round": lambda m, i: m.round(i.x), "cast": lambda m, i: m.cast(i.x, "bf16"),
-    **{name: lambda m, i, name=name: getattr(m, name)(i.x) for name in FUNCTIONS},  # type: ignore[misc]
+    **each(FUNCTIONS, lambda i: (i.x,)),
     "parametric": lambda m, i: m.parametric("elu", i.x, 0.5), "shrink": lambda m, i: m.shrink(i.x, lambd=1, bias=0.5),
     "prelu": lambda m, i: m.prelu(i.x, i.g), "clip": lambda m, i: m.clip(i.x, -1, i.y),
     # whole numbers, bits, truth
-    **{name: lambda m, i, name=name: getattr(m, name)(i.ids, 3) for name in WHOLE},  # type: ignore[misc]
+    **each(WHOLE, lambda i: (i.ids, 3)),
     "atan2": lambda m, i: m.atan2(i.x, i.y), "bitwise_not": lambda m, i: m.bitwise_not(i.ids),
     "logical_and": lambda m, i: m.logical_and(i.x, m.gt(i.y, 0)), "logical_or": lambda m, i: m.logical_or(i.x, False),
     "logical_xor": lambda m, i: m.logical_xor(i.x, i.y), "logical_not": lambda m, i: m.logical_not(i.ids),
@@ -83,6 +96,26 @@ CALLS: dict[str, Call] = {
     "cummin": lambda m, i: m.cummin(i.x, exclusive=True), "argmax": lambda m, i: m.argmax(i.x, -1, last=True),
     "argmin": lambda m, i: m.argmin(i.x, keepdims=True), "sort": lambda m, i: m.sort(i.x, descending=True),
     "argsort": lambda m, i: m.argsort(i.x), "top_k": lambda m, i: m.top_k(i.x, 3, largest=False),
+    "sample": lambda m, i: m.sample(i.x, 7, temperature=0.5, top_k=3, top_p=0.9),
+    # images
+    "conv": lambda m, i: m.conv(i.img, i.k, i.c, padding="SAME", window_strides=2, feature_group_count=2),
+    **each(("conv1d", "conv2d", "conv3d"), lambda i: (i.img, i.k), feature_group_count=2),
+    **each(("conv_transpose", "conv_transpose2d"), lambda i: (i.img, i.k), strides=2, padding=(1, (0, 1))),
+    "max_pool": lambda m, i: m.max_pool(i.img, 2), "lp_pool": lambda m, i: m.lp_pool(i.img, 2, p=3),
+    "avg_pool": lambda m, i: m.avg_pool(i.img, (3, 2), padding=1, ceil_mode=True, count_include_pad=True),
+    "global_max_pool": lambda m, i: m.global_max_pool(i.img), "global_avg_pool": lambda m, i: m.global_avg_pool(i.img),
+    "resize": lambda m, i: m.resize(i.img, ("batch", 4, 9, 5), "cubic", antialias=False),
+    "resize_nearest_2x": lambda m, i: m.resize_nearest_2x(i.img),
+    "grid_sample": lambda m, i: m.grid_sample(i.img, i.grid, padding="border"),
+    "standardize": lambda m, i: m.standardize(i.img, (1, 2)),
+    "group_norm": lambda m, i: m.group_norm(i.img, 2, i.c, i.c),
+    "instance_norm": lambda m, i: m.instance_norm(i.img, i.c), "layer_norm2d": lambda m, i: m.layer_norm2d(i.img, i.c),
+    "batch_norm": lambda m, i: m.batch_norm(i.img, mean=i.c, var=i.c, beta=i.c),
+    "lp_normalize": lambda m, i: m.lp_normalize(i.x, 1),
+    # few bits
+    **each(("quantize", "quantize_per_channel", "dequantize", "dequantize_per_channel"), lambda i: (i.img, i.c, 3),
+           axis=1),
+    "fake_quantize": lambda m, i: m.fake_quantize(i.img, i.c, axis=1, ste="clipped"),
     # products by named axes, and of whole numbers
     "einsum": lambda m, i: m.einsum("bsh,hk->bks", i.x, i.w),
     "dot_general": lambda m, i: m.dot_general(i.x, i.y, (((2,), (2,)), ((0,), (0,)))),

@@ -37,7 +37,9 @@ TOGETHER = 8  # graphs compiled as one program, which takes half the time
 NO_PASS = "no pass treats it in a way of its own; its numbers and types are held in tests/test_ops.py"
 NOT_GROWN: dict[str, str] = dict.fromkeys(
     ("Parametric", "Einsum", "LogSoftmax", "Cumulative", "ArgReduce", "Sort", "TopK", "Pad", "Tile", "Take",
-     "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "FusedAttentionBlock", "FusedTransformerLayer"), NO_PASS,
+     "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "Conv", "ConvTranspose", "Pool", "Resize",
+     "GridSample", "Standardize", "FakeQuantize",
+     "Sample", "FusedAttentionBlock", "FusedTransformerLayer"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 

@@ -21,6 +21,7 @@ from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
 from rlx_jax.ir.ops.fused import (
@@ -34,7 +35,7 @@ from rlx_jax.ir.ops.fused import (
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import SCATTER, Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, Standardize
 from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.pointwise import (
     BINARY,
@@ -51,7 +52,11 @@ from rlx_jax.ir.ops.pointwise import (
     Unary,
     Where,
 )
+from rlx_jax.ir.ops.pool import POOLS, Pool
+from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.resize import GridSample, Resize
+from rlx_jax.ir.ops.sample import Sample as SampleOp
 from rlx_jax.ir.ops.shape import (
     AxisOf,
     Concat,
@@ -70,6 +75,7 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
+from tests.oracles import image_formulas as image
 from tests.oracles.op_formulas import (
     BINARY_REFERENCE,
     COMPARE_REFERENCE,
@@ -510,9 +516,82 @@ def image_samples() -> Iterator[Sample]:
             )
 
 
+def window_samples() -> Iterator[Sample]:
+    """Windows that slide, other sizes, norms without weights, few bits."""
+    x, y = "f32 batch 4 6 5", "f32 batch 4 7"
+
+    def pooled(op: Pool) -> Callable[..., Any]:
+        return lambda x: image.pool(
+            x, op.kind, op.window, op.strides, op.padding, op.dilation, op.ceil, op.count_include_pad, op.p
+        )
+
+    for conv, operands in (
+        (Conv((1, 1), "VALID", (1, 1)), (x, "f32 3 4 3 2")),
+        (Conv((2, 1), ((1, 0), (0, 2)), (1, 2), 2), (x, "f32 6 2 3 2")),
+        (Conv((1, 2), "SAME", (2, 1), 4, "highest"), (x, "f32 4 1 3 3")),
+        (Conv((2,), "SAME_LOWER", (1,)), (y, "f32 2 4 4")), (Conv((1,), ((2, 0),), (1,)), ("bf16 2 2 5", "bf16 3 2 3")),
+        (Conv((1,), "SAME", (1,)), ("f32 batch 4 seq", "f32 2 4 3")),
+        (Conv((1, 1, 2), ((1, 1), (0, 0), (1, 0)), (1, 1, 1)), ("f32 1 2 3 4 5", "f32 2 2 2 2 2")),
+    ):  # fmt: skip
+        means = lambda x, w, op=conv: image.conv(x, w, op.strides, op.padding, op.dilation, op.groups)  # noqa: E731
+        yield Sample(conv, operands, means)
+    for turned, operands in (
+        (ConvTranspose((1, 1), ((0, 0), (0, 0)), (0, 0), (1, 1)), (x, "f32 4 3 3 2")),
+        (ConvTranspose((2, 3), ((1, 0), (2, 1)), (1, 2), (2, 1), 2), (x, "f32 4 3 2 3")),
+        (ConvTranspose((2,), ((0, 1),), (0,), (1,)), ("bf16 2 2 seq", "bf16 2 3 2")),
+    ):
+        yield Sample(turned, operands, lambda x, w, op=turned: image.conv_transpose(
+            x, w, op.strides, op.padding, op.output_padding, op.dilation, op.groups))  # fmt: skip
+    for kind in POOLS:
+        for pads, steps, ceil in (("VALID", (1, 1), False), (((1, 0), (1, 1)), (1, 2), True), ("SAME", (1, 1), False)):
+            p = 3.0 if kind == "lp" else 2.0
+            pool = Pool(kind, (3, 2), (2, 2), pads, steps, ceil, kind == "mean", p)
+            yield Sample(pool, (x,), pooled(pool))
+        yield Sample(op := Pool(kind, (2,), (2,), ((1, 1),), (1,), True), ("f32 2 3 5",), pooled(op))
+        yield Sample(op := Pool(kind, (3,), (1,), "SAME", (1,)), ("f32 batch 2 seq",), pooled(op))
+    yield Sample(op := Pool("max", (2, 2), (1, 1), ((1, 1), (0, 0)), (1, 1)), ("i32 batch 2 3 3",), pooled(op))
+    yield Sample(op := Pool("mean", (3,), (2,), ((1, 1),), (1,)), ("bf16 2 3 5",), pooled(op))
+    for size in (
+        Resize((2, 3), (9, 3), "nearest"), Resize((2,), (4,), "nearest", rounding="ceil"),
+        Resize((-1,), (8,), "nearest", "asymmetric", rounding="floor"), Resize((2, 3), (9, 8), "linear"),
+        Resize((2, 3), (3, 2), "linear", antialias=True, exclude_outside=True),
+        Resize((3,), (7,), "linear", "align_corners"),
+        Resize((2, 3), (4, 7), "cubic", a=-0.75), Resize((2, 3), (2, 3), "cubic", "half_pixel", antialias=True),
+        Resize((2,), (5,), "cubic", "asymmetric", (0.9,), exclude_outside=True),
+        Resize((2,), (4,), "linear", "half_pixel_symmetric", (0.72,)),
+        Resize((3,), (1,), "linear", "pytorch_half_pixel"),
+        Resize((2, 3), (4, 3), "linear", "tf_crop_and_resize", roi=((0.2, 0.7), (-0.4, 1.3)), extrapolation=2.0),
+        Resize((2,), (3,), "nearest", "tf_crop_and_resize", roi=((0.9, 0.1),), rounding="round_prefer_ceil"),
+    ):  # fmt: skip
+        yield Sample(size, (x,), lambda x, op=size: image.resize(x, op))
+    yield Sample(Resize((1,), (3,), "nearest"), ("u8 2 5",), lambda x: x[:, [0, 2, 4]], below=200)
+    for method in ("nearest", "linear", "cubic"):
+        for padding in ("zeros", "border", "reflection"):
+            for corners in (False, True):
+                read = GridSample(method, padding, corners)
+                means = lambda x, g, o=read: image.grid_sample(x, g, o.method, o.padding, o.align_corners)  # noqa: E731
+                yield Sample(read, ("f32 batch 2 4 3", "f32 batch 3 seq 2"), means, tolerance=1e-5)
+    volume = lambda x, g: image.grid_sample(x, g, "linear", "zeros", False)  # noqa: E731
+    yield Sample(GridSample(), ("f32 2 1 3 2 4", "f32 2 2 1 3 3"), volume)
+    yield Sample(Standardize((-1,), 1e-5), (x,), lambda x: layer_norm(x, np.ones(5), np.zeros(5)))
+    yield Sample(Standardize((-1,), 0.5, False), ("bf16 3 8",), lambda x: rms_norm(x, np.ones(8), eps=0.5))
+    both = lambda x: (x - x.mean((1, 2), keepdims=True)) / np.sqrt(x.var((1, 2), keepdims=True) + 0.1)  # noqa: E731
+    yield Sample(Standardize((1, 2), 0.1), ("f32 batch seq 8",), both)
+    for bits, axis in ((8, None), (4, 1), (2, -1)):
+        yield Sample(
+            FakeQuantize(bits, axis), ("f32 2 4 5",), lambda x, b=bits, a=axis: image.fake_quantize(x, None, b, a)
+        )
+    yield Sample(FakeQuantize(3), ("f32 batch 4", "f32"), lambda x, s: image.fake_quantize(x, s, 3, None), True)
+    yield Sample(FakeQuantize(4, 1), ("f32 batch 4", "f32 4"), lambda x, s: image.fake_quantize(x, s, 4, 1), True)
+    # of one class left there is nothing to draw
+    yield Sample(SampleOp(0.0), ("f32 batch seq 8", "i32"), lambda x, s: x.argmax(-1))
+    yield Sample(SampleOp(0.7, top_k=1), ("f32 batch 8", "u32"), lambda x, s: x.argmax(-1))
+    yield Sample(SampleOp(2.0, top_p=1e-4), ("bf16 3 8", "i32"), lambda x, s: x.argmax(-1))
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
-    *shaping_samples(), *layer_samples(), *image_samples(),
+    *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rlx_jax.errors import GraphError, shown
 from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.trace.pointwise import Pointwise
 from rlx_jax.trace.writer import Axes, V, is_number
@@ -126,3 +128,19 @@ class Along(Pointwise[V]):
         """The k largest entries along `axis`, or the smallest, the foremost first, and where they stand (i32)."""
         values, at = self.add_all(TopK(k, self._axis(x, axis), largest), x)
         return values, at
+
+    def sample(
+        self,
+        logits: V,
+        seed: V | int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> V:
+        """A class of each row of logits `[…, V]`, i32, drawn under `seed`: a number, or an integer value of rank 0.
+
+        The likeliest with a temperature of 0; `top_k` and `top_p` leave out the less likely, see `Sample`.
+        """
+        given: Any = self.constant(seed, "i32") if is_number(seed) else seed
+        return self.add_node(Sample(float(temperature), top_k, top_p), logits, given)

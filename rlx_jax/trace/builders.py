@@ -16,7 +16,7 @@ from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.linalg import product
-from rlx_jax.ir.ops.norm import LayerNormOp
+from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.trace.attention import Attending
@@ -137,14 +137,18 @@ class Builders(Attending[V]):
     def rms_norm(
         self,
         x: V,
-        gamma: V | str,
+        gamma: V | str | None = None,
         beta: V | str | None = None,
         eps: float = 1e-5,
         *,
         offset: float = 0.0,
         out_shape: Shape | None = None,
     ) -> V:
-        """`x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
+        """`x · (mean(x²) + ε)^(−1/2) [⊙ (offset + γ) [+ β]]`: γ and β `[H]`, or `[N, H]`. The offset is 1 in Gemma."""
+        if gamma is None:
+            if beta is not None or offset:
+                raise GraphError(f"{self.path}: rms_norm: beta and offset go with a gamma")
+            return self.add_node(Standardize((-1,), eps, centre=False), x, out_shape=out_shape)
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta), out_shape=out_shape)
 

@@ -1,14 +1,14 @@
 """Tensor ops as methods, written once for `Emit` and `GraphModule`. Each topic adds its methods to the one before it:
 
 `writer` (appending, constants, any JAX function) → `pointwise` → `along` (reductions) → `shapes` → `indexing` →
-`products`.
+`products` → `images` → `rounding`.
 """
 
 from __future__ import annotations
 
-from rlx_jax.trace.products import Products
+from rlx_jax.trace.rounding import Rounding
 from rlx_jax.trace.writer import V
 
 
-class Ops(Products[V]):
+class Ops(Rounding[V]):
     """All tensor ops, over the values `V` of whoever writes. `rlx_jax.trace.writer` has the rules."""

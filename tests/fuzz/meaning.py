@@ -17,6 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
 from rlx_jax.ir.ops.fused import (
@@ -29,10 +30,14 @@ from rlx_jax.ir.ops.fused import (
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, Standardize
 from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
+from rlx_jax.ir.ops.pool import Pool
+from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.resize import GridSample, Resize
+from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import (
     AxisOf,
     Concat,
@@ -63,6 +68,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
+from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formula
 
 Array = np.ndarray[Any, Any]
@@ -167,6 +173,18 @@ def search(op: ArgReduce, x: Array) -> Array:
     find = np.argmax if op.kind == "argmax" else np.argmin
     at = find(np.flip(x, op.axis) if op.last else x, axis=op.axis, keepdims=op.keepdims)
     return x.shape[op.axis] - 1 - at if op.last else at
+
+
+def standardized(op: Standardize, x: Array) -> Array:
+    """A norm without weights."""
+    centred = x - x.mean(op.axes, keepdims=True) if op.centre else x
+    return np.asarray(centred / np.sqrt((centred**2).mean(op.axes, keepdims=True) + op.eps))
+
+
+def likeliest(op: Sample, logits: Array, seed: Array) -> Array:
+    """What is drawn where nothing is left to chance."""
+    assert op.temperature == 0 or op.top_k == 1, "a draw has no formula"
+    return logits.argmax(-1)
 
 
 def ordered(op: Sort, x: Array) -> Array:
@@ -284,6 +302,18 @@ MIR: dict[type[Op], Meaning] = {
     TakeAlongAxis: lambda op, x, i: np.take_along_axis(x, i, op.axis),
     GatherNd: lambda op, x, i: formula.gather_nd(x, i, op.batch_dims),
     Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
+    Conv: lambda op, x, w: image.conv(x, w, op.strides, op.padding, op.dilation, op.groups),
+    ConvTranspose: lambda op, x, w: image.conv_transpose(
+        x, w, op.strides, op.padding, op.output_padding, op.dilation, op.groups
+    ),
+    Pool: lambda op, x: image.pool(
+        x, op.kind, op.window, op.strides, op.padding, op.dilation, op.ceil, op.count_include_pad, op.p
+    ),
+    Resize: lambda op, x: image.resize(x, op),
+    GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
+    Standardize: standardized,
+    FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
+    Sample: likeliest,
     ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
     RepeatHeads: repeat_heads,
     AttentionOp: attend,

@@ -2,6 +2,7 @@
 
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
 from rlx_jax.ir.ops.fused import (
@@ -14,10 +15,14 @@ from rlx_jax.ir.ops.fused import (
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.linalg import BatchMatMul, Einsum, MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
+from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, Standardize
 from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
+from rlx_jax.ir.ops.pool import Pool
+from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.resize import GridSample, Resize
+from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import (
     Concat,
     Expand,
@@ -35,9 +40,10 @@ from rlx_jax.ir.ops.vision import GridPositions, Patches
 
 OPS: tuple[type[Mir], ...] = (
     Unary, Parametric, Binary, Compare, Where, CastTo, FullLike,
-    MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp,
+    MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp, Standardize,
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
+    Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,

@@ -1,7 +1,8 @@
-"""Norms over the last axis."""
+"""Norms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, ShapeError
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import NORM
@@ -88,3 +89,33 @@ class LayerNormOp(Mir):
     @classmethod
     def name(cls) -> str:
         return "layer_norm"
+
+
+@dataclass(frozen=True)
+class Standardize(Mir):
+    """`(x − mean x) · (var x + ε)^(−1/2)` over `axes`, biased two-pass variance, in f32: a norm without weights.
+
+    Without `centre` the mean is not subtracted: `x · (mean(x²) + ε)^(−1/2)`.
+    """
+
+    traits = NORM
+
+    axes: tuple[int, ...]
+    eps: float
+    centre: bool = True
+
+    def check(self, *operands: TensorType) -> None:
+        (x,) = operands
+        if not is_float(x.dtype):
+            raise DTypeError(f"standardize: needs a floating operand, got {x}")
+        if not self.axes or any(not -x.rank <= axis < x.rank for axis in self.axes):
+            raise ShapeError(f"standardize: {x} has no axes {list(self.axes)}")
+        if not math.isfinite(self.eps) or self.eps < 0:
+            raise GraphError(f"standardize: epsilon is a number of at least 0, got {self.eps}")
+
+    def eval(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        if self.centre:
+            wide = wide - jnp.mean(wide, axis=self.axes, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(wide * wide, axis=self.axes, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype)

@@ -1,0 +1,312 @@
+"""Convolution, pooling, resizing and the norms of images, as methods. Features stand first: `[N, C, spatial …]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.ir.ops.conv import Conv, ConvTranspose
+from rlx_jax.ir.ops.norm import Standardize
+from rlx_jax.ir.ops.pool import Pool
+from rlx_jax.ir.ops.resize import GridSample, Resize
+from rlx_jax.ir.ops.shape import AxisOf, Reshape
+from rlx_jax.ir.types import as_dim, is_static
+from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.products import Products
+from rlx_jax.trace.writer import Axes, Shape, V, is_number
+
+Counts = int | Sequence[int]
+"""One number for all spatial axes, or one for each."""
+Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
+""""VALID", "SAME" or "SAME_LOWER"; one number, one for each spatial axis, or (before, after) for each."""
+
+
+class Images(Products[V]):
+    """Windows that slide, and other sizes."""
+
+    def _each(self, what: str, counts: Counts, rank: int) -> tuple[int, ...]:
+        """A whole number for each spatial axis."""
+        given = items_of(counts, f"{self.path}: {what}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
+        if any(isinstance(c, bool) or not isinstance(c, int | np.integer) for c in given):
+            raise ShapeError(f"{self.path}: {what} is an int, or one for each spatial axis; got {shown(counts)}")
+        return tuple(int(c) for c in given)
+
+    def _pairs(self, padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
+        if isinstance(padding, str):
+            return padding
+        if not isinstance(padding, Iterable):
+            return tuple((n, n) for n in self._each("padding", padding, rank))
+        pairs = [tuple(p) if isinstance(p, Iterable) else (p, p) for p in padding]
+        if any(len(p) != 2 or not all(isinstance(n, int | np.integer) for n in p) for p in pairs):
+            raise ShapeError(f"{self.path}: padding is ints or (before, after) for each axis, got {shown(padding)}")
+        return tuple((int(low), int(high)) for low, high in pairs)
+
+    def _channels(self, x: V, weight: V | str) -> V:
+        """A weight `[C]` beside x `[N, C, …]`."""
+        value, found = self.weight(weight), self.type_of(x)
+        if self.type_of(value).rank != 1 or found.rank < 2:
+            raise ShapeError(f"{self.path}: a weight of channels is [C] for x [N, C, …]; "
+                             f"got {self.type_of(value)} and {found}")  # fmt: skip
+        return self.expand_dims(value, range(1, found.rank - 1)) if found.rank > 2 else value
+
+    def _affine(self, x: V, gamma: V | str | None, beta: V | str | None) -> V:
+        """x ⊙ γ + β by channel."""
+        x = x if gamma is None else self.mul(x, self._channels(x, gamma))
+        return x if beta is None else self.add(x, self._channels(x, beta))
+
+    # -- convolution -------------------------------------------------------------------------
+
+    def conv(
+        self,
+        x: V,
+        w: V | str,
+        bias: V | str | None = None,
+        *,
+        window_strides: Counts = 1,
+        padding: Padding = "VALID",
+        rhs_dilation: Counts = 1,
+        feature_group_count: int = 1,
+    ) -> V:
+        """Cross-correlation over one to three spatial axes: x `[N, C, S…]`, w `[O, C/groups, K…]`, bias `[O]`.
+
+        As `lax.conv_general_dilated`: `rhs_dilation` is the step between entries of the window; depthwise where
+        `feature_group_count` is C.
+        """
+        rank = self.type_of(x).rank - 2
+        op = Conv(
+            self._each("window_strides", window_strides, rank), self._pairs(padding, rank),
+            self._each("rhs_dilation", rhs_dilation, rank), feature_group_count,
+        )  # fmt: skip
+        return self._affine(self.add_node(op, x, self.weight(w)), None, bias)
+
+    conv1d = conv2d = conv3d = conv
+
+    def conv_transpose(
+        self,
+        x: V,
+        w: V | str,
+        bias: V | str | None = None,
+        *,
+        strides: Counts = 1,
+        padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0,
+        output_padding: Counts = 0,
+        rhs_dilation: Counts = 1,
+        feature_group_count: int = 1,
+    ) -> V:
+        """The transpose of `conv`: x `[N, C, S…]`, w `[C, O/groups, K…]`, bias `[O]`.
+
+        `S' = (S − 1) · stride − before − after + dilation · (K − 1) + 1 + output_padding`: torch's and ONNX's sizes.
+        """
+        rank = self.type_of(x).rank - 2
+        pairs: Any = self._pairs(padding, rank)
+        op = ConvTranspose(
+            self._each("strides", strides, rank), pairs, self._each("output_padding", output_padding, rank),
+            self._each("rhs_dilation", rhs_dilation, rank), feature_group_count,
+        )  # fmt: skip
+        return self._affine(self.add_node(op, x, self.weight(w)), None, bias)
+
+    conv_transpose2d = conv_transpose
+
+    # -- pooling -----------------------------------------------------------------------------
+
+    def _pool(
+        self,
+        kind: str,
+        x: V,
+        window: Counts,
+        strides: Counts,
+        padding: Padding,
+        dilation: Counts,
+        ceil: bool,
+        **more: Any,
+    ) -> V:
+        rank = self.type_of(x).rank - 2
+        return self.add_node(
+            Pool(
+                kind, self._each("window_dimensions", window, rank), self._each("window_strides", strides, rank),
+                self._pairs(padding, rank), self._each("window_dilation", dilation, rank), ceil, **more,
+            ), x,
+        )  # fmt: skip
+
+    def max_pool(
+        self,
+        x: V,
+        window_dimensions: Counts,
+        *,
+        window_strides: Counts = 1,
+        padding: Padding = "VALID",
+        window_dilation: Counts = 1,
+        ceil_mode: bool = False,
+    ) -> V:
+        """The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end."""
+        return self._pool("max", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+
+    def avg_pool(
+        self,
+        x: V,
+        window_dimensions: Counts,
+        *,
+        window_strides: Counts = 1,
+        padding: Padding = "VALID",
+        window_dilation: Counts = 1,
+        ceil_mode: bool = False,
+        count_include_pad: bool = False,
+    ) -> V:
+        """The mean of each window: of what it reads, or with `count_include_pad` of the padding's zeros too."""
+        return self._pool(
+            "mean", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode,
+            count_include_pad=count_include_pad,
+        )  # fmt: skip
+
+    def lp_pool(
+        self,
+        x: V,
+        window_dimensions: Counts,
+        *,
+        p: float = 2,
+        window_strides: Counts = 1,
+        padding: Padding = "VALID",
+        window_dilation: Counts = 1,
+        ceil_mode: bool = False,
+    ) -> V:
+        """(Σ|x|ᵖ)^(1/p) of each window."""
+        if not is_number(p):
+            raise GraphError(f"{self.path}: lp_pool: p is a number, got {shown(p)}")
+        return self._pool("lp", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode, p=float(p))
+
+    def _spatial(self, x: V) -> tuple[int, ...]:
+        rank = self.type_of(x).rank
+        if rank < 3:
+            raise ShapeError(f"{self.path}: expected [N, C, spatial …], got {self.type_of(x)}")
+        return tuple(range(2, rank))
+
+    def global_max_pool(self, x: V) -> V:
+        """The largest entry of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
+        return self.max(x, self._spatial(x), keepdims=True)
+
+    def global_avg_pool(self, x: V) -> V:
+        """The mean of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
+        return self.mean(x, self._spatial(x), keepdims=True)
+
+    # -- other sizes -------------------------------------------------------------------------
+
+    def resize(
+        self,
+        x: V,
+        shape: Shape | None,
+        method: str = "linear",
+        *,
+        antialias: bool = True,
+        scales: Sequence[float] | None = None,
+        coordinates: str = "half_pixel",
+        a: float = -0.5,
+        exclude_outside: bool = True,
+        rounding: str = "round_prefer_ceil",
+        roi: Sequence[tuple[float, float]] | None = None,
+        extrapolation: float = 0.0,
+    ) -> V:
+        """x in another shape, as `jax.image.resize`: "nearest", "linear" or "cubic".
+
+        `shape` has the size of every axis, or is None: then sizes are ⌊size · scale⌋ of `scales`, one for each axis.
+        Axes that keep their size and have the scale 1 are left alone, and may be symbols.
+
+        The rest are ONNX's attributes: `coordinates`, `a` (−¾ there), `exclude_outside`, `rounding` of nearest, `roi`
+        (start and end of each axis), `extrapolation`. torch's modes: nearest is asymmetric and floor, bilinear
+        half_pixel or align_corners, bicubic the same with a = −¾ and exclude_outside=False, all of them with
+        antialias=False. See `Resize` for the formulas.
+        """
+        found, where = self.type_of(x), f"{self.path}: resize"
+        if (shape is None) == (scales is None) and scales is None:
+            raise ShapeError(f"{where}: a shape, or scales")
+        factors = None if scales is None else [float(s) for s in items_of(scales, where, "a scale for each axis")]
+        if factors is not None and (len(factors) != found.rank or not all(0 < f < 2**31 for f in factors)):
+            raise ShapeError(f"{where}: scales are {found.rank} numbers over 0, got {shown(scales)}")
+        if shape is not None:
+            dims = [as_dim(d, where) for d in items_of(shape, where, "a size for each axis")]
+        else:
+            assert factors is not None
+            dims = [
+                d if f == 1 else int(d * f) if is_static(d) else d for d, f in zip(found.shape, factors, strict=True)
+            ]
+        if len(dims) != found.rank:
+            raise ShapeError(f"{where}: {found} has {found.rank} axes, got {len(dims)} sizes")
+        edges = None if roi is None else [(float(s), float(e)) for s, e in items_of(roi, where, "(start, end) pairs")]
+        whole = coordinates != "tf_crop_and_resize"
+        axes = [i for i, d in enumerate(dims) if d != found.shape[i] or (factors and factors[i] != 1)
+                or not (whole or edges is None or edges[i] == (0, 1))]  # fmt: skip
+        for i in axes:
+            if not (is_static(dims[i]) and is_static(found.shape[i])):
+                raise ShapeError(f"{where}: axis {i} of {found} and its new size {dims[i]} must be numbers")
+        own = None if factors is None else tuple(factors[i] for i in axes)
+        crop = None if edges is None else tuple(edges[i] for i in axes)
+        sizes = tuple(int(dims[i]) for i in axes)
+        op = Resize(
+            tuple(axes), sizes, method, coordinates, own, antialias, float(a), exclude_outside, rounding, crop,
+            float(extrapolation),
+        )  # fmt: skip
+        return self.add_node(op, x)
+
+    def resize_nearest_2x(self, x: V) -> V:
+        """Each entry twice along the last two axes: `[N, C, H, W]` → `[N, C, 2H, 2W]`."""
+        return self.repeat(self.repeat(x, 2, -2), 2, -1)
+
+    def grid_sample(
+        self, x: V, grid: V, method: str = "linear", *, padding: str = "zeros", align_corners: bool = False
+    ) -> V:
+        """x `[N, C, S…]` read at the places of `grid` `[N, O…, d]`, −1 to 1, the last axis first; see `GridSample`."""
+        return self.add_node(GridSample(method, padding, align_corners), x, grid)
+
+    # -- norms -------------------------------------------------------------------------------
+
+    def standardize(self, x: V, axis: Axes = -1, epsilon: float = 1e-5, *, centre: bool = True) -> V:
+        """`(x − mean)(var + ε)^(−1/2)` over `axis`, in f32; without `centre` `x (mean x² + ε)^(−1/2)`."""
+        return self.add_node(Standardize(self._axes(x, axis), epsilon, centre), x)
+
+    def group_norm(
+        self, x: V, groups: int, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5
+    ) -> V:
+        """`standardize` of each of `groups` groups of channels with all that is behind them, then ⊙ γ + β by channel.
+
+        x `[N, C, …]`, γ and β `[C]`.
+        """
+        found = self.type_of(x)
+        channels = found.shape[1] if found.rank > 1 else 0
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or not is_static(channels):
+            raise ShapeError(f"{self.path}: group_norm: groups are an int that divides the channels of {found}")
+        if not channels or channels % groups:
+            raise ShapeError(f"{self.path}: group_norm: {groups} groups do not divide the channels of {found}")
+        rest = tuple(AxisOf(i) for i in range(2, found.rank))
+        split = self.add_node(Reshape((AxisOf(0), groups, channels // groups, *rest)), x)
+        normed = self.standardize(split, tuple(range(2, found.rank + 1)), eps)
+        back = Reshape((AxisOf(0), channels, *(AxisOf(i + 1) for i in range(2, found.rank))))
+        return self._affine(self.add_node(back, normed), gamma, beta)
+
+    def instance_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
+        """`standardize` of each channel of each image, then ⊙ γ + β by channel: x `[N, C, S…]`, γ and β `[C]`."""
+        return self._affine(self.standardize(x, self._spatial(x), eps), gamma, beta)
+
+    def batch_norm(
+        self,
+        x: V,
+        *,
+        mean: V | str,
+        var: V | str,
+        gamma: V | str | None = None,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+    ) -> V:
+        """`(x − mean)(var + ε)^(−1/2) ⊙ γ + β` by channel, with given statistics: x `[N, C, …]`, all else `[C]`."""
+        scale = self.rsqrt(self.add(self._channels(x, var), eps))
+        return self._affine(self.mul(self.sub(x, self._channels(x, mean)), scale), gamma, beta)
+
+    def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
+        """`standardize` of the channels of each place, then ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""
+        return self._affine(self.standardize(x, 1, eps), gamma, beta)
+
+    def lp_normalize(self, x: V, ord: float = 2, axis: Axes = -1) -> V:
+        """x divided by its `norm` over `axis`; 0 where that is 0."""
+        length = self.norm(x, ord, axis, keepdims=True)
+        return self.div(x, self.where(self.eq(length, 0), 1.0, length))

@@ -1,0 +1,447 @@
+"""Builders of images and of few bits, against NumPy, jax.image and (mark `oracle`) torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.ir.ops.quantize import STE, FakeQuantize
+from rlx_jax.ir.ops.sample import Sample
+from tests.op_cases import OpCase, check, evaluated
+from tests.oracles import image_formulas as image
+
+RNG = np.random.default_rng(8)
+X = RNG.standard_normal((2, 4, 6, 5))
+K = RNG.standard_normal((6, 2, 3, 2))
+T = RNG.standard_normal((4, 3, 3, 2))
+C, D = RNG.standard_normal((2, 4)) + 2
+CORNERS = X[:1, :1, :2, :2]
+
+
+def column(c: np.ndarray) -> np.ndarray:
+    """`[C]` beside `[N, C, H, W]`."""
+    return c[:, None, None]
+
+
+def normed(x: np.ndarray, axes: Any, eps: float = 1e-5) -> np.ndarray:
+    """(x − mean) / √(var + ε)."""
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + eps)
+
+
+def jax_resize(shape: tuple[int, ...], method: str, **options: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """`jax.image.resize`, whose "nearest" rounds as ours by default."""
+    return lambda x: np.asarray(jax.image.resize(jnp.asarray(x, jnp.float32), shape, method, **options), np.float64)
+
+
+CASES: dict[str, OpCase] = {
+    "conv": OpCase(
+        lambda m, x, w, b: m.conv(x, w, b, window_strides=(2, 1), padding=(1, (0, 2)), feature_group_count=2),
+        [X, K, RNG.standard_normal(6)],
+        lambda x, w, b: image.conv(x, w, (2, 1), ((1, 1), (0, 2)), (1, 1), 2) + column(b),
+    ),
+    "conv of one axis": OpCase(
+        lambda m, x, w: m.conv1d(x, w, padding="SAME", rhs_dilation=2),
+        [X[..., 0], K[:, :, 0, :1].repeat(2, 1).reshape(6, 4, 1)],
+        lambda x, w: image.conv(x, w, (1,), "SAME", (2,)),
+    ),
+    "depthwise": OpCase(
+        lambda m, x, w: m.conv(x, w, padding="SAME", feature_group_count=4),
+        [X, K[:4, :1]],
+        lambda x, w: image.conv(x, w, (1, 1), "SAME", (1, 1), 4),
+    ),
+    "conv_transpose": OpCase(
+        lambda m, x, w, b: m.conv_transpose(x, w, b, strides=2, padding=1, output_padding=(1, 0), rhs_dilation=(1, 2)),
+        [X, T, C[:3]],
+        lambda x, w, b: image.conv_transpose(x, w, (2, 2), [(1, 1)] * 2, (1, 0), (1, 2)) + column(b),
+    ),
+    "max_pool": OpCase(
+        lambda m, x: m.max_pool(x, (3, 2), window_strides=2, padding=1, ceil_mode=True),
+        [X],
+        lambda x: image.pool(x, "max", (3, 2), (2, 2), [(1, 1)] * 2, (1, 1), True),
+    ),
+    "max_pool of whole numbers": OpCase(
+        lambda m, x: m.max_pool(x, 2, padding=((1, 0), (0, 1))),
+        [np.int32(9 * X)],
+        lambda x: image.pool(x, "max", (2, 2), (1, 1), [(1, 0), (0, 1)], (1, 1)),
+    ),
+    "avg_pool": OpCase(
+        lambda m, x: m.avg_pool(x, 3, padding="SAME_LOWER", window_dilation=2),
+        [X],
+        lambda x: image.pool(x, "mean", (3, 3), (1, 1), "SAME_LOWER", (2, 2)),
+    ),
+    "avg_pool of padding too": OpCase(
+        lambda m, x: m.avg_pool(x, 3, window_strides=2, padding=1, ceil_mode=True, count_include_pad=True),
+        [X],
+        lambda x: image.pool(x, "mean", (3, 3), (2, 2), [(1, 1)] * 2, (1, 1), True, True),
+    ),
+    "lp_pool": OpCase(
+        lambda m, x: m.lp_pool(x, 2, p=3), [X], lambda x: image.pool(x, "lp", (2, 2), (1, 1), "VALID", (1, 1), p=3)
+    ),
+    "global_max_pool": OpCase(lambda m, x: m.global_max_pool(x), [X], lambda x: x.max((2, 3), keepdims=True)),
+    "global_avg_pool": OpCase(lambda m, x: m.global_avg_pool(x), [X], lambda x: x.mean((2, 3), keepdims=True)),
+    "nearest, as jax": OpCase(
+        lambda m, x: m.resize(x, ("n2", 4, 9, 3), "nearest"), [X], jax_resize((2, 4, 9, 3), "nearest")
+    ),
+    "linear, as jax": OpCase(lambda m, x: m.resize(x, ("n2", 4, 9, 3)), [X], jax_resize((2, 4, 9, 3), "linear")),
+    "cubic, as jax": OpCase(lambda m, x: m.resize(x, ("n2", 4, 9, 3), "cubic"), [X], jax_resize((2, 4, 9, 3), "cubic")),
+    "not antialiased, as jax": OpCase(
+        lambda m, x: m.resize(x, ("n2", 4, 3, 5), antialias=False),
+        [X],
+        jax_resize((2, 4, 3, 5), "linear", antialias=False),
+    ),
+    "by scales": OpCase(
+        lambda m, x: m.resize(x, None, scales=(1, 1, 1.7, 0.6), antialias=False, coordinates="asymmetric"),
+        [X],
+        lambda x: np.apply_along_axis(
+            image.resize_axis,
+            3,
+            np.apply_along_axis(image.resize_axis, 2, x, 10, "linear", "asymmetric", 1.7),
+            3,
+            "linear",
+            "asymmetric",
+            0.6,
+        ),
+    ),
+    "a crop": OpCase(
+        lambda m, x: m.resize(
+            x,
+            (1, 1, 3, 2),
+            roi=((0, 1), (0, 1), (0.4, 1.2), (0, 1)),
+            coordinates="tf_crop_and_resize",
+            extrapolation=10,
+            antialias=False,
+        ),
+        [CORNERS],
+        symbolic=False,
+        want=lambda x: np.apply_along_axis(
+            image.resize_axis, 2, x, 3, "linear", "tf_crop_and_resize", roi=(0.4, 1.2), fill=10
+        ),
+    ),
+    "resize_nearest_2x": OpCase(lambda m, x: m.resize_nearest_2x(x), [X], lambda x: x.repeat(2, 2).repeat(2, 3)),
+    "grid_sample": OpCase(
+        lambda m, x, g: m.grid_sample(x, g, "cubic", padding="reflection", align_corners=True),
+        [X, RNG.uniform(-1.6, 1.6, (2, 3, 2, 2))],
+        tolerance=1e-5,
+        want=lambda x, g: image.grid_sample(x, g, "cubic", "reflection", True),
+    ),
+    "group_norm": OpCase(
+        lambda m, x, g, b: m.group_norm(x, 2, g, b, 0.1),
+        [X, C, D],
+        lambda x, g, b: normed(x.reshape(2, 2, 2, 6, 5), (2, 3, 4), 0.1).reshape(x.shape) * column(g) + column(b),
+    ),
+    "group_norm of features": OpCase(
+        lambda m, x: m.group_norm(x, 2),
+        [X[..., 0, 0]],
+        lambda x: normed(x.reshape(2, 2, 2), 2).reshape(2, 4),
+        tolerance=1e-5,
+    ),
+    "instance_norm": OpCase(
+        lambda m, x, g, b: m.instance_norm(x, g, b),
+        [X, C, D],
+        lambda x, g, b: normed(x, (2, 3)) * column(g) + column(b),
+    ),
+    "batch_norm": OpCase(
+        lambda m, x, u, v: m.batch_norm(x, mean=u, var=v, gamma=u, beta=v),
+        [X, C, np.abs(D)],
+        lambda x, u, v: (x - column(u)) / np.sqrt(column(v) + 1e-5) * column(u) + column(v),
+    ),
+    "layer_norm2d": OpCase(
+        lambda m, x, g: m.layer_norm2d(x, g, g), [X, C], lambda x, g: normed(x, 1) * column(g) + column(g)
+    ),
+    "rms_norm without weights": OpCase(
+        lambda m, x: m.rms_norm(x), [X], lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    ),
+    "lp_normalize": OpCase(
+        lambda m, x: m.lp_normalize(x, 1, 1),
+        [X * (X[:, :, :1] > 0)],
+        lambda x: x / np.where((s := np.abs(x).sum(1, keepdims=True)) == 0, 1, s),
+    ),
+    # few bits
+    "quantize": OpCase(
+        lambda m, x: m.quantize(x, 0.02, 3),
+        [X],
+        lambda x: np.int8(np.clip(np.rint(x / 0.02) + 3, -128, 127)),
+        symbolic=False,
+    ),
+    "quantize halves": OpCase(
+        lambda m, x: m.quantize(x, 2.0, 1, dtype="u8"),
+        [np.array([-5.0, 1, 3, 5, 7, 1000])],
+        np.array([0, 1, 3, 3, 5, 255]),
+    ),
+    "quantize by channel": OpCase(
+        lambda m, x, s, z: m.quantize(x, s, z, axis=1, dtype="u8"),
+        [X, np.abs(C) / 9, np.array([100, 110, 120, 130], np.uint8)],
+        lambda x, s, z: np.clip(np.rint(np.float32(x) / np.float32(column(s))) + column(z), 0, 255).astype(np.uint8),
+    ),
+    "dequantize by channel": OpCase(
+        lambda m, q, s, z: m.dequantize(q, s, z, axis=-3),
+        [np.int8(30 * X), C, np.array([1, 2, 3, 4], np.int8)],
+        lambda q, s, z: (q.astype(int) - column(z)) * column(s),
+    ),
+    "quantize to a float": OpCase(
+        lambda m, x: m.cast(m.quantize(x, 0.01, dtype="f8_e4m3"), "f32"),
+        [np.array([1.04, 9.0])],
+        np.array([104.0, 448.0]),
+    ),
+    "fake_quantize": OpCase(
+        lambda m, x: m.fake_quantize(x, bits=4, axis=1),
+        [X],
+        lambda x: image.fake_quantize(x, None, 4, 1),
+        symbolic=False,
+    ),
+}
+RESULTS = evaluated(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str) -> None:
+    check(RESULTS(name), CASES[name])
+
+
+@pytest.mark.parametrize("ste", STE)
+def test_gradients_go_through_the_rounding(ste: str) -> None:
+    """By the rule that was asked for; and the scale has none."""
+    x, s = jnp.array([-9.0, -0.6, 0.0, 0.3, 2.9, 3.1, 40.0]), jnp.array(0.5)
+    most, wide = 7, np.asarray(x, np.float64)
+    want = {
+        "identity": np.ones(7),
+        "clipped": (np.abs(wide) <= 3.5) * 1.0,
+        "tanh": 1 - np.tanh(wide / 0.5) ** 2,
+        "hard_tanh": np.maximum(0, 1 - np.abs(wide) / (most * 0.5)),
+    }[ste]
+    op = FakeQuantize(4, ste=ste)
+    dx, ds = jax.grad(lambda x, s: op.eval(x, s).sum(), (0, 1))(x, s)
+    np.testing.assert_allclose(dx, want, atol=1e-6)
+    assert ds == 0
+
+
+def test_what_is_drawn_follows_its_probabilities() -> None:
+    """Of those that top_k and top_p leave, by count; another seed draws another row."""
+    logits = np.log(np.array([0.4, 0.05, 0.3, 0.05, 0.2], np.float32))
+    rows = jnp.tile(jnp.asarray(logits), (20000, 1))
+    for op, left in (
+        (Sample(), [0, 1, 2, 3, 4]),
+        (Sample(top_k=3), [0, 2, 4]),
+        (Sample(top_p=0.69), [0, 2]),
+        (Sample(2.0, top_p=0.5), [0, 2]),
+    ):
+        drawn = np.bincount(np.asarray(op.eval(rows, jnp.int32(3))), minlength=5) / 20000
+        p = np.exp(logits.astype(np.float64) / op.temperature) * np.isin(np.arange(5), left)
+        np.testing.assert_allclose(drawn, p / p.sum(), atol=0.015)
+    assert np.any(Sample().eval(rows, jnp.int32(1)) != Sample().eval(rows, jnp.int32(2)))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "channels of one group": (lambda m, x, k: m.conv(x, k), ShapeError, "does not fit the weight"),
+    "channels": (lambda m, x, k: m.conv(x, k, feature_group_count=4), ShapeError, "in 4 groups does not fit"),
+    "a stride of 0": (lambda m, x, k: m.conv(x, k, feature_group_count=2, window_strides=0), ShapeError, "at least 1"),
+    "strides of other axes": (lambda m, x, k: m.conv(x, k, window_strides=(1, 1, 1)), ShapeError, "each of 2 axes"),
+    "a name of padding": (lambda m, x, k: m.conv(x, k, padding="same"), ShapeError, "VALID, SAME, SAME_LOWER"),
+    "a padding": (lambda m, x, k: m.conv(x, k, padding=((1, 1, 1), 2)), ShapeError, "before, after"),
+    "nothing left": (lambda m, x, k: m.conv(x, k, feature_group_count=2, rhs_dilation=9), ShapeError, "no elements"),
+    "transposed channels": (
+        lambda m, x, k: m.conv_transpose(x, m.tile(k, (2, 1, 1, 1))),
+        ShapeError,
+        "1 groups does not fit",
+    ),
+    "a large window": (lambda m, x, k: m.max_pool(x, 7), ShapeError, "no elements"),
+    "a padded window": (lambda m, x, k: m.max_pool(x, 2, padding=2), ShapeError, "less than the window's 2"),
+    "a mean of whole numbers": (lambda m, x, k: m.avg_pool(m.cast(x, "i32"), 2), DTypeError, "needs floats"),
+    "a float window": (lambda m, x, k: m.max_pool(x, 2.5), ShapeError, "2.5"),
+    "a shape of fewer axes": (lambda m, x, k: m.resize(x, (4, 9, 3)), ShapeError, "has 4 axes, got 3 sizes"),
+    "no shape": (lambda m, x, k: m.resize(x, None), ShapeError, "a shape, or scales"),
+    "a symbol resized": (lambda m, x, k: m.resize(x, (5, 4, 6, 5)), ShapeError, "axis 0 .* must be numbers"),
+    "a method": (
+        lambda m, x, k: m.resize(x, None, "lanczos", scales=(1, 1, 2, 2)),
+        GraphError,
+        "nearest, linear, cubic",
+    ),
+    "a crop by itself": (lambda m, x, k: m.resize(x, ("n", 4, 3, 5), roi=((0, 1),) * 4), GraphError, "go together"),
+    "a grid of 3": (lambda m, x, k: m.grid_sample(x, m.concat([x, x])), ShapeError, "grid .N, O…, d."),
+    "groups": (lambda m, x, k: m.group_norm(x, 3), ShapeError, "3 groups do not divide"),
+    "a weight of channels": (lambda m, x, k: m.group_norm(x, 2, x), ShapeError, "weight of channels is .C."),
+    "a beta alone": (lambda m, x, k: m.rms_norm(x, None, x), GraphError, "go with a gamma"),
+    "bits": (lambda m, x, k: m.fake_quantize(x, bits=1), GraphError, "bits are 2 to 16"),
+    "a rule": (lambda m, x, k: m.fake_quantize(x, ste="straight"), GraphError, "identity, clipped, tanh, hard_tanh"),
+    "a scale of an axis": (lambda m, x, k: m.quantize(x, x), ShapeError, "has rank 0"),
+    "quantised floats": (lambda m, x, k: m.quantize(x, 1.0, dtype="f16"), DTypeError, "whole numbers or 8 bits"),
+    "a top_p": (lambda m, x, k: m.sample(x, 0, top_p=0), GraphError, "over 0 and at most 1"),
+    "a temperature": (lambda m, x, k: m.sample(x, 0, temperature=-1), GraphError, "temperature is a number"),
+    "a seed of rows": (lambda m, x, k: m.sample(x, x), ShapeError, "an integer of rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    call, kind, message = REFUSED[name]
+    m = rlx.Graph.hir("m")
+    x, k = m.input("x", ("n", 4, 6, 5)), m.input("k", (6, 2, 3, 2))
+    with pytest.raises(kind, match=message):
+        call(m, x, k)
+
+
+# -- torch -------------------------------------------------------------------------------------
+
+G = RNG.uniform(-1.5, 1.5, (2, 3, 4, 2))
+TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[np.ndarray]]] = {}
+
+
+def torch_case(name: str, ours: Callable[..., Any], theirs: Callable[..., Any], *arrays: np.ndarray) -> None:
+    """A row of `TORCH`: `ours(m, *values)` and `theirs(torch.nn.functional, *tensors)`."""
+    TORCH[name] = (ours, theirs, list(arrays))
+
+
+for stride in (1, 2, 3):
+    for pad in (0, 1):
+        for dil in (1, 2):
+            o: Any = {"window_strides": stride, "padding": pad, "rhs_dilation": dil, "feature_group_count": 2}
+            t: Any = {"stride": stride, "padding": pad, "dilation": dil, "groups": 2}
+            torch_case(
+                f"conv2d {stride} {pad} {dil}",
+                lambda m, x, w, o=o: m.conv(x, w, **o),
+                lambda f, x, w, t=t: f.conv2d(x, w, **t),
+                X,
+                K,
+            )
+            extra = (stride - 1, 0)
+            o = {
+                "strides": stride,
+                "padding": pad,
+                "output_padding": extra,
+                "rhs_dilation": dil,
+                "feature_group_count": 2,
+            }
+            t = {**t, "output_padding": extra}
+            torch_case(
+                f"conv_transpose2d {stride} {pad} {dil}",
+                lambda m, x, w, o=o: m.conv_transpose(x, w, **o),
+                lambda f, x, w, t=t: f.conv_transpose2d(x, w, **t),
+                X,
+                T,
+            )
+        for ceil in (False, True):
+            o = {"window_strides": stride, "padding": pad, "ceil_mode": ceil}
+            t = {"stride": stride, "padding": pad, "ceil_mode": ceil}
+            torch_case(
+                f"max_pool2d {stride} {pad} {ceil}",
+                lambda m, x, o=o: m.max_pool(x, (3, 2), **o),
+                lambda f, x, t=t: f.max_pool2d(x, (3, 2), **t),
+                X,
+            )
+            for count in (False, True):
+                torch_case(
+                    f"avg_pool2d {stride} {pad} {ceil} {count}",
+                    lambda m, x, o=o, c=count: m.avg_pool(x, (3, 2), count_include_pad=c, **o),
+                    lambda f, x, t=t, c=count: f.avg_pool2d(x, (3, 2), count_include_pad=c, **t),
+                    X,
+                )
+for size in ((9, 3), (3, 8), (12, 10)):
+    shape = ("n2", 4, *size)
+    torch_case(
+        f"nearest {size}",
+        lambda m, x, s=shape: m.resize(x, s, "nearest", coordinates="asymmetric", rounding="floor"),
+        lambda f, x, s=size: f.interpolate(x, s, mode="nearest"),
+        X,
+    )
+    torch_case(
+        f"nearest-exact {size}",
+        lambda m, x, s=shape: m.resize(x, s, "nearest"),
+        lambda f, x, s=size: f.interpolate(x, s, mode="nearest-exact"),
+        X,
+    )
+    for corners in (False, True):
+        how = "align_corners" if corners else "half_pixel"
+        torch_case(
+            f"bilinear {size} {corners}",
+            lambda m, x, s=shape, h=how: m.resize(x, s, antialias=False, coordinates=h),
+            lambda f, x, s=size, c=corners: f.interpolate(x, s, mode="bilinear", align_corners=c),
+            X,
+        )
+        torch_case(
+            f"bicubic {size} {corners}",
+            lambda m, x, s=shape, h=how: m.resize(
+                x, s, "cubic", antialias=False, coordinates=h, a=-0.75, exclude_outside=False
+            ),
+            lambda f, x, s=size, c=corners: f.interpolate(x, s, mode="bicubic", align_corners=c),
+            X,
+        )
+    torch_case(
+        f"antialiased {size}",
+        lambda m, x, s=shape: m.resize(x, s),
+        lambda f, x, s=size: f.interpolate(x, s, mode="bilinear", antialias=True),
+        X,
+    )
+    torch_case(
+        f"antialiased cubic {size}",
+        lambda m, x, s=shape: m.resize(x, s, "cubic"),
+        lambda f, x, s=size: f.interpolate(x, s, mode="bicubic", antialias=True),
+        X,
+    )
+for mode, method in (("nearest", "nearest"), ("bilinear", "linear"), ("bicubic", "cubic")):
+    for padding in ("zeros", "border", "reflection"):
+        for corners in (False, True):
+            torch_case(
+                f"grid_sample {mode} {padding} {corners}",
+                lambda m, x, g, d=method, p=padding, c=corners: m.grid_sample(x, g, d, padding=p, align_corners=c),
+                lambda f, x, g, d=mode, p=padding, c=corners: f.grid_sample(
+                    x, g, mode=d, padding_mode=p, align_corners=c
+                ),
+                X,
+                G,
+            )
+torch_case(
+    "group_norm", lambda m, x, g, b: m.group_norm(x, 2, g, b), lambda f, x, g, b: f.group_norm(x, 2, g, b), X, C, D
+)
+torch_case(
+    "instance_norm",
+    lambda m, x, g, b: m.instance_norm(x, g, b),
+    lambda f, x, g, b: f.instance_norm(x, weight=g, bias=b),
+    X,
+    C,
+    D,
+)
+torch_case(
+    "batch_norm",
+    lambda m, x, u, v: m.batch_norm(x, mean=u, var=v, gamma=v, beta=u),
+    lambda f, x, u, v: f.batch_norm(x, u, v, v, u),
+    X,
+    C,
+    np.abs(D),
+)
+torch_case(
+    "lp_pool", lambda m, x: m.lp_pool(x, 2, p=3, window_strides=2), lambda f, x: f.lp_pool2d(x, 3, 2, 2), np.abs(X)
+)
+torch_case("normalize", lambda m, x: m.lp_normalize(x, 2, 1), lambda f, x: f.normalize(x, dim=1), X)
+SPELLED = {
+    **{name: name for name in ("elu", "celu", "selu", "mish", "relu6", "leaky_relu", "softplus", "gelu", "silu")},
+    "softsign": "soft_sign", "hardswish": "hard_swish", "hardsigmoid": "hard_sigmoid", "logsigmoid": "log_sigmoid",
+}  # fmt: skip
+for name, own in SPELLED.items():
+    torch_case(name, lambda m, x, n=own: getattr(m, n)(x), lambda f, x, n=name: getattr(f, n)(x), 3 * X)
+torch_case("softshrink", lambda m, x: m.shrink(x, lambd=0.5, bias=0.5), lambda f, x: f.softshrink(x), X)
+torch_case("hardshrink", lambda m, x: m.shrink(x), lambda f, x: f.hardshrink(x), X)
+torch_case("threshold", lambda m, x: m.thresholded_relu(x, 0.3), lambda f, x: f.threshold(x, 0.3, 0), X)
+torch_case("prelu", lambda m, x, c: m.prelu(x, m.expand_dims(c, (1, 2))), lambda f, x, c: f.prelu(x, c), X, C)
+
+
+@pytest.mark.oracle
+def test_as_torch_has_it() -> None:
+    """Every row, in f32 on both sides."""
+    import torch
+
+    found = evaluated({name: OpCase(ours, arrays, None) for name, (ours, _, arrays) in TORCH.items()})
+    wrong = {}
+    for name, (_, theirs, arrays) in TORCH.items():
+        tensors = [torch.from_numpy(np.asarray(a, np.float32)) for a in arrays]
+        want = theirs(torch.nn.functional, *tensors).numpy()
+        (got,) = found(name)
+        if got.shape != want.shape or not np.abs(got - want).max() <= 3e-5 * max(1.0, np.abs(want).max()):
+            wrong[name] = (got.shape, want.shape, np.abs(got - want).max() if got.shape == want.shape else None)
+    assert not wrong and len(TORCH) > 100
