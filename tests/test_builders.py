@@ -35,7 +35,7 @@ TOPICS = [c for c in Builders.__mro__ if issubclass(c, Writer)]
 FUNCTIONS = (
     "floor", "ceil", "trunc", "sign", "square", "reciprocal", "cbrt", "expm1", "log1p", "exp2", "log2", "asin", "acos",
     "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "relu6", "selu", "mish", "log_sigmoid", "soft_sign",
-    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "swish", "elu", "celu", "leaky_relu", "squareplus",
+    "quick_gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "swish", "elu", "celu", "leaky_relu", "squareplus",
     "thresholded_relu", "isnan", "isinf", "isfinite",
 )  # fmt: skip
 WHOLE = (

@@ -53,6 +53,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.param import (
     Cast,
     Cut,
@@ -312,6 +313,10 @@ MIR: dict[type[Op], Meaning] = {
     Resize: lambda op, x: image.resize(x, op),
     GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
     Standardize: standardized,
+    Patches: lambda op, x: formula.patches(x, *op.patch),
+    GridPositions: lambda op, table, x: formula.grid_positions(
+        table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
+    ),
     FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
     Sample: likeliest,
     ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
