@@ -79,11 +79,14 @@ from rlx_jax.blocks.linear import LmHead as LmHead
 from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.nomic import NomicEncoderLayer as NomicEncoderLayer
+from rlx_jax.blocks.nomic import NomicEncoderLayerSpec as NomicEncoderLayerSpec
 from rlx_jax.blocks.norm import GemmaRmsNorm as GemmaRmsNorm
 from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
 from rlx_jax.blocks.norm import ZeroBeta as ZeroBeta
 from rlx_jax.blocks.positions import LearnedPositions as LearnedPositions
+from rlx_jax.blocks.positions import RelativeBias as RelativeBias
 from rlx_jax.blocks.qwen3 import Qwen3Decoder as Qwen3Decoder
 from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec as Qwen3DecoderSpec
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
@@ -123,7 +126,7 @@ FlowStage = (
     | BertEncoderLayer | ClsTokenPool | LayerNorm | GeluFfn | GatherFromInput | GatherAdd | Activation
     | StoreStream | LoadStream | DualStream | Qwen3Decoder | EmbedScale | GemmaRmsNorm | LogitSoftcap | GeGlu
     | BindDecodeInputs | DecodeRopeParams | SelfAttnDecode | LlamaDecodeLayer | LlamaKvTap | Qwen3DecodeLayer
-    | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer
+    | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
 )  # fmt: skip

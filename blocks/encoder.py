@@ -1,21 +1,48 @@
-"""BERT's post-norm encoder layer (Devlin et al. 2018)."""
+"""Encoder layers with norms behind each half: BERT's (Devlin et al. 2018), also as RoBERTa and MPNet have it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.positions import POSITION_BIAS
 from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.ir import hir
-from rlx_jax.ir.hir import MaskKind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
 @dataclass(frozen=True)
+class AttentionKeys:
+    """Where the projections of an encoder's attention stand in its layer, and the norm behind it."""
+
+    query: str
+    key: str
+    value: str
+    output: str
+    norm: str
+
+
+STYLES: dict[str, AttentionKeys] = {
+    "bert": AttentionKeys(
+        "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+        "attention.output.LayerNorm",
+    ),
+    "mpnet": AttentionKeys(
+        "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"
+    ),
+}  # fmt: skip
+"""The keys by style."""
+
+
+@dataclass(frozen=True)
 class BertEncoderLayerSpec:
-    """Keys and sizes of a BERT layer. `activation` is a name in `UNARY`; the mask input may be absent."""
+    """Keys and sizes of a BERT layer. `activation` is a name in `UNARY`; the mask input may be absent.
+
+    `qkv_style` is `bert` or `mpnet`. `position_bias` names the register of a bias that is added to the scores, which a
+    RelativeBias stage makes; MPNet has one.
+    """
 
     layer_prefix: str
     hidden_size: int
@@ -24,16 +51,40 @@ class BertEncoderLayerSpec:
     eps: float = 1e-12
     attention_mask_input: str | None = "attention_mask"
     activation: str = "gelu"
+    qkv_style: str = "bert"
+    position_bias: str | None = None
+
+    def __post_init__(self) -> None:
+        known_style(self.qkv_style)
 
     @staticmethod
     def hf(
-        prefix: str, hidden_size: int, num_heads: int, eps: float = 1e-12, activation: str = "gelu"
+        prefix: str,
+        hidden_size: int,
+        num_heads: int,
+        eps: float = 1e-12,
+        activation: str = "gelu",
+        qkv_style: str = "bert",
     ) -> BertEncoderLayerSpec:
-        """Head width hidden / heads."""
+        """Head width hidden / heads; MPNet's style has its bias."""
         if num_heads < 1 or hidden_size % num_heads:
             raise GraphError(f"{prefix}: hidden size {hidden_size} is not a multiple of {num_heads} heads")
-        head_dim = hidden_size // num_heads
-        return BertEncoderLayerSpec(prefix, hidden_size, num_heads, head_dim, eps, activation=activation)
+        style = known_style(qkv_style)
+        return BertEncoderLayerSpec(
+            prefix, hidden_size, num_heads, hidden_size // num_heads, eps, activation=activation, qkv_style=style,
+            position_bias=POSITION_BIAS if style == "mpnet" else None,
+        )  # fmt: skip
+
+    def shapes(self, inner: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of the layer by its key, for a feed-forward half `inner` wide."""
+        h, keys = self.hidden_size, STYLES[self.qkv_style]
+        sizes = dict.fromkeys((keys.query, keys.key, keys.value, keys.output), (h, h))
+        sizes |= {"intermediate.dense": (inner, h), "output.dense": (h, inner)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in sizes.items():
+            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        shapes |= {f"{norm}.{kind}": (h,) for norm in (keys.norm, "output.LayerNorm") for kind in ("weight", "bias")}
+        return {f"{self.layer_prefix}.{name}": shape for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -41,35 +92,56 @@ class BertEncoderLayer:
     """`h = ln(attn(x) Wo + bo + x)`, `y = ln(gelu(h Wi + bi) Wd + bd + h)`: `[B,S,H]` → same.
 
     Weights under the prefix: `attention.self.{query,key,value}.{weight,bias}`, `attention.output.dense.*`,
-    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`.
+    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. MPNet has
+    `attention.attn.{q,k,v,o}.*` and `attention.LayerNorm.*` in place of those of attention.
     """
 
     spec: BertEncoderLayerSpec
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BertEncoderLayer")
-        s = self.spec
-        keep = emit.optional_input(s.attention_mask_input) if s.attention_mask_input else None
-        mask = MaskKind.KEEP if keep is not None else MaskKind.NONE
+        s, keys, p = self.spec, STYLES[self.spec.qkv_style], self.spec.layer_prefix
+        keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
+        bias = None if s.position_bias is None else emit.named(s.position_bias)
+        q, k, v = (dense(emit, p, n, x, ("heads", "hidden")) for n in (keys.query, keys.key, keys.value))
+        with emit.scope(*keys.query.split(".")[:-1]):
+            context = attend(emit, s.num_heads, q, k, v, keep, bias)
+        h = add_norm(emit, p, keys.norm, dense(emit, p, keys.output, context, ("hidden", "heads")), x, s.eps)
+        inner = dense(emit, p, "intermediate.dense", h, INTO, s.activation)
+        return add_norm(emit, p, "output.LayerNorm", dense(emit, p, "output.dense", inner, OUT_OF), h, s.eps)
 
-        def linear(name: str, x: FlowValue, roles: Roles, activation: str = "") -> FlowValue:
-            with emit.scope(*name.split(".")):
-                p = f"{s.layer_prefix}.{name}"
-                return emit.linear(x, f"{p}.weight", f"{p}.bias", activation=activation, roles=roles)
 
-        def add_norm(name: str, x: FlowValue, residual: FlowValue) -> FlowValue:
-            with emit.scope(*name.split(".")):
-                total = emit.add_node(Binary("add"), x, residual)
-                return emit.layer_norm(total, f"{s.layer_prefix}.{name}.weight", f"{s.layer_prefix}.{name}.bias", s.eps)
+# -- what encoder layers are made of -------------------------------------------------------------
 
-        q, k, v = (linear(f"attention.self.{n}", x, ("heads", "hidden")) for n in ("query", "key", "value"))
-        with emit.scope("attention", "self"):
-            context = emit.add_node(
-                hir.attention(s.num_heads, s.num_heads, mask), q, k, v, *([keep] if keep is not None else [])
-            )
-        h = add_norm("attention.output.LayerNorm", linear("attention.output.dense", context, ("hidden", "heads")), x)
-        inner = linear("intermediate.dense", h, INTO, s.activation)
-        return add_norm("output.LayerNorm", linear("output.dense", inner, OUT_OF), h)
+
+def dense(
+    emit: Emit, prefix: str, name: str, x: FlowValue, roles: Roles, activation: str = "", bias: bool = True
+) -> FlowValue:
+    """`act(x W [+ b])` under `{prefix}.{name}`, whose block path is `name`."""
+    with emit.scope(*name.split(".")):
+        key = f"{prefix}.{name}"
+        return emit.linear(x, f"{key}.weight", f"{key}.bias" if bias else None, activation=activation, roles=roles)
+
+
+def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowValue, eps: float) -> FlowValue:
+    """`ln(x + residual)` under `{prefix}.{name}`."""
+    with emit.scope(*name.split(".")):
+        total = emit.add_node(Binary("add"), x, residual)
+        return emit.layer_norm(total, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)
+
+
+def attend(
+    emit: Emit,
+    heads: int,
+    q: FlowValue,
+    k: FlowValue,
+    v: FlowValue,
+    keep: FlowValue | None = None,
+    bias: FlowValue | None = None,
+) -> FlowValue:
+    """Attention in both directions over packed heads `[B,S,N·D]`; `keep` and `bias` as in `AttentionOp`."""
+    extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
+    return emit.add_node(hir.Attention(heads, heads, extra=tuple(extra)), q, k, v, *extra.values())
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:
@@ -77,7 +149,12 @@ def bert_layer_prefix(prefix: str, index: int) -> str:
     return f"{prefix}.encoder.layer.{index}" if prefix else f"encoder.layer.{index}"
 
 
-def check_style(style: str) -> None:
-    """Only BERT's own key names; MPNet is a family of its own."""
-    if style.lower() != "bert":
-        raise UnsupportedError(f"BertEncoderLayer: style {style!r} is not built; only 'bert' is")
+def known_style(style: str) -> str:
+    """One of `STYLES`, in its spelling there.
+
+    Raises:
+        UnsupportedError: another name.
+    """
+    if style.lower() not in STYLES:
+        raise UnsupportedError(f"BertEncoderLayer: there is no style {style!r}; styles are {', '.join(STYLES)}")
+    return style.lower()

@@ -72,9 +72,15 @@ def registers(name: str) -> tuple[str, str]:
     return f"rope.{name}.cos", f"rope.{name}.sin"
 
 
+def given_positions(emit: Emit) -> FlowValue | None:
+    """The input `position_ids`, where the flow declares it and it is given."""
+    return emit.optional_input("position_ids") if "position_ids" in emit.state.inputs else None
+
+
 def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
     """The position of each token of `value` `[B, S, …]`: the input `position_ids` if given, else int32 `[1, S]`."""
-    if "position_ids" in emit.state.inputs and (given := emit.optional_input("position_ids")) is not None:
+    given = given_positions(emit)
+    if given is not None:
         return given
     if value.ndim < 2:
         raise ShapeError(f"{emit.path}: positions need [batch, seq, …], got {value.type}")

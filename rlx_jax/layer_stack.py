@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
-from rlx_jax.blocks.encoder import bert_layer_prefix, check_style
+from rlx_jax.blocks.encoder import bert_layer_prefix, known_style
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.plugins import stage_maker
@@ -202,12 +202,25 @@ class Stages:
     def repeat_bert_layers(
         self, count: int, prefix: str, style: str, hidden: int, heads: int, eps: float = 1e-12, activation: str = "gelu"
     ) -> Self:
-        """BERT layers under `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}`."""
-        check_style(style)
+        """BERT layers under `encoder.layer.{i}`, or `{prefix}.encoder.layer.{i}`.
+
+        `style` is `bert`, or `mpnet`, whose layers read the bias of a `RelativeBias` stage before them.
+        """
+        style = known_style(style)
 
         def layer(i: int) -> BlockStage:
             p = bert_layer_prefix(prefix, i)
-            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation))
+            return blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(p, hidden, heads, eps, activation, style))
+
+        return self.repeat_layers(count, layer)
+
+    def repeat_nomic_layers(self, count: int, hidden: int, heads: int, head_dim: int, eps: float = 1e-12) -> Self:
+        """NomicBERT layers under `encoder.layers.{i}`."""
+
+        def layer(i: int) -> BlockStage:
+            return blocks.NomicEncoderLayer(
+                blocks.NomicEncoderLayerSpec(f"encoder.layers.{i}", hidden, heads, head_dim, eps)
+            )
 
         return self.repeat_layers(count, layer)
 

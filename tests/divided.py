@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import rlx_jax as rlx
-from rlx_jax.models import bert
 
 V = 61
 SIZES = {
@@ -37,13 +36,20 @@ DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 BERT = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")} | {"type_vocab_size": 2}
+ENCODERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert": (rlx.BertFlow, BERT),
+    "roberta": (rlx.RobertaFlow, BERT),
+    "mpnet": (rlx.MPNetFlow, {k: v for k, v in BERT.items() if k != "type_vocab_size"}),
+    "nomic": (rlx.NomicFlow, BERT | {"hidden_act": "silu"}),
+}
 KINDS = ("data", "fsdp", "tensor", "data tensor", "fsdp tensor", "data fsdp tensor")
 
 
 def recipe(family: str, **changes: Any) -> Any:
     """The recipe of a family without a checkpoint."""
-    if family == "bert":
-        return rlx.BertFlow(bert.BertConfig.from_hf(BERT | changes))
+    if family in ENCODERS:
+        encoder, sizes = ENCODERS[family]
+        return encoder(encoder.config_type.from_hf(sizes | changes))
     flow, own = DECODERS[family]
     return flow.for_prefill((own if family == "gpt2" else SIZES | own) | changes)
 
@@ -52,7 +58,7 @@ def recipe(family: str, **changes: Any) -> Any:
 def weights(family: str, *changes: tuple[str, Any]) -> dict[str, np.ndarray]:
     """Random weights by checkpoint key: vectors about 1, matrices that keep the scale, no number a special case."""
     made = recipe(family, **dict(changes))
-    specs = bert.weight_specs(made.config) if family == "bert" else made.shapes()
+    specs = made.shapes()
     rng = np.random.default_rng(0)
     normal = {k: rng.normal(0.0, s.shape[-1] ** -0.5, s.shape) for k, s in specs.items()}
     return {k: (0.3 * v + 1 if v.ndim == 1 else 1.5 * v).astype(np.float32) for k, v in normal.items()}

@@ -89,6 +89,8 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     ),
     (hir.LastToken(), ("f32 2 3 8", "i32 2")),
     (hir.FirstToken(), ("f32 2 3 8",)),
+    (hir.CountedPositions(1), ("i32 2 3",)),
+    (hir.RelativeBias(8, 16), ("f32 9 2", "f32 2 3 8")),
     (
         hir.LlamaDecoderBlock(2, 4, 1, 1e-5, hir.MaskKind.sliding_window(2), 1),
         ("f32 2 3 8", "f32 8", "f32 8", "f32 8 8", "f32 4 8", "f32 4 8", "f32 8 8", "f32 8", "f32 8", "f32 6 8",

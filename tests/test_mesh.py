@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from tests.divided import DECODERS, KINDS, SIZES, V, mesh, recipe, weights
+from tests.divided import DECODERS, ENCODERS, KINDS, SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import TOLERANCE, assert_close
 
 RNG = np.random.default_rng(1)
@@ -83,11 +83,16 @@ def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "devices"), [pytest.param(*g, marks=slow_but(g == ("data tensor", 8))) for g in GRID]
+    ("family", "kinds", "devices"),
+    [
+        pytest.param(f, *g, marks=slow_but((f, *g) == ("bert", "data tensor", 8)))
+        for f in ENCODERS
+        for g in (GRID if f == "bert" else MIXED[1::2])
+    ],
 )
-def test_encoder(kinds: str, devices: int) -> None:
-    """Hidden states and pooled vectors of BERT, of rows that are padded."""
-    one, ours = (rlx.Encoder(recipe("bert"), weights("bert"), mesh=m) for m in (None, mesh(kinds, devices)))
+def test_encoder(family: str, kinds: str, devices: int) -> None:
+    """Hidden states of rows that are padded."""
+    one, ours = (rlx.Encoder(recipe(family), weights(family), mesh=m) for m in (None, mesh(kinds, devices)))
     for rows in (4, 1, 3):
         want = np.asarray(one.hidden_states(IDS[:rows], LENGTHS[:rows]))
         assert_close(ours.hidden_states(IDS[:rows], LENGTHS[:rows]), want)

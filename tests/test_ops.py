@@ -55,6 +55,7 @@ from rlx_jax.ir.ops.pointwise import (
 from rlx_jax.ir.ops.pool import POOLS, Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
 from rlx_jax.ir.ops.sample import Sample as SampleOp
 from rlx_jax.ir.ops.shape import (
@@ -90,6 +91,7 @@ from tests.oracles.op_formulas import (
     grid_positions,
     layer_norm,
     patches,
+    relative_buckets,
     ring_step,
     rms_norm,
     rope,
@@ -398,6 +400,9 @@ def shaping_samples() -> Iterator[Sample]:
     yield Sample(TakeRow(), ("f32 batch seq", "i32 batch"), lambda x, i: x[np.arange(2), i][:, None], below=5)
     yield Sample(Iota(1), (x,), lambda x: np.arange(5))
     yield Sample(Iota(2), (x,), lambda x: np.arange(8))
+    yield Sample(RelativeBuckets(1, 8, 4), (x,), lambda x: relative_buckets(5, 8, 4))
+    yield Sample(RelativeBuckets(2, 4, 3), (x,), lambda x: relative_buckets(8, 4, 3))
+    yield Sample(RelativeBuckets(0), ("bf16 200",), lambda x: relative_buckets(200, 32, 128))
     for kind, means in REDUCE_REFERENCE.items():
         yield Sample(Reduce(kind, (1,)), (x,), lambda x, f=means: f(x, axis=1))
         yield Sample(Reduce(kind, (0, 2), keepdims=True), (x,), lambda x, f=means: f(x, axis=(0, 2), keepdims=True))
@@ -781,6 +786,9 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("two symbols", Expand((SizeOf(1, 0),)), ("f32 seq", "f32 batch"), ShapeError),
     ("no such lender", Expand((SizeOf(1, 0),)), ("f32 seq",), ShapeError),
     ("a lender without the axis", Expand((SizeOf(0, 1),)), ("f32 seq",), ShapeError),
+    ("an axis of distances that is not there", RelativeBuckets(2), ("f32 2 4",), ShapeError),
+    ("buckets without quarters", RelativeBuckets(0, 6), ("f32 2 4",), GraphError),
+    ("as many distances as have buckets of their own", RelativeBuckets(0, 32, 8), ("f32 2 4",), GraphError),
     ("an axis to count that is not there", Iota(2), ("f32 2 4",), ShapeError),
     ("sides that differ", Concat(0), ("f32 2 3", "f32 2 4"), ShapeError),
     ("roles of other axes", Shard(("batch",)), ("f32 2 8",), ShapeError),

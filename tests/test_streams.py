@@ -244,6 +244,12 @@ def test_the_page_lists_every_stage() -> None:
     assert len(methods) > 30 and all(hasattr(rlx.ModelFlow, name) for name in methods)
 
 
+def test_repeated_nomic_layers() -> None:
+    (stage,) = x_flow().repeat_nomic_layers(2, 8, 2, 4, 1e-6).stages
+    spec = blocks.NomicEncoderLayerSpec("encoder.layers.1", 8, 2, 4, 1e-6)
+    assert isinstance(stage, blocks.Repeat) and stage.stage_for_index(1) == blocks.NomicEncoderLayer(spec)
+
+
 @pytest.mark.parametrize("prefix, key", [("", "encoder.layer.1"), ("bert", "bert.encoder.layer.1")])
 def test_repeated_bert_layers(prefix: str, key: str) -> None:
     (stage,) = x_flow().repeat_bert_layers(2, prefix, "bert", 8, 2).stages

@@ -56,6 +56,10 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
             open_rows[source.op.input] = (*open_rows.get(source.op.input, ()), rows)
         elif isinstance(source.op, Input):
             ids[source.op.input] = min(rows, ids.get(source.op.input, rows))
+        elif isinstance(source.op, hir.CountedPositions):  # the first stands behind the padding's own row
+            known = rows if not is_static(rows) else int(rows) - source.op.padding - 1
+            positions = known if positions is None else min(known, positions)
+            counted = tuple(inner.type(v).shape[1] for v in source.inputs)
         elif isinstance(source.op, hir.Positions):
             if not isinstance(node.op, hir.RopeAngles):
                 positions = rows if positions is None else min(rows, positions)

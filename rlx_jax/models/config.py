@@ -172,8 +172,9 @@ class Fields:
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an object")
         return Fields(value, f"{self.where}, {name}")
 
-    def finish(self, inert: Iterable[str] = ()) -> None:
-        """Refuse every field that was not read and is not known to be harmless.
+    def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """Refuse every field that was not read and is not known to be harmless: the family's `inert` ones, and its
+        `only` at some values.
 
         Raises:
             UnsupportedError: names the field and its value.
@@ -182,11 +183,11 @@ class Fields:
             warnings.warn(
                 f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
             )
-        harmless = INERT | set(inert)
+        harmless, neutral = INERT | set(inert), NEUTRAL | dict(only or {})
         for name, value in self.values.items():
             if name in self.seen or name in harmless:
                 continue
-            if name in NEUTRAL and any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
+            if any(value == v and type(value) is type(v) for v in neutral.get(name, ())):
                 continue
             raise UnsupportedError(
                 f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not handled"

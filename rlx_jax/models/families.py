@@ -26,9 +26,10 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import bert, dinov2, flux2, gemma, gpt2, llama, mistral, qwen2, qwen3, vit
+from rlx_jax.models import bert, dinov2, flux2, gemma, gpt2, llama, mistral, mpnet, nomic, qwen2, qwen3, roberta, vit
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
+from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow, placed
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
@@ -81,13 +82,17 @@ class Family:
 
         return Family(opener, architectures)
 
+    @staticmethod
+    def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
+        """A family of text encoders."""
 
-def _bert(config: Fields, source: WeightSource) -> Pretrained:
-    c = bert.BertConfig.from_hf(config)
-    prefix = "bert" if source.has("bert.embeddings.word_embeddings.weight") else ""
-    recipe = bert.BertFlow(c, prefix)
-    bound = replace(recipe, weights=checked(source, bert.weight_specs(c, prefix), recipe))
-    return Pretrained(bound, "encoder", c.vocab_size, c.max_position_embeddings)
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            c: Any = recipe.config_type.from_hf(config)
+            made = recipe(c).stored_in(source)
+            bound = replace(made, weights=checked(source, made.shapes(), made))
+            return Pretrained(bound, "encoder", c.vocab_size, made.max_positions)
+
+        return Family(opener, architectures)
 
 
 def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
@@ -103,16 +108,13 @@ def _flux2(config: Fields, source: WeightSource) -> Pretrained:
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
 
-BERT = (
-    "BertModel",
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "BertForNextSentencePrediction",
-    "BertForSequenceClassification",
-    "BertForMultipleChoice",
-    "BertForTokenClassification",
-    "BertForQuestionAnswering",
-)
+TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")
+
+
+def tasks(name: str, *others: str) -> tuple[str, ...]:
+    """The architectures of an encoder: bare, and inside the tasks that all have, and `others`."""
+    return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
+
 
 FAMILIES: dict[str, Family] = {
     "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM"),
@@ -124,7 +126,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
-    "bert": Family(_bert, BERT),
+    "bert": Family.encoder(bert.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
+    "roberta": Family.encoder(roberta.RobertaFlow, *tasks("Roberta")),
+    "xlm-roberta": Family.encoder(roberta.RobertaFlow, *tasks("XLMRoberta")),
+    "camembert": Family.encoder(roberta.RobertaFlow, *tasks("Camembert")),
+    "mpnet": Family.encoder(mpnet.MPNetFlow, *tasks("MPNet")),
+    "nomic_bert": Family.encoder(nomic.NomicFlow, *tasks("NomicBert", "PreTraining")),
     "vit": Family.vision(vit.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
     "dinov2": Family.vision(dinov2.Dinov2Flow, "Bit", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
     "dinov2_with_registers": Family.vision(

@@ -12,9 +12,9 @@ import numpy as np
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.bert import ACTIVATIONS
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
 from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
+from rlx_jax.models.encoder import ACTIVATIONS
 from rlx_jax.weights.source import WeightSource
 
 INERT = (

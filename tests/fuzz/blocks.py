@@ -215,6 +215,16 @@ def last_token(s: Sketch) -> object:
     return s.one(hir.LastToken(), x, *index)
 
 
+def counted_positions(s: Sketch) -> object:
+    """Over ids of which some are padding."""
+    return s.one(hir.CountedPositions(s.draw(3)), integers(s, s.dims(3)[:2], 3))
+
+
+def relative_bias(s: Sketch) -> object:
+    """Of one head or two; the table may have rows that no bucket reads."""
+    return s.one(hir.RelativeBias(8, s.choice((3, 5))), parameter(s, s.choice((8, 9)), s.choice((1, 2))), sequence(s))
+
+
 def first_token(s: Sketch) -> object:
     return s.one(hir.FirstToken(), sequence(s))
 
@@ -243,7 +253,7 @@ def decoder(s: Sketch) -> object:
 BLOCKS: tuple[Grow, ...] = (
     linear, linear, linears, linears, named, named, named, gated, gated, split, rms_norm, layer_norm, embed, residual,
     residual, rope, attention, attention, cached_attention, growing_attention, last_token, first_token, decoder,
-    tensor_ops.unary, tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
+    counted_positions, relative_bias, tensor_ops.unary, tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
 )  # fmt: skip
 PALETTES: tuple[tuple[Any, ...], ...] = ((2, 3, WIDTH), ("batch", "seq", WIDTH))
 

@@ -36,6 +36,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametr
 from rlx_jax.ir.ops.pool import Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
 from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import (
@@ -287,6 +288,7 @@ MIR: dict[type[Op], Meaning] = {
     TakeRow: take_row,
     Expand: lambda op, *arrays: np.broadcast_to(arrays[0], [sizes(t, arrays) for t in op.target]),
     Iota: lambda op, x: np.arange(x.shape[op.axis]),
+    RelativeBuckets: lambda op, x: formula.relative_buckets(x.shape[op.axis], op.buckets, op.max_distance),
     Reduce: lambda op, x: formula.REDUCE_REFERENCE[op.kind](x, axis=op.axes, keepdims=op.keepdims),
     Softmax: lambda op, x: formula.softmax(x, op.axis),
     Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
@@ -424,6 +426,10 @@ HIR: dict[type[Op], Meaning] = {
     hir.LayerNorm: normed,
     hir.Embed: lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
     hir.Positions: lambda op, x: np.arange(x.shape[1])[None],
+    hir.CountedPositions: lambda op, ids: formula.counted_positions(ids, op.padding),
+    hir.RelativeBias: lambda op, table, x: table[
+        formula.relative_buckets(x.shape[1], op.buckets, op.max_distance)
+    ].transpose(2, 0, 1)[None],
     hir.RopeAngles: rope_table,
     hir.RopeRows: rope_rows,
     hir.Rope: rotate,

@@ -22,6 +22,7 @@ from rlx_jax.ir.ops.linalg import BatchMatMul, MatMul
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import COMPARE, Binary, CastTo, Compare, FullLike, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce, Softmax
+from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.shape import (
     AxisOf,
     Concat,
@@ -475,9 +476,15 @@ def ring_step(s: Sketch) -> object:
     return s.add(RingStep(), ring, rows, integers(s, (batch,), 7), integers(s, (batch,), new + 1))
 
 
+def relative_buckets(s: Sketch) -> object:
+    """Of the distances along an axis, to the last bucket."""
+    x = floating(s, 1)
+    return s.one(RelativeBuckets(s.draw(len(x.shape)), s.choice((4, 8)), s.choice((3, 4))), x)
+
+
 OPS: tuple[Grow, ...] = (
     unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul,
     batch_matmul, fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, split_last, slices,
-    concat, cut, gather, take_row, iota, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard, attention,
-    rope_table, rope, cache_update, ring_step, fused_residual, fused_residual, region,
+    concat, cut, gather, take_row, iota, relative_buckets, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard,
+    attention, rope_table, rope, cache_update, ring_step, fused_residual, fused_residual, region,
 )  # fmt: skip

@@ -84,10 +84,15 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
     if checkpoint.buffers or checkpoint.bare:
         _edit_tensors(checkpoint, model.base_model_prefix, directory)
     if checkpoint.spelling != "v5":
-        file = directory / "config.json"
-        config = old_spelling(json.loads(file.read_text("utf-8")), sparse=checkpoint.spelling == "sparse")
-        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-        (directory / "generation_config.json").unlink(missing_ok=True)
+        respell(checkpoint, directory)
+
+
+def respell(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write `config.json` in the spelling of the checkpoint."""
+    file = directory / "config.json"
+    config = old_spelling(json.loads(file.read_text("utf-8")), sparse=checkpoint.spelling == "sparse")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 def _edit_tensors(checkpoint: Checkpoint, prefix: str, directory: Path) -> None:
@@ -117,6 +122,10 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
         config["rope_scaling"] = None if rope["full_attention"]["rope_type"] == "default" else rope["full_attention"]
         config.pop("_sliding_window_pattern")
         config["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
+    elif config["model_type"] == "nomic_bert":
+        return first_nomic(config)
+    elif config["model_type"] == "mpnet":
+        config.pop("tie_word_embeddings")
     elif config["model_type"] == "gpt2":
         config["n_ctx"] = config["n_positions"]
         for key in ("add_cross_attention", "tie_word_embeddings", "pad_token_id"):
@@ -142,6 +151,29 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
     if sparse:
         config = {k: v for k, v in config.items() if k not in V4_SPARSE_DROPS}
     return config
+
+
+def first_nomic(config: dict[str, Any]) -> dict[str, Any]:
+    """A NomicBERT's config as its first implementation, which is not in transformers, wrote it."""
+    kept = {k: config[k] for k in ("architectures", "model_type", "type_vocab_size")}
+    names = {"n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers"}
+    names |= {"n_head": "num_attention_heads", "n_positions": "max_position_embeddings"}
+    kept |= {first: config[name] for first, name in names.items()}
+    off: tuple[str, ...] = (
+        "causal",
+        "mlp_fc1_bias",
+        "mlp_fc2_bias",
+        "parallel_block",
+        "parallel_block_tied_norm",
+        "prenorm",
+    )
+    off += ("qkv_proj_bias", "rotary_emb_interleaved", "reorder_and_upcast_attn", "use_rms_norm")
+    kept |= dict.fromkeys(off, False) | dict.fromkeys(("rotary_emb_scale_base", "rotary_scaling_factor"))
+    kept |= {"vocab_size": config["vocab_size"] - 3, "pad_vocab_size_multiple": 4, "max_trained_positions": 16}
+    kept |= {"rotary_emb_base": config["rope_parameters"]["rope_theta"], "rotary_emb_fraction": 1.0}
+    kept |= {"activation_function": "swiglu", "layer_norm_epsilon": config["layer_norm_eps"], "use_flash_attn": True}
+    kept |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "fused_bias_fc": True}
+    return kept | {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
 
 
 def load(directory: Path, auto_class: str) -> Any:

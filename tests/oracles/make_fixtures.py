@@ -7,7 +7,7 @@ Run by hand, with the `oracle` extra installed, from the root of the repository:
 The same versions give the same bytes. Layout:
 
 - `<family>/<name>/`: a checkpoint directory exactly as Hugging Face lays it out;
-- `<family>/<name>.npz`: the numbers (`record_causal`, `record_bert` say which);
+- `<family>/<name>.npz`: the numbers (`record_causal`, `record_bert`, `encoders.record` say which);
 - `llama/chat.json`: strings in and strings out for the checkpoint that has a tokenizer;
 - `sentence/base/`, `sentence.npz`, `sentence.json`: a tiny sentence encoder and its embeddings by variant;
 - `minilm50.json`, `minilm50.npz`: 50 texts and their embeddings by the real MiniLM.
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles import checkpoints, diffusion, hugging_face, texts
+from tests.oracles import checkpoints, diffusion, encoders, hugging_face, texts
 from tests.oracles.hugging_face import Checkpoint
 
 NEW_TOKENS = 24
@@ -661,6 +661,8 @@ def record_family(root: Path, family: str) -> None:
             record_bert(checkpoint, root / "bert" / name, root / "bert" / f"{name}.npz")
     if family == "flux2":
         record_flux2(root / "flux2" / "sharded_bf16", root / "flux2" / "sharded_bf16.npz")
+    for name, checkpoint in encoders.CHECKPOINTS.get(family, {}).items():
+        encoders.record(checkpoint, root / family / name, root / family / f"{name}.npz")
     if family == "sentence":
         record_sentences(root)
 
@@ -668,7 +670,7 @@ def record_family(root: Path, family: str) -> None:
 def main(families: Sequence[str]) -> None:
     """Make the fixtures of some families anew, or of all."""
     root = checkpoints.FIXTURES
-    for family in families or (*CAUSAL, "bert", "flux2", "sentence"):
+    for family in families or (*CAUSAL, "bert", *encoders.CHECKPOINTS, "flux2", "sentence"):
         record_family(root, family)
     if not families:
         record_minilm(root)

@@ -33,6 +33,36 @@ def whole(a: Any, b: Any, rounded: Any) -> Any:
     return quotient.astype(np.result_type(a)) if np.result_type(a).kind in "iu" else quotient
 
 
+def relative_bucket(query: int, key: int, buckets: int, max_distance: int) -> int:
+    """Half of the buckets for keys up to the query, half for later ones; of each half, one half for a distance each,
+    the rest in equal steps of the logarithm up to `max_distance`, and the last for all that are further away."""
+    half, distance = buckets // 2, abs(key - query)
+    exact = half // 2
+    place = distance
+    if distance >= exact:
+        share = math.log(distance / exact) / math.log(max_distance / exact)
+        place = min(exact + math.floor(share * (half - exact) + 1e-9), half - 1)
+    return place + (half if key > query else 0)
+
+
+def relative_buckets(size: int, buckets: int, max_distance: int) -> np.ndarray:
+    """`relative_bucket` of every query and key, `[S, S]`."""
+    rows = range(size)
+    return np.array([[relative_bucket(s, t, buckets, max_distance) for t in rows] for s in rows])
+
+
+def counted_positions(ids: np.ndarray, padding: int) -> np.ndarray:
+    """Each id that is no padding stands one behind the last that was none, the first at padding + 1."""
+    out = np.full(ids.shape, padding)
+    for b, row in enumerate(ids):
+        last = padding
+        for t, token in enumerate(row):
+            if token != padding:
+                last += 1
+                out[b, t] = last
+    return out
+
+
 UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),

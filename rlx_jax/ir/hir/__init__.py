@@ -18,6 +18,8 @@ from rlx_jax.ir.hir.named import LinearFused as LinearFused
 from rlx_jax.ir.hir.named import ResidualRmsNorm as ResidualRmsNorm
 from rlx_jax.ir.hir.named import SharedLinearPair as SharedLinearPair
 from rlx_jax.ir.hir.named import SwiGLU as SwiGLU
+from rlx_jax.ir.hir.positions import CountedPositions as CountedPositions
+from rlx_jax.ir.hir.positions import RelativeBias as RelativeBias
 from rlx_jax.ir.hir.sequence import Attention as Attention
 from rlx_jax.ir.hir.sequence import FirstToken as FirstToken
 from rlx_jax.ir.hir.sequence import LastToken as LastToken
@@ -36,6 +38,6 @@ from rlx_jax.ir.hir.token_wise import Split as Split
 BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
-    LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm,
+    LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias,
 )  # fmt: skip
 """Every block."""

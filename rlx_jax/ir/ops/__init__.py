@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametr
 from rlx_jax.ir.ops.pool import Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
+from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
 from rlx_jax.ir.ops.sample import Sample
 from rlx_jax.ir.ops.shape import (
@@ -44,7 +45,7 @@ OPS: tuple[type[Mir], ...] = (
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
-    Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd,
+    Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     FusedAttentionBlock, FusedTransformerLayer, Patches, GridPositions, JaxFn,

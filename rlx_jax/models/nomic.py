@@ -1,0 +1,174 @@
+"""NomicBERT (`NomicBertModel`): config → flow. Rotary positions, a gated MLP, no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from rlx_jax.blocks import (
+    BlockStage,
+    Embed,
+    GatherAdd,
+    LayerNorm,
+    NomicEncoderLayer,
+    NomicEncoderLayerSpec,
+    RopeTables,
+)
+from rlx_jax.errors import ConfigError
+from rlx_jax.ir.frequencies import Frequencies
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
+from rlx_jax.models.encoder import ACTIVATIONS, EMBEDDING, EncoderFlow, StoredShapes
+
+INERT = (
+    "attn_pdrop", "classifier_dropout", "dense_seq_output", "embd_pdrop", "fused_bias_fc", "fused_dropout_add_ln",
+    "last_layer_subset", "max_trained_positions", "resid_pdrop", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "tie_word_embeddings", "use_flash_attn",
+    "use_xentropy",
+)  # fmt: skip
+"""How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)"""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "causal": (False,),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "moe_every_n_layers": (None, 0),
+    "parallel_block": (False,),
+    "parallel_block_tied_norm": (False,),
+    "prenorm": (False,),
+    "qkv_proj_bias": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "rotary_emb_fraction": (1, 1.0),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "rotary_scaling_factor": (None,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "use_rms_norm": (None, False),
+}
+"""Fields of the first spelling, and what they may be: models that differ in them are no text encoders."""
+
+
+@dataclass(frozen=True)
+class NomicConfig:
+    """Sizes of a NomicBERT model, under the names of transformers 5; `inv_freq` are the frequencies of its rope."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    inv_freq: Frequencies = field(repr=False)
+    max_position_embeddings: int = 2048
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    activation: str = "silu"
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`, in the spelling of the first checkpoints (`n_embd` …) or of transformers 5.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        first = "n_embd" in c.values
+        result = cls._first(c) if first else cls._second(c)
+        c.finish(INERT, ONLY if first else {})
+        return result
+
+    @classmethod
+    def _first(cls, c: Fields) -> Self:
+        """The spelling of the first checkpoints, whose vocabulary is rounded up."""
+        hidden, heads = c.whole("n_embd"), c.whole("n_head", high=2**16)
+        vocabulary, rows = c.whole("vocab_size", high=MAX_VOCABULARY), c.whole("pad_vocab_size_multiple", 1)
+        head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
+        return cls(
+            vocab_size=-(-vocabulary // rows) * rows,
+            hidden_size=hidden,
+            intermediate_size=c.whole_or_null("n_inner", None) or 4 * hidden,
+            num_hidden_layers=c.whole("n_layer", high=MAX_LAYERS),
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            inv_freq=scaled_frequencies(c, None, c.real("rotary_emb_base"), head_dim),
+            max_position_embeddings=c.whole("n_positions", high=2**31 - 1),
+            type_vocab_size=c.whole("type_vocab_size", 2),
+            layer_norm_eps=c.real("layer_norm_epsilon"),
+            activation=c.choice("activation_function", "swiglu", {"swiglu": "silu"}),
+        )
+
+    @classmethod
+    def _second(cls, c: Fields) -> Self:
+        """The spelling of transformers 5."""
+        hidden, heads = c.whole("hidden_size", 768), c.whole("num_attention_heads", 12, high=2**16)
+        given = c.whole_or_null("head_dim", None, high=2**16)
+        head_dim = _head_dim(c, hidden, heads, given, "hidden_size", "num_attention_heads")
+        rope = c.group("rope_parameters")
+        return cls(
+            vocab_size=c.whole("vocab_size", 30528, high=MAX_VOCABULARY),
+            hidden_size=hidden,
+            intermediate_size=c.whole("intermediate_size", 3072),
+            num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            inv_freq=frequencies_of(c, rope, None, head_dim, default=1000.0),
+            max_position_embeddings=c.whole("max_position_embeddings", 2048, high=2**31 - 1),
+            type_vocab_size=c.whole("type_vocab_size", 2),
+            layer_norm_eps=c.real("layer_norm_eps", 1e-12),
+            activation=c.choice("hidden_act", "silu", ACTIVATIONS),
+        )
+
+
+def _head_dim(c: Fields, hidden: int, heads: int, given: int | None, width: str, count: str) -> int:
+    """The width of a head: given, or hidden / heads; an even one, for the rotation."""
+    if given is None and hidden % heads:
+        raise ConfigError(f"{c.where}: {width} {hidden} is not a multiple of {count} {heads}")
+    found = given or hidden // heads
+    if found % 2:
+        raise ConfigError(f"{c.where}: head_dim is {found}; rotary embeddings need an even one")
+    return found
+
+
+@dataclass(frozen=True)
+class NomicFlow(EncoderFlow[NomicConfig]):
+    """The recipe of NomicBERT: see `EncoderFlow`. Optional are `attention_mask`, `token_type_ids` (default 0) and
+    `position_ids` (default 0, 1, 2 …)."""
+
+    name: str = "nomic"
+
+    config_type = NomicConfig
+    prefixes = ("nomic_bert", "bert")
+    heads = ("cls.", "classifier.")
+    optional = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+
+    def opening(self) -> tuple[BlockStage, ...]:
+        c, p = self.config, self.key("embeddings")
+        norm = self.key("emb_ln")
+        return (
+            RopeTables(c.inv_freq),
+            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
+            GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
+            LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps),
+        )
+
+    def spec(self, index: int) -> NomicEncoderLayerSpec:
+        c, p = self.config, self.key(f"encoder.layers.{index}")
+        heads = (c.num_attention_heads, c.head_dim)
+        return NomicEncoderLayerSpec(p, c.hidden_size, *heads, c.layer_norm_eps, activation=c.activation)
+
+    def stage(self, index: int, spec: NomicEncoderLayerSpec) -> BlockStage:
+        return NomicEncoderLayer(spec)
+
+    def stored(self) -> StoredShapes:
+        c, h = self.config, self.config.hidden_size
+        shapes: StoredShapes = {
+            self.key(EMBEDDING): (c.vocab_size, h),
+            self.key("embeddings.token_type_embeddings.weight"): (c.type_vocab_size, h),
+            self.key("emb_ln.weight"): (h,),
+            self.key("emb_ln.bias"): (h,),
+        }
+        for i in range(c.num_hidden_layers):
+            shapes |= self.spec(i).shapes(c.intermediate_size)
+        return shapes

@@ -1,0 +1,241 @@
+"""RoBERTa, MPNet and NomicBERT: tiny checkpoints, what `transformers` computes from them, and the formulas in NumPy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.oracles import hugging_face, numpy_reference
+from tests.oracles.hugging_face import Checkpoint
+from tests.oracles.numpy_reference import ACTIVATIONS, Array, Ids, Weights, layer_norm, linear, rotate, softmax
+from tests.oracles.op_formulas import counted_positions, relative_buckets
+
+SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
+
+CHECKPOINTS: dict[str, dict[str, Checkpoint]] = {
+    "roberta": {
+        # the bare encoder, one token type, an eps that shows
+        "bare_v5": Checkpoint(
+            "RobertaModel",
+            SIZES | {"vocab_size": 89, "max_position_embeddings": 45, "type_vocab_size": 1, "layer_norm_eps": 1e-2},
+            seed=71,
+        ),
+        # the multilingual one in a task checkpoint, another padding, the position buffer of old files
+        "xlm_v4": Checkpoint(
+            "XLMRobertaForMaskedLM",
+            SIZES | {"vocab_size": 77, "max_position_embeddings": 47, "pad_token_id": 3},
+            seed=72,
+            spelling="v4",
+            buffers={"roberta.embeddings.position_ids": list(range(47))},
+        ),
+    },
+    "mpnet": {
+        "bare_v5": Checkpoint("MPNetModel", SIZES | {"vocab_size": 83, "max_position_embeddings": 44}, seed=73),
+        # a table with rows that no bucket reads, in a task checkpoint, another activation
+        "masked_lm_v4": Checkpoint(
+            "MPNetForMaskedLM",
+            SIZES | {"vocab_size": 91, "max_position_embeddings": 48, "relative_attention_num_buckets": 34}
+            | {"hidden_act": "relu"},
+            seed=74,
+            spelling="v4",
+        ),
+    },
+    "nomic_bert": {
+        # heads of their own width, another base and activation
+        "bare_v5": Checkpoint(
+            "NomicBertModel",
+            SIZES | {"vocab_size": 79, "max_position_embeddings": 44, "head_dim": 6, "type_vocab_size": 3}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "hidden_act": "gelu"},
+            seed=75,
+        ),
+        # the first spelling, whose vocabulary is rounded up to a multiple of 4
+        "first_v1": Checkpoint(
+            "NomicBertForMaskedLM", SIZES | {"vocab_size": 88, "max_position_embeddings": 64}, seed=76, spelling="v4"
+        ),
+    },
+}  # fmt: skip
+"""The recorded checkpoints by directory."""
+
+PADDED = {"roberta", "xlm-roberta", "camembert", "mpnet"}
+"""Families whose positions are counted over what is no padding."""
+
+
+def record(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
+    """Write the checkpoint; record last hidden states of three rows, one of which has padding among its tokens.
+
+    `tokens` `[3, S]` with `lengths`, and `types` where there are any; `plain`: no optional input; `ragged`: a mask from
+    the lengths; `given`: a mask with holes, `holes`, types, and `positions`.
+    """
+    model = written(checkpoint, directory)
+    inputs = drawn_inputs(model.config, np.random.default_rng(checkpoint.seed + 100), 40)
+    tokens, lengths = inputs.pop("tokens"), inputs.pop("lengths")
+    mask = (np.arange(tokens.shape[1])[None] < lengths[:, None]).astype(np.int32)
+    found: dict[str, Any] = {"tokens": tokens, "lengths": lengths} | inputs
+    found["plain"] = hugging_face.bert_hidden(model, tokens)
+    found["ragged"] = hugging_face.bert_hidden(model, tokens, attention_mask=mask)
+    found["given"] = hugging_face.bert_hidden(model, tokens, **inputs)
+    np.savez_compressed(file, **found)
+
+
+def written(checkpoint: Checkpoint, directory: Path) -> Any:
+    """Write the checkpoint; the model of `transformers`, which does not know the first spelling of NomicBERT."""
+    hugging_face.write(replace(checkpoint, spelling="v5"), directory)
+    model = hugging_face.load(directory, "AutoModel")
+    if checkpoint.spelling != "v5":
+        hugging_face.respell(checkpoint, directory)
+    return model
+
+
+def drawn_inputs(config: Any, rng: np.random.Generator, size: int) -> dict[str, npt.NDArray[np.int32]]:
+    """Three rows of `size` tokens with padding among them, their `lengths`, and every optional input."""
+    tokens = rng.integers(0, config.vocab_size, (3, size)).astype(np.int32)
+    tokens[1, [2, size // 2]] = config.pad_token_id
+    found = {"tokens": tokens, "lengths": np.array([size, 1, size - 7], np.int32)}
+    holes = (rng.random((3, size)) < 0.6).astype(np.int32)
+    holes[:, 5] = 1
+    found |= {"attention_mask": holes}
+    if hasattr(config, "type_vocab_size"):
+        found["token_type_ids"] = rng.integers(0, config.type_vocab_size, (3, size)).astype(np.int32)
+    found["position_ids"] = rng.integers(0, config.max_position_embeddings, (3, size)).astype(np.int32)
+    return found
+
+
+# -- random configurations -----------------------------------------------------------------------
+
+TASKS = ("Model", "Model", "ForMaskedLM", "ForTokenClassification")
+CLASSES = {"roberta": ("Roberta", "XLMRoberta", "Camembert"), "mpnet": ("MPNet",), "nomic_bert": ("NomicBert",)}
+
+
+def random_encoder(family: str, seed: int) -> Checkpoint:
+    """A configuration of a family drawn from `seed`."""
+    draw = random.Random(seed)
+    heads = draw.choice([1, 3, 4])
+    config: dict[str, Any] = {
+        "vocab_size": 4 * draw.randint(13, 50),
+        "hidden_size": heads * 2 * draw.randint(2, 6),
+        "intermediate_size": draw.randint(20, 90),
+        "num_hidden_layers": draw.randint(1, 3),
+        "num_attention_heads": heads,
+        "max_position_embeddings": draw.choice([160, 200]),
+        "layer_norm_eps": draw.choice([1e-12, 1e-7, 1e-3]),
+    }
+    spelling = draw.choice(["v4", "v5"])
+    if family != "mpnet":
+        config["type_vocab_size"] = draw.choice([1, 2, 4])
+    if family == "roberta":
+        config |= {"pad_token_id": draw.choice([0, 1, 5]), "hidden_act": draw.choice(["gelu", "gelu_new", "relu"])}
+    elif family == "mpnet":
+        config |= {"relative_attention_num_buckets": draw.choice([32, 32, 40])}
+    else:
+        theta = draw.choice([1000.0, 10000.0, 50.0])
+        config |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        config |= {} if spelling == "v4" else {"head_dim": 2 * draw.randint(2, 7)}
+    storage: dict[str, Any] = {
+        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
+        "shard": draw.choice([None, "60kB"]),
+    }
+    name = draw.choice(CLASSES[family]) + draw.choice(TASKS)
+    return Checkpoint(name, config, seed=seed, spelling=spelling, **storage)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of whole words with the special tokens of RoBERTa and MPNet, and their ids."""
+    tk = importlib.import_module("tokenizers")
+    words = "<s> <pad> </s> <unk> a river of stone the lantern and window garden one two three".split()
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = tk.Tokenizer(tk.models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.normalizer = tk.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tk.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens(words[:4])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "pad_token": "<pad>"}
+    about |= {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+
+
+# -- the formulas --------------------------------------------------------------------------------
+
+
+def row(config: dict[str, Any], w: Weights, ids: Ids, **inputs: Any) -> Array:
+    """The last hidden state `[S, H]` of one row of ids; `inputs` as `transformers` names them, each `[S]`."""
+    size, kind = len(ids), config["model_type"]
+    keep = inputs.get("attention_mask", np.ones(size, int))
+    types = inputs.get("token_type_ids", np.zeros(size, int))
+    positions = inputs.get("position_ids")
+    if positions is None:
+        padding = 1 if kind == "mpnet" else config.get("pad_token_id", 1)
+        positions = counted_positions(np.asarray(ids)[None], padding)[0] if kind in PADDED else np.arange(size)
+    lead = next(key for key in w if key.endswith("embeddings.word_embeddings.weight"))
+    lead = lead.removesuffix("embeddings.word_embeddings.weight")
+    w = {key.removeprefix(lead): value for key, value in w.items()}
+    if kind == "mpnet":
+        return mpnet_row(config, w, ids, keep, positions)
+    if kind == "nomic_bert":
+        return nomic_row(config, w, ids, keep, types, positions)
+    return numpy_reference.bert_row(config, w, ids, keep=keep, types=types, positions=positions)
+
+
+def heads_of(q: Array, k: Array, v: Array, heads: int, dropped: Any, bias: Array | float = 0.0) -> Array:
+    """Attention of packed heads `[S, N·D]`; `bias` `[N, S, S]` is added to the scores."""
+    query, key, value = (x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v))
+    scores = query @ key.transpose(0, 2, 1) / np.sqrt(query.shape[-1]) + bias
+    context: Array = softmax(np.where(dropped, -np.inf, scores)) @ value
+    return context.transpose(1, 0, 2).reshape(len(q), -1)
+
+
+def mpnet_row(config: dict[str, Any], w: Weights, ids: Ids, keep: Ids, positions: Ids) -> Array:
+    """MPNet: BERT's layers, and a bias for the distance of every two tokens."""
+    n, eps = config["num_attention_heads"], config["layer_norm_eps"]
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][positions]
+    x = layer_norm(w, "embeddings.LayerNorm", x, eps)
+    bias = w["encoder.relative_attention_bias.weight"][relative_buckets(len(ids), 32, 128)].transpose(2, 0, 1)
+    for i in range(config["num_hidden_layers"]):
+        p = f"encoder.layer.{i}"
+        q, k, v = (linear(w, f"{p}.attention.attn.{name}", x) for name in "qkv")
+        attended = linear(w, f"{p}.attention.attn.o", heads_of(q, k, v, n, keep == 0, bias))
+        x = layer_norm(w, f"{p}.attention.LayerNorm", attended + x, eps)
+        inner = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.intermediate.dense", x))
+        x = layer_norm(w, f"{p}.output.LayerNorm", linear(w, f"{p}.output.dense", inner) + x, eps)
+    return x
+
+
+def nomic_row(config: dict[str, Any], w: Weights, ids: Ids, keep: Ids, types: Ids, positions: Ids) -> Array:
+    """NomicBERT, from a config in either spelling."""
+    n = config.get("n_head") or config["num_attention_heads"]
+    layers = config.get("n_layer") or config["num_hidden_layers"]
+    eps = config.get("layer_norm_epsilon") or config["layer_norm_eps"]
+    theta = config.get("rotary_emb_base") or config["rope_parameters"]["rope_theta"]
+    activation = ACTIVATIONS[config.get("hidden_act", "silu")]
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][types]
+    x = layer_norm(w, "emb_ln", x, eps)
+    for i in range(layers):
+        p = f"encoder.layers.{i}"
+        q, k, v = np.split(linear(w, f"{p}.attn.Wqkv", x), 3, axis=-1)
+        d = q.shape[-1] // n
+        angles = np.asarray(positions)[:, None, None] * theta ** (-np.arange(0, d, 2) / d)
+        q, k = (rotate(t.reshape(len(t), n, d), np.cos(angles), np.sin(angles)).reshape(len(t), -1) for t in (q, k))
+        attended = linear(w, f"{p}.attn.out_proj", heads_of(q, k, v, n, keep == 0))
+        x = layer_norm(w, f"{p}.norm1", attended + x, eps)
+        inner = linear(w, f"{p}.mlp.fc11", x) * activation(linear(w, f"{p}.mlp.fc12", x))
+        x = layer_norm(w, f"{p}.norm2", linear(w, f"{p}.mlp.fc2", inner) + x, eps)
+    return x
+
+
+def rows(config: dict[str, Any], w: Weights, tokens: Ids, lengths: Sequence[int] | None = None, **inputs: Any) -> Array:
+    """`row` of each row of tokens `[B, S]`."""
+    if lengths is not None:
+        inputs["attention_mask"] = (np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]).astype(int)
+    return np.stack(
+        [row(config, w, ids, **{name: value[b] for name, value in inputs.items()}) for b, ids in enumerate(tokens)]
+    )

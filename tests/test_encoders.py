@@ -1,0 +1,371 @@
+"""RoBERTa, MPNet and NomicBERT against `transformers`: recorded numbers by default, live ones under the mark `oracle`.
+
+BERT has `test_bert.py`. A new family adds checkpoints and its formula to `tests/oracles/encoders.py`, and rows here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.ir.text import dump_graph
+from rlx_jax.models.nomic import NomicConfig
+from tests.oracles import checkpoints, encoders, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import load_record
+
+FAMILIES = tuple(encoders.CHECKPOINTS)
+NAMES = [f"{family}/{name}" for family, made in encoders.CHECKPOINTS.items() for name in made]
+SLOW = ("mpnet/masked_lm_v4",)
+ROBERTA, XLM, MPNET, NOMIC, FIRST = (
+    checkpoints.FIXTURES / name
+    for name in ("roberta/bare_v5", "roberta/xlm_v4", "mpnet/bare_v5", "nomic_bert/bare_v5", "nomic_bert/first_v1")
+)
+OPTIONAL = ("attention_mask", "token_type_ids", "position_ids")
+REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
+AUTO_MAP = pytest.mark.filterwarnings("ignore:.*auto_map is ignored:rlx_jax.errors.RlxWarning")
+pytestmark = AUTO_MAP
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A recorded checkpoint: as an encoder, and as a compiled flow with its optional inputs."""
+
+    encoder: Any
+    model: Any
+    record: Mapping[str, npt.NDArray[Any]]
+
+    @property
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """The optional inputs of `given`."""
+        return {name: self.record[name] for name in OPTIONAL if name in self.record}
+
+
+@functools.lru_cache(maxsize=1)
+def case(name: str) -> Case:
+    """Loaded once for the tests that follow each other."""
+    directory = checkpoints.FIXTURES / name
+    return Case(rlx.load(directory), rlx.compile(rlx.from_pretrained(directory)), load_record(directory))
+
+
+# -- the recorded numbers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_record_agrees_with_numpy(name: str) -> None:
+    """What `transformers` said is what the formulas say, and it would be something else without each part of them."""
+    directory = checkpoints.FIXTURES / name
+    config, weights = (f(directory) for f in (numpy_reference.read_config, numpy_reference.read_weights))
+    record = load_record(directory)
+    inputs: dict[str, Any] = {n: record[n] for n in OPTIONAL if n in record}
+    said: dict[str, dict[str, Any]] = {"plain": {}, "ragged": {"lengths": record["lengths"]}, "given": inputs}
+    for key, given in said.items():
+        assert_close(record[key], encoders.rows(config, weights, record["tokens"], **given), tolerance=5e-6)
+    whole = encoders.rows(config, weights, record["tokens"], **inputs)
+    for left in inputs:
+        others = {n: value for n, value in inputs.items() if n != left}
+        if left != "token_type_ids" or config.get("type_vocab_size", 2) > 1:
+            got = encoders.rows(config, weights, record["tokens"], **others)
+            assert np.abs(got - whole).max() > 1e-2 * np.abs(whole).max(), left
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in NAMES])
+def test_hidden_states(name: str) -> None:
+    """A batch without padding; rows of their own lengths; every optional input."""
+    it = case(name)
+    tokens, lengths = it.record["tokens"], it.record["lengths"]
+    assert_close(it.encoder.hidden_states(tokens), it.record["plain"])
+    assert_rows_close(it.encoder.hidden_states(tokens, lengths), it.record["ragged"], lengths)
+    assert_close(it.model(input_ids=tokens, **it.inputs), it.record["given"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_by_name(name: str) -> None:
+    """The compiled flow has the encoder's tensors under the checkpoint's own names, and nothing of the heads."""
+    stored = numpy_reference.read_weights(checkpoints.FIXTURES / name)
+    heads = ("cls.", "lm_head.", "pooler.")
+    used = {key for key in stored if not key.startswith(heads) and not key.endswith("embeddings.position_ids")}
+    weights = case(name).model.weights()
+    assert set(weights) == used
+    for key, value in weights.items():
+        np.testing.assert_array_equal(np.asarray(value).astype(np.float64), stored[key], err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["roberta/xlm_v4", "mpnet/bare_v5", "nomic_bert/bare_v5"])
+@pytest.mark.parametrize("policy", ["direct", "fusable"])
+@pytest.mark.parametrize("roll", ["unroll", "scan"])
+def test_policies_and_rolling(name: str, policy: str, roll: str) -> None:
+    """Every way to compile gives the same numbers."""
+    profile = rlx.CompileProfile.preset("auto").replace(fusion={"policy": policy}, layers={"roll": roll})
+    directory = checkpoints.FIXTURES / name
+    encoder, record = rlx.load(directory, profile=profile), load_record(directory)
+    assert_rows_close(encoder.hidden_states(record["tokens"], record["lengths"]), record["ragged"], record["lengths"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/first_v1"])
+def test_every_weight_has_a_gradient(name: str) -> None:
+    """Of the `train` program."""
+    import jax
+
+    directory = checkpoints.FIXTURES / name
+    model: Any = rlx.compile(rlx.recipe_for(directory), program="train")
+    tokens = load_record(directory)["tokens"]
+    gradient = jax.grad(lambda p: model.apply(p, tokens)[..., 0].mean())(model.params)
+    assert set(gradient) == set(model.params)
+    dead = [k for k, g in gradient.items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
+    assert [k for k in dead if not k.endswith(("key.bias", "attn.k.bias"))] == []  # all scores of a query move alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/bare_v5"])
+def test_alone_is_in_batch_and_padding_is_not_seen(name: str) -> None:
+    """A row's valid states depend neither on the other rows nor on what stands behind its end."""
+    it = case(name)
+    tokens, lengths = it.record["tokens"], it.record["lengths"]
+    together = np.asarray(it.encoder.hidden_states(tokens, lengths))
+    for other in (0, 1, 50):
+        repadded = np.where(np.arange(tokens.shape[1])[None] < lengths[:, None], tokens, np.int32(other))
+        assert_rows_close(it.encoder.hidden_states(repadded, lengths), together, lengths, tolerance=1e-6)
+    for b, n in enumerate(lengths):
+        assert_close(it.encoder.hidden_states(tokens[b : b + 1, :n])[0], together[b, :n], tolerance=1e-5)
+
+
+# -- the same from small stages ------------------------------------------------------------------
+
+
+def test_flows_of_stages() -> None:
+    """The recipes are flows that anyone can write."""
+    recipe = rlx.recipe_for(MPNET)
+    flow = (
+        rlx.ModelFlow("mpnet")
+        .with_weights(MPNET, leave=recipe.leave())
+        .input("input_ids", ("batch", "seq"), dtype="int32")
+        .input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
+        .input("position_ids", ("batch", "seq"), dtype="int32", default=None)
+        .embed("embeddings.word_embeddings.weight", shape=(83, 24))
+        .stage(blocks.LearnedPositions("embeddings.position_embeddings.weight", (44, 24), padding=1))
+        .layer_norm("embeddings.LayerNorm.weight", "embeddings.LayerNorm.bias", 1e-12)
+        .stage(blocks.RelativeBias("encoder.relative_attention_bias.weight", (32, 3)))
+        .repeat_bert_layers(2, "", "MPNet", 24, 3)
+        .output("hidden_states")
+    )
+    assert dump_graph(flow.build().hir) == dump_graph(recipe.assemble().build().hir)
+    recipe = rlx.recipe_for(NOMIC)
+    flow = (
+        rlx.ModelFlow("nomic")
+        .with_weights(NOMIC, leave=recipe.leave())
+        .input("input_ids", ("batch", "seq"), dtype="int32")
+        .input("attention_mask", ("batch", "seq"), dtype="int32", default=None)
+        .input("token_type_ids", ("batch", "seq"), dtype="int32", default=0)
+        .input("position_ids", ("batch", "seq"), dtype="int32", default=None)
+        .rope_tables(blocks.RopeTables.theta(6, 300.0))
+        .embed("embeddings.word_embeddings.weight", shape=(79, 24))
+        .gather_add("token_type_ids", "embeddings.token_type_embeddings.weight", shape=(3, 24))
+        .layer_norm("emb_ln.weight", "emb_ln.bias", 1e-12)
+        .repeat_nomic_layers(2, 24, 3, 6)
+        .output("hidden_states")
+    )
+    silu = dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, activation="silu"))
+    ours, same, other = (dump_graph(f.build().hir) for f in (flow, silu.assemble(), recipe.assemble()))
+    assert ours == same != other
+
+
+def test_stages_say_what_is_missing() -> None:
+    """A layer whose bias no stage made; a style that there is not; a table that has not all buckets."""
+    ids = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
+    flow = ids.input("attention_mask", ("batch", "seq"), default=None).repeat_bert_layers(1, "", "mpnet", 8, 2)
+    shapes = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet").shapes(5)
+    weights = {"e": np.ones((9, 8), "f4")} | {key: np.ones(shape, "f4") for key, shape in shapes.items()}
+    with pytest.raises(errors.UnboundStreamError, match=r"layers\.0: .*'position_bias'"):
+        flow.build(weights)
+    with pytest.raises(errors.UnsupportedError, match="there is no style 'xlnet'; styles are bert, mpnet"):
+        ids.repeat_bert_layers(1, "", "xlnet", 8, 2)
+    with pytest.raises(errors.ShapeError, match="a table of 32 rows or more"):
+        ids.stage(blocks.RelativeBias("r", (31, 2))).build()
+
+
+# -- configs -------------------------------------------------------------------------------------
+
+BERT_SIZES = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+}  # fmt: skip
+POOLER = 768 * 768 + 768
+PUBLISHED: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "roberta-base": (
+        rlx.RobertaFlow, 124_645_632 - POOLER,
+        BERT_SIZES | {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1},
+    ),
+    "xlm-roberta-base": (
+        rlx.RobertaFlow, 278_043_648 - POOLER,
+        BERT_SIZES | {"vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1},
+    ),
+    "all-mpnet-base-v2": (
+        rlx.MPNetFlow, 109_486_464 - POOLER,
+        BERT_SIZES | {"vocab_size": 30527, "max_position_embeddings": 514, "relative_attention_num_buckets": 32},
+    ),
+    "nomic-embed-text-v1.5": (
+        rlx.NomicFlow, 136_731_648,
+        {"n_embd": 768, "n_inner": 3072, "n_layer": 12, "n_head": 12, "n_positions": 8192, "vocab_size": 30528,
+         "rotary_emb_base": 1000, "layer_norm_epsilon": 1e-12, "pad_vocab_size_multiple": 64, "prenorm": False,
+         "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "activation_function": "swiglu"},
+    ),
+}  # fmt: skip
+"""Parameters of the checkpoints that their makers published, less the poolers, and their configs."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    """A flow of the published config reads as many parameters as the published checkpoint has."""
+    flow, count, config = PUBLISHED[name]
+    recipe = flow(flow.config_type.from_hf(config))
+    built = recipe.assemble().build()
+    assert built.source is not None and built.refusals == ()
+    assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == count
+    said = set(built.roles) | {key for key in built.keys_read if len(built.source.spec(key).shape) == 1}
+    assert said == set(built.keys_read)  # what a mesh may divide
+
+
+BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
+    (ROBERTA, "pad_token_id", {"pad_token_id": None}),
+    (ROBERTA, "pad_token_id", {"pad_token_id": -1}),
+    (ROBERTA, "pad_token_id", {"pad_token_id": 44}),
+    (ROBERTA, "pad_token_id", {"pad_token_id": 89, "max_position_embeddings": 99}),
+    (ROBERTA, "position_embedding_type", {"position_embedding_type": "relative_key_query"}),
+    (ROBERTA, "hidden_act", {"hidden_act": "relu6"}),
+    (ROBERTA, "num_attention_heads", {"num_attention_heads": 5}),
+    (ROBERTA, "is_decoder", {"is_decoder": True}),
+    (ROBERTA, "adapters", {"adapters": {"adapters": {}}}),
+    (ROBERTA, "RobertaForCausalLM", {"architectures": ["RobertaForCausalLM"]}),
+    (MPNET, "relative_attention_num_buckets", {"relative_attention_num_buckets": 16}),
+    (MPNET, "type_vocab_size", {"type_vocab_size": 2}),
+    (MPNET, "MPNetForPreTraining", {"architectures": ["MPNetForPreTraining"]}),
+    (NOMIC, "head_dim", {"head_dim": 5}),
+    (NOMIC, "num_attention_heads", {"num_attention_heads": 5, "head_dim": None}),
+    (NOMIC, "yarn", {"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 2.0}}),
+    (NOMIC, "hidden_act", {"hidden_act": "relu6"}),
+    (NOMIC, "prenorm", {"prenorm": False}),  # of the other spelling
+    (FIRST, "qkv_proj_bias", {"qkv_proj_bias": True}),
+    (FIRST, "mlp_fc1_bias", {"mlp_fc1_bias": True}),
+    (FIRST, "mlp_fc2_bias", {"mlp_fc2_bias": True}),
+    (FIRST, "rotary_emb_fraction", {"rotary_emb_fraction": 0.5}),
+    (FIRST, "rotary_emb_interleaved", {"rotary_emb_interleaved": True}),
+    (FIRST, "rotary_scaling_factor", {"rotary_scaling_factor": 2}),
+    (FIRST, "rotary_emb_scale_base", {"rotary_emb_scale_base": 512}),
+    (FIRST, "prenorm", {"prenorm": True}),
+    (FIRST, "use_rms_norm", {"use_rms_norm": True}),
+    (FIRST, "causal", {"causal": True}),
+    (FIRST, "parallel_block", {"parallel_block": True}),
+    (FIRST, "scale_attn_weights", {"scale_attn_weights": False}),
+    (FIRST, "activation_function", {"activation_function": "gelu"}),
+    (FIRST, "num_experts", {"num_experts": 8, "moe_every_n_layers": 2}),
+    (FIRST, "rotary_emb_base", {"rotary_emb_base": checkpoints.REMOVED}),
+    (FIRST, "n_head", {"n_head": 5}),
+    (FIRST, "hidden_size", {"hidden_size": 24}),
+]
+
+
+@pytest.mark.parametrize(("directory", "name", "changes"), BROKEN, ids=lambda v: v if isinstance(v, str) else None)
+def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """What makes no sense, or would change the computation and is not handled, is refused by name."""
+    with pytest.raises(REFUSED, match=name):
+        rlx.from_pretrained(checkpoints.edited(directory, tmp_path / "odd", changes))
+
+
+def test_spellings_of_nomic() -> None:
+    """Both say the same; the vocabulary of the first is rounded up."""
+    first = rlx.recipe_for(FIRST).config
+    second = NomicConfig.from_hf(
+        encoders.SIZES | {"vocab_size": 88, "max_position_embeddings": 64, "rope_theta": 1000.0}
+    )
+    assert first == second
+    assert NomicConfig.from_hf(encoders.SIZES).inv_freq == first.inv_freq  # of base 1000
+
+
+def test_positions_begin_behind_the_padding() -> None:
+    """There are as many fewer of them, and one more token is an error."""
+    assert (rlx.recipe_for(XLM).max_positions, rlx.recipe_for(MPNET).max_positions) == (43, 42)
+    for directory, known in ((XLM, 43), (MPNET, 42), (NOMIC, 44)):
+        encoder: Any = rlx.load(directory)
+        assert encoder.max_positions == known
+        with pytest.raises(errors.SequenceLengthError, match=f"{known + 1} positions, the model knows {known}"):
+            encoder.hidden_states(np.full((1, known + 1), 5, np.int32))
+    model: Any = rlx.compile(rlx.from_pretrained(XLM))  # which is told no limit, and finds it
+    with pytest.raises(errors.SequenceLengthError, match="43"):
+        model(np.full((1, 44), 5, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("directory", "key", "block"),
+    [
+        (XLM, "roberta.encoder.layer.1.attention.self.key.bias", r"layers\.1\.attention\.self\.key"),
+        (MPNET, "encoder.relative_attention_bias.weight", r"relative_attention_bias"),
+        (MPNET, "encoder.layer.0.attention.attn.o.weight", r"layers\.0\.attention\.attn\.o"),
+        (NOMIC, "encoder.layers.1.mlp.fc12.weight", r"layers\.1\.mlp\.fc12"),
+        (FIRST, "nomic_bert.emb_ln.bias", r"emb_ln"),
+    ],
+)
+def test_weights_that_are_missing(directory: Path, key: str, block: str, tmp_path: Path) -> None:
+    """The error names block and key; a tensor that nothing reads is an error too."""
+    less = checkpoints.copy(directory, tmp_path / "less")
+    checkpoints.edit_tensors(less, lambda t: {k: v for k, v in t.items() if k != key})
+    with pytest.raises(errors.MissingWeightError, match=f"{key}.*{block}"):
+        rlx.load(less)
+    more = checkpoints.copy(directory, tmp_path / "more")
+    checkpoints.edit_tensors(more, lambda t: t | {f"{key}.lora": np.ones(3, np.float32)})
+    with pytest.raises(errors.UnexpectedWeightError, match="lora"):
+        rlx.load(more)
+
+
+# -- live ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(300, 306))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
+    """Fresh random checkpoints equal `transformers`, in rows longer than every bucket of distances is wide."""
+    directory = tmp_path / "checkpoint"
+    model = encoders.written(encoders.random_encoder(family, seed), directory)
+    encoder: Any = rlx.load(directory)
+    compiled: Any = rlx.compile(rlx.from_pretrained(directory))
+    inputs: dict[str, Any] = encoders.drawn_inputs(model.config, np.random.default_rng(seed), 150)
+    tokens, lengths = inputs.pop("tokens"), inputs.pop("lengths")
+    assert_close(encoder.hidden_states(tokens), hugging_face.bert_hidden(model, tokens))
+    mask = (np.arange(tokens.shape[1])[None] < lengths[:, None]).astype(np.int32)
+    want = hugging_face.bert_hidden(model, tokens, attention_mask=mask)
+    assert_rows_close(encoder.hidden_states(tokens, lengths), want, lengths)
+    assert_close(compiled(input_ids=tokens, **inputs), hugging_face.bert_hidden(model, tokens, **inputs))
+
+
+TEXTS = ["", "a river of stone", "The Lantern and the window", "unknown words", "garden " * 60, "one two three"]
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("modes", [["mean"], ["cls"]], ids=str)
+@pytest.mark.parametrize("directory", [ROBERTA, MPNET], ids=lambda d: d.parent.name)
+def test_live_sentences(directory: Path, modes: list[str], tmp_path: Path) -> None:
+    """A directory of sentence-transformers embeds as sentence-transformers does."""
+    base = checkpoints.copy(directory, tmp_path / "base")
+    encoders.write_tokenizer(base)
+    options: dict[str, Any] = {"spelling": "new", "sentence": {}} if modes == ["cls"] else {}
+    target = checkpoints.sentence_directory(base, tmp_path / "st", modes=modes, normalise=modes == ["mean"], **options)
+    checkpoints.edit_json(target / "sentence_bert_config.json", {"max_seq_length": 40})
+    theirs = importlib.import_module("sentence_transformers").SentenceTransformer(str(target), device="cpu")
+    want = theirs.encode(TEXTS, show_progress_bar=False)
+    assert_close(rlx.load(target).embed(TEXTS), want)
