@@ -12,7 +12,12 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
+from rlx_jax.device import DEVICES
 from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.lir.attention import choose
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from tests.oracles import op_formulas as formula
 
 B, S, T, N, K, D, E = 2, 3, 5, 4, 2, 6, 3
@@ -249,3 +254,29 @@ def test_a_mask_that_may_be_two_things() -> None:
         got = rlx.compile(square(lambda m, key=key: m[key]))(x, keep)
         want = formula.attention(*[x.astype(float)] * 3, heads=1, kv_heads=1, keep=mask)
         np.testing.assert_allclose(got, want, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "window": 2},
+        {"extra": ("keep",)},
+        {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
+        {"ahead": 1, "window": 2},
+    ],
+    ids=str,
+)
+def test_heads_first_is_eval(options: dict[str, Any]) -> None:
+    """The operands laid out head by head: the same numbers as `eval`, which the formulas hold, with every option."""
+    op = AttentionOp(N, K, **options)
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((B, T, width)).astype("f4") for width in (N * D, K * D, K * E))
+    given = {"keep": rng.random((B, T)) < 0.6, "bias": rng.standard_normal((B, N, T, 1)).astype("f4")}
+    arrays = [q, k, v, *(given[name] for name in op.extra)]
+    got, want = IMPLEMENTATIONS["heads_first"](op, *arrays), op.eval(*map(jax.numpy.asarray, arrays))
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    call = op, tuple(TensorType(a.shape, a.dtype) for a in arrays)
+    assert choose(call, DEVICES["cpu"], "auto").implementation == "heads_first"
+    assert choose(call, DEVICES["cpu"], "xla").implementation == "xla"
+    assert "heads" not in choose(call, DEVICES["cuda"], "auto").implementation

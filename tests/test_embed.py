@@ -219,7 +219,7 @@ def packed(model: Any, rows: list[list[list[int]]], width: int) -> list[np.ndarr
 def test_a_decoder_packs_too(kind: str) -> None:
     """Rotations by places, causality and windows inside each sequence: the logits that it has alone."""
     if kind == "causal":
-        flow, held = Llama32Flow(CONFIG), weights()
+        flow, held = Llama32Flow(CONFIG).assemble(), weights()
     else:
         flow, held = windowed(4)
     model, plain = (rlx.compile(flow, held, program=program) for program in ("packed", "forward"))

@@ -532,8 +532,8 @@ def test_implementation_of_gradients(cuda: None) -> None:
 def test_the_report_names_the_reason() -> None:
     model = loaded()
     model(IDS)
-    assert model.report().attention == ("layers.{i}.self_attn: xla (cuDNN is for cuda, the target is cpu)",)
-    assert "xla (cuDNN is for cuda, the target is cpu)" in str(model.report())
+    assert model.report().attention == ("layers.{i}.self_attn: heads_first (faster on a CPU)",)
+    assert "heads_first (faster on a CPU)" in str(model.report())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Measured on one H200, bf16, 32 query heads on 8 of width 64, µs, XLA and cuDNN: a causal prompt of 8 x 2048 5545 and
 457, of 1 x 512 105 and 67; one new token over a cache of 2048, 1 row 74 and 44, 32 rows 102 and 70; 16 new tokens
-over a cache, where cuDNN needs the whole mask, 127 and 124.
+over a cache, where cuDNN needs the whole mask, 127 and 124. On one core of an AMD EPYC, f32, 12 heads of width 32, ms,
+XLA as it is and `heads_first`: 16 x 32 tokens 0.81 and 0.66, 8 x 64 1.61 and 1.24, 4 x 128 3.54 and 2.05.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ def choose(call: Call, device: Device, wanted: str, differentiable: bool = True)
     """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn."""
     if wanted == "xla":
         return Choice("xla", "asked for")
+    if wanted == "auto" and device.kind == "cpu" and all_against_all(call):
+        return Choice("heads_first", "faster on a CPU")
     refusal = why_not_cudnn(call, device, differentiable)
     return Choice("xla", refusal) if refusal else Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
+
+
+def all_against_all(call: Call) -> bool:
+    """Whether it has as many queries as keys, and more than one: there is no cache, which is not to be copied."""
+    _, (q, k, *_) = call
+    return q.shape[1] == k.shape[1] and int(q.shape[1]) > 1
 
 
 def why_not_cudnn(call: Call, device: Device, differentiable: bool) -> str:
@@ -84,6 +93,11 @@ def choose_attention(graph: Graph, device: Device, wanted: str, differentiable: 
                 "'auto' takes another implementation where it must"
             )
     return choices
+
+
+def heads_first(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
+    """The op over operands that are laid out head by head: XLA's products on a CPU want them so."""
+    return op.attend(q, k, v, *rest, heads_first=True)
 
 
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:

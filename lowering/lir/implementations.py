@@ -10,13 +10,14 @@ from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.lowering.lir.attention import choose_attention, cudnn
+from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.products import choose_products, row
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
+    "heads_first": heads_first,
     "row": row,
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""

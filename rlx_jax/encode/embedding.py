@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -17,7 +18,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, apart, plan
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.runtime.inputs import as_host_array
-from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.text.opening import primary
 from rlx_jax.text.padding import block_width, bucket, padded_to
 from rlx_jax.text.requests import Ids, pad_rows
@@ -28,6 +29,10 @@ CHUNK = 2048
 """Texts that are read and tokenised at once; the next ones are while these run."""
 AHEAD = 32
 """Calls whose vectors are not fetched yet."""
+LANES = {"cpu": min(2, os.cpu_count() or 1)}
+"""Threads that make calls, where it is not one: on a CPU, XLA has the calls of a thread wait for each other, and within
+a call not every op keeps all cores busy. Of 2 cores, a quarter of the time one stood still with one thread, with two a
+twentieth."""
 
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 T = TypeVar("T")
@@ -45,6 +50,9 @@ class Form(Protocol):
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
         """The vectors of a block `[rows, slots, D]`; `ids` are of all texts that its numbers may name."""
+
+    def lanes(self, block: Block) -> int:
+        """Threads that may make this call beside others."""
 
 
 # -- several texts in a row --------------------------------------------------------------------
@@ -80,6 +88,19 @@ class PackedForm:
     def apart(self, lengths: Sequence[int]) -> list[Block]:
         return apart(lengths, self.sizes)
 
+    def lanes(self, block: Block) -> int:
+        lanes = LANES.get(self.model.settings.target, 1)
+        return lanes if self._program(block).is_compiled else 1  # compiled where the caller's settings of JAX are
+
+    def _program(self, block: Block) -> BoundProgram:
+        return self.model.bound(
+            {"batch": block.rows, "seq": block.width},
+            PooledSegments(self.pipeline, block.slots),
+            last_only=False,
+            outputs=self.model.output_names[:1],
+            given=frozenset({MASK}),
+        )
+
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
         tokens, segments, positions = np.zeros((3, block.rows, block.width), np.int32)
         for row, texts in enumerate(block.texts):
@@ -90,14 +111,7 @@ class PackedForm:
                 positions[row, at:end] = np.arange(end - at)
                 at = end
         inputs = {self.model.flow.inputs[0].name: tokens, MASK: (segments > 0).astype(np.int32)}
-        program = self.model.bound(
-            {"batch": block.rows, "seq": block.width},
-            PooledSegments(self.pipeline, block.slots),
-            last_only=False,
-            outputs=self.model.output_names[:1],
-            given=frozenset({MASK}),
-        )
-        (vectors,), _ = program({**inputs, "segments": segments, "positions": positions}, {})
+        (vectors,), _ = self._program(block)({**inputs, "segments": segments, "positions": positions}, {})
         return vectors  # type: ignore[no-any-return]
 
 
@@ -159,6 +173,9 @@ class RowForm:
             order = order[len(chosen) :]
         return blocks
 
+    def lanes(self, block: Block) -> int:
+        return 1
+
     def _sizes(self, texts: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
         return self.padded.sizes(len(texts), max(lengths[text] for text in texts))
 
@@ -186,7 +203,8 @@ class Stream:
     vectors: Vectors
     ids: list[Ids] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    running: deque[tuple[jax.Array, list[list[int]]]] = field(default_factory=deque)
+    running: deque[tuple[Future[Vectors] | jax.Array, list[list[int]]]] = field(default_factory=deque)
+    lanes: ThreadPoolExecutor | None = None
 
     def add(self, rows: Sequence[Ids], more: bool) -> None:
         """Run what these texts and those that wait make up: all of it, if no `more` follow."""
@@ -209,19 +227,32 @@ class Stream:
             self._fetch()
         return self.vectors[: len(self.ids)]
 
+    def close(self) -> None:
+        """End its threads; calls that did not begin are dropped."""
+        if self.lanes is not None:
+            self.lanes.shutdown(cancel_futures=True)
+
     def _run(self, blocks: Sequence[Block], texts: Sequence[int]) -> None:
         """Blocks whose numbers are places in `texts`."""
         ids = [self.ids[text] for text in texts]
         for block in blocks:
-            made = self.form.run(block, ids)
-            made.copy_to_host_async()
+            made = self._call(block, ids, self.form.lanes(block) if len(blocks) > 1 else 1)
             self.running.append((made, [[texts[at] for at in row] for row in block.texts]))
             if len(self.running) > AHEAD:
                 self._fetch()
 
+    def _call(self, block: Block, ids: Sequence[Ids], lanes: int) -> Future[Vectors] | jax.Array:
+        if lanes == 1:
+            made = self.form.run(block, ids)
+            made.copy_to_host_async()
+            return made
+        if self.lanes is None:
+            self.lanes = ThreadPoolExecutor(lanes)
+        return self.lanes.submit(lambda: np.asarray(jax.device_get(self.form.run(block, ids))))
+
     def _fetch(self) -> None:
         made, rows = self.running.popleft()
-        host = np.asarray(jax.device_get(made))
+        host = made.result() if isinstance(made, Future) else np.asarray(jax.device_get(made))
         for row, texts in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
             self.vectors[texts] = row[: len(texts)]
 

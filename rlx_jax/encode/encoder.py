@@ -145,12 +145,16 @@ class Encoder:
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
         stream = Stream(form, np.zeros((total or 0, self.width * len(self.pipeline.pooling)), np.float32))
-        for made, more in rows:
-            stream.add(made, more)
-            if show_progress:
-                of = "" if total is None else f" of {total}"
-                print(f"\rembed: {len(stream.ids)}{of} texts", end="" if more else "\n", file=sys.stderr, flush=True)
-        out = self._finite(stream)
+        try:
+            for made, more in rows:
+                stream.add(made, more)
+                if show_progress:
+                    of = "" if total is None else f" of {total}"
+                    line = f"\rembed: {len(stream.ids)}{of} texts"
+                    print(line, end="" if more else "\n", file=sys.stderr, flush=True)
+            out = self._finite(stream)
+        finally:
+            stream.close()
         if isinstance(form, PackedForm):
             self.model.last = form.model.last or self.model.last
         return out[0] if single else out

@@ -187,7 +187,7 @@ def mask_spans(
     return keep, valid.astype(np.int64), starts.astype(np.int64)
 
 
-def pad_rows(rows: Sequence[Sequence[int]], width: int) -> Ids:
+def pad_rows(rows: Sequence[Sequence[int] | Ids], width: int) -> Ids:
     """Rows padded on the right with 0 to `[B, width]`."""
     block = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):

@@ -6,6 +6,7 @@ Heads are packed head-major: head h is columns h·D … h·D+D−1.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +101,10 @@ class AttentionOp(Mir):
                 raise ShapeError(f"attention: the bias is {list(want)} or 1 on any axis, got {bias}").of(len(given) + 2)
 
     def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
+        return self.attend(q, k, v, *rest)
+
+    def attend(self, q: Array, k: Array, v: Array, *rest: Array, heads_first: bool = False) -> Array:
+        """`eval`; with `heads_first` each operand is laid out head by head before its product."""
         extra = dict(zip(self.extra, rest, strict=True))
         batch, queries, width = q.shape
         keys, dim, groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
@@ -107,7 +112,11 @@ class AttentionOp(Mir):
         q5 = q.reshape(batch, queries, self.kv_heads, groups, dim)
         k4 = k.reshape(k.shape[0], keys, self.kv_heads, dim)
         v4 = v.reshape(v.shape[0], keys, self.kv_heads, v.shape[2] // self.kv_heads)
-        scores = jnp.einsum("bskgd,btkd->bkgst", q5, k4, precision=precision, preferred_element_type=jnp.float32) * (
+        queries_in, keys_in = ("bkgsd", "bktd") if heads_first else ("bskgd", "btkd")
+        if heads_first:
+            q5, k4, v4 = q5.transpose(0, 2, 3, 1, 4), k4.transpose(0, 2, 1, 3), v4.transpose(0, 2, 1, 3)
+        product = functools.partial(jnp.einsum, precision=precision)
+        scores = product(f"{queries_in},{keys_in}->bkgst", q5, k4, preferred_element_type=jnp.float32) * (
             self.scale if self.scale is not None else dim**-0.5
         )
         if self.softcap is not None:
@@ -119,7 +128,8 @@ class AttentionOp(Mir):
         rows_may_be_empty = "keep" in extra or "bias" in extra
         rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != queries
         weights = masked_softmax(scores, allowed, rows_may_be_empty)
-        out = jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v4, precision=precision)
+        out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
+        out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
         return out.reshape(batch, queries, self.heads * v4.shape[3])
 
     def _allowed(self, queries: int, keys: int, extra: dict[str, Array]) -> Array | None:
