@@ -40,8 +40,8 @@ STYLES: dict[str, AttentionKeys] = {
 class BertEncoderLayerSpec:
     """Keys and sizes of a BERT layer. `activation` is a name in `UNARY`; the mask input may be absent.
 
-    `qkv_style` is `bert` or `mpnet`. `position_bias` names the register of a bias that is added to the scores, which a
-    RelativeBias stage makes; MPNet has one.
+    `qkv_style` is `bert` or `mpnet`. `position_bias` names the register of a bias by distance that is added to the
+    scores, which a RelativeBias stage makes; MPNet has one.
     """
 
     layer_prefix: str
@@ -139,9 +139,11 @@ def attend(
     keep: FlowValue | None = None,
     bias: FlowValue | None = None,
 ) -> FlowValue:
-    """Attention in both directions over packed heads `[B,S,N·D]`; `keep` and `bias` as in `AttentionOp`."""
+    """Attention in both directions over packed heads `[B,S,N·D]`; `keep` and `bias` as in `AttentionOp`; the bias
+    depends on distances alone."""
     extra = {name: value for name, value in (("keep", keep), ("bias", bias)) if value is not None}
-    return emit.add_node(hir.Attention(heads, heads, extra=tuple(extra)), q, k, v, *extra.values())
+    op = hir.Attention(heads, heads, extra=tuple(extra), by_distance=bias is not None)
+    return emit.add_node(op, q, k, v, *extra.values())
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:

@@ -144,6 +144,24 @@ def test_alone_is_in_batch_and_padding_is_not_seen(name: str) -> None:
         assert_close(it.encoder.hidden_states(tokens[b : b + 1, :n])[0], together[b, :n], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mpnet/bare_v5")) for n in NAMES])
+def test_texts_that_share_a_row(name: str) -> None:
+    """Several sequences in a row, of which one has padding among its tokens: each as if it were alone."""
+    directory = checkpoints.FIXTURES / name
+    config, weights = (f(directory) for f in (numpy_reference.read_config, numpy_reference.read_weights))
+    tokens = load_record(directory)["tokens"]
+    texts = [tokens[1, :23], tokens[0, :4], tokens[1, :40]]
+    said = {
+        "input_ids": np.concatenate([*texts, [0]]),
+        "segments": np.repeat([1, 2, 3, 0], [*map(len, texts), 1]),
+        "positions": np.concatenate([*(np.arange(len(text)) for text in texts), [0]]),
+    }
+    model: Any = rlx.compile(rlx.recipe_for(directory), program="packed")
+    got = model(**{key: value[None].astype(np.int32) for key, value in said.items()})[0]
+    for number, text in enumerate(texts, 1):
+        assert_close(np.asarray(got)[said["segments"] == number], encoders.row(config, weights, text))
+
+
 # -- the same from small stages ------------------------------------------------------------------
 
 

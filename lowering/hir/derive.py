@@ -235,6 +235,8 @@ PACKED: dict[type[Op], Rule] = {
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
     hir.Attention: lambda d, b, node, inputs: packed.attention(b, node, inputs),
+    hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, node, inputs),
+    hir.RelativeBias: keep,
 }
 """The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
 

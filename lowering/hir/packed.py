@@ -15,12 +15,14 @@ import numpy as np
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value, constant
-from rlx_jax.ir.ops.pointwise import CastTo, Compare, Where
-from rlx_jax.ir.ops.shape import Slice
+from rlx_jax.ir.ops.index import Iota, TakeAlongAxis
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
+from rlx_jax.ir.ops.reduce import Cumsum
+from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.types import TensorType, symbol
 
-F32 = np.dtype(np.float32)
-EACH = TensorType((symbol("batch"), symbol("seq")), np.dtype(np.int32))
+F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+EACH = TensorType((symbol("batch"), symbol("seq")), I32)
 SEGMENTS, POSITIONS = Input("segments", type=EACH), Input("positions", type=EACH)
 ALL = (None, None, None)
 
@@ -55,7 +57,9 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
     op = node.op
     assert isinstance(op, hir.Attention)
     q, k, v, *extra = inputs
-    if op.extra not in ((), ("keep",)):
+    given = dict(zip(op.extra, extra, strict=True))
+    keeps, bias = given.pop("keep", None), given.pop("bias", None) if op.by_distance else None
+    if given:
         raise DeriveError(
             f"attention reads the operand {op.extra[-1]!r}, which is laid out for rows of one sequence: packed has no "
             "rule for that"
@@ -64,7 +68,21 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
         raise DeriveError(f"attention reads keys {b.type(k)} of another sequence: there is no packed rule for that")
     segments = b.leaf(SEGMENTS)
     keep = b(Compare("eq"), b(Slice((ALL, None, ALL, None)), segments), b(Slice((ALL, None, None, ALL)), segments))
-    for mask in extra:
-        kept = mask if b.type(mask).rank == 4 else b(Slice((ALL, None, None, ALL)), mask)
+    if keeps is not None:
+        kept = keeps if b.type(keeps).rank == 4 else b(Slice((ALL, None, None, ALL)), keeps)
         keep = b(Where(), keep, b(CastTo(F32), kept), b.leaf(constant(0.0, F32)))
+    if bias is not None:  # tokens of one sequence are as far from each other in a row that others share
+        return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias)
     return b.add(replace(op, extra=("keep",)), q, k, v, keep)
+
+
+def counted_positions(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """counted_positions(ids) → the same without what was counted before the token's own sequence"""
+    op = node.op
+    assert isinstance(op, hir.CountedPositions)
+    (ids,) = inputs
+    counts = b(CastTo(I32), b(Compare("ne"), ids, b.scalar(op.padding, ids)))
+    first = b(Binary("sub"), b(Reshape((1, -1)), b(Iota(1), ids)), b.leaf(POSITIONS))
+    before = b(TakeAlongAxis(1, "clip"), b(Cumsum(1, exclusive=True), counts), first)
+    place = b(Binary("mul"), b(Binary("sub"), b(Cumsum(1), counts), before), counts)
+    return (b(Binary("add"), place, b.scalar(op.padding, place)),)

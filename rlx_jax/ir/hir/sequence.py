@@ -94,6 +94,7 @@ class Attention(Hir):
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
     With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
+    `by_distance` says that the bias is one number for each head and distance of a query and a key.
     """
 
     traits = BLOCK
@@ -107,6 +108,7 @@ class Attention(Hir):
     extra: tuple[str, ...] = ()
     last: bool = False
     ahead: int = 0
+    by_distance: bool = False
 
     def check(self, *operands: TensorType) -> None:
         check_arity("attention", len(operands), 3 + len(self.extra))
