@@ -163,6 +163,7 @@ def test_formula(name: str, policy: str) -> None:
     assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_gradients() -> None:
     """Of one number of each case, by both policies; along a line it is the difference quotient."""
 

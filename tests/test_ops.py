@@ -20,7 +20,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
@@ -356,6 +356,8 @@ def sequence_samples() -> Iterator[Sample]:
         yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
         yield Sample(CacheUpdate(fresh=True), (cache, new, "i32 batch", "i32 batch"), cache_fill, below=5)
     yield Sample(CacheUpdate(), ("bf16 2 6 4", "bf16 2 3 4", "i32 2", "i32 2"), cache_update, below=4)
+    yield Sample(Overwrite(), ("f32 batch keys 3", "f32 batch keys 3"), lambda old, new: new)
+    yield Sample(Overwrite(), ("bool 2 3", "bool 2 3"), lambda old, new: new)
     for ring in ("f32 batch keys 3", "f32 batch 2 2 3"):
         for block in ("seq", "1"):
             new = " ".join(["f32 batch", block, *ring.split()[3:]])
@@ -746,6 +748,7 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("one position for several coordinates", RopeTable((1.0,), axes=(0,)), ("i32 1 4",), ShapeError),
     ("a coordinate too far", RopeTable((1.0,), axes=(2,)), ("i32 1 4 2",), ShapeError),
     ("an axis for one of two frequencies", RopeTable((1.0, 0.1), axes=(1,)), ("i32 1 4 2",), ShapeError),
+    ("another place in the state", Overwrite(), ("f32 2 3", "f32 2 4"), ShapeError),
     ("an unknown style", RopeOp(8, 8, "neox"), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), GraphError),
     ("rank 4 to rotate", RopeOp(8, 8), ("f32 1 2 1 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),
     ("odd n_rot", RopeOp(8, 3), ("f32 1 2 8", "f32 1 2 4", "f32 1 2 4"), ShapeError),

@@ -26,11 +26,12 @@ from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.plugins import derive_rule
-from rlx_jax.ir.region import unroll
-from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Repeat, unroll
+from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import Path, TensorType, symbol
 from rlx_jax.lowering.hir import packed
 from rlx_jax.lowering.hir.explicit import Behind
+from rlx_jax.lowering.hir.request import Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
@@ -96,6 +97,7 @@ def derive(
     check_inputs(graph, program)
     try_slices(graph, types)
     d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
+    brought = request_of(graph) if program in CACHED_PROGRAMS else Brought()
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         rule = rule_of(node.op, program)
@@ -105,10 +107,61 @@ def derive(
             check_token_wise(d, node, tuple(b.type(v) for v in inputs))
         return None
 
-    out = rewrite(graph, everywhere(fn), types, program)
+    def enter(graph: Graph) -> Rewrite:
+        return fn if id(graph) not in brought.graphs else beside_request(d, graph, brought, fn)
+
+    out = rewrite(graph, enter, types, program)
+    if program == "extend" and brought.graphs:
+        out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return packed.declared(out, types)
     return _with_length(out, types) if d.behind is None else d.behind.finish(out, types)
+
+
+def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
+    """`fn` for what moves in a graph. Of what the request brings beside its tokens `prefill` keeps what is read, and
+    `extend` reads it there; it has to treat rows of the batch alone, and no more."""
+    cut = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) else None
+    levels, whole = brought.levels(graph), id(graph) in brought.whole
+
+    def alone(node: Node) -> None:
+        if not (isinstance(node.op, Leaf) or node.op.regions()):
+            check_token_wise(d, node, tuple(graph.type(v) for v in node.inputs))
+
+    def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if whole or cut is not None and cut.of_request(number):
+            alone(node)
+            return cut.dropped(b, number, node) if cut is not None and d.program == "extend" else None
+        if isinstance(node.op, Leaf):
+            return fn(b, number, node, inputs)
+        if cut is not None:
+            inputs = cut.operands(b, node, inputs, d.state)
+        if isinstance(node.op, Repeat):
+            op, inputs = pruned(node.op, inputs, d.types)
+            return b.add(op, *inputs)
+        if reads_fixed(levels, node):
+            check_fixed_keys(node)
+            alone(node)
+            return b.add(node.op, *inputs)
+        made = fn(b, number, node, inputs)
+        return b.add(node.op, *inputs) if made is None else made
+
+    return rewritten
+
+
+def check_fixed_keys(node: Node) -> None:
+    """Attention over keys that are the same for every token reads all of them, or those that a mask keeps.
+
+    Raises:
+        DeriveError: which keys a token reads hangs on where it stands.
+    """
+    op = node.op
+    assert isinstance(op, hir.Attention)
+    if op.causal or op.window is not None:
+        raise DeriveError(
+            "attention reads keys of another sequence, causally or in a window: those that a token reads would hang on "
+            "how many tokens there are; use a mask"
+        )
 
 
 def check_inputs(graph: Graph, program: str) -> None:
@@ -163,7 +216,9 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     op = node.op
     assert isinstance(op, hir.Attention)
     if not op.causal:
-        raise DeriveError(f"attention is not causal: a token would read later ones, so {d.program} has no meaning")
+        raise DeriveError(
+            f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
+        )
     if op.extra:
         own = "lengths" if d.behind is None else "its own input 'mask'"
         raise DeriveError(

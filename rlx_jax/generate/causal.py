@@ -13,10 +13,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Progress, StateArrays
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, number, shown
+from rlx_jax.compiler.executable import Arrays, Progress, StateArrays
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, number, shown
 from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
 from rlx_jax.generate.generation import Generation, NewTokens, Request, RequestPlan, generate
+from rlx_jax.generate.request_inputs import NONE, declared, request_inputs
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.serving import (
     Sizes,
@@ -51,6 +52,7 @@ from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block, 
 from rlx_jax.text.tokenizer import Tokenizer
 
 GREEDY = Sampler()
+Inputs = Mapping[str, Any] | None
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
 
 
@@ -81,7 +83,15 @@ class CausalLM:
         progress: Progress | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(
-            flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward", *CACHED_PROGRAMS)
+            flow,
+            weights,
+            profile,
+            mesh,
+            strict,
+            progress,
+            max_positions,
+            programs=("forward", *CACHED_PROGRAMS),
+            inputs=True,
         )
         check_logits(self.model, self.vocab_size)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
@@ -113,23 +123,27 @@ class CausalLM:
 
     # -- programs ----------------------------------------------------------------------------
 
-    def logits(self, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> jax.Array:
+    def logits(
+        self, tokens: Any, lengths: Any = None, attention_mask: Any = None, *, inputs: Inputs = None
+    ) -> jax.Array:
         """Logits of every position: tokens `[B, S]` ints → `[B, S, V]` float32. At padding they mean nothing.
 
         Args:
             lengths: `[B]`, valid tokens of right-padded rows.
             attention_mask: `[B, S]`, 1 at the valid tokens of rows padded on the left or on the right; in place of
                 `lengths`. Positions count valid tokens.
+            inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
         block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         self._check_positions(block.shape[1], "tokens")
         padded = pad_block(self.buckets, block, self.max_positions) if self._pads else block
-        out = cropped(self.model.programs, primary(self.model(padded)), *block.shape)
+        beside = request_inputs(self.model, inputs, len(block)).padded(len(padded))
+        out = cropped(self.model.programs, primary(self.model(padded, **beside)), *block.shape)
         return self._moved_back(out, starts)
 
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
-        attention_mask: Any = None,
+        attention_mask: Any = None, *, inputs: Inputs = None,
     ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
         """Read prompts into a new state: tokens `[B, S]` right-padded, `lengths` `[B]` ≥ 1 → (`[B, S, V]`, state).
 
@@ -137,6 +151,7 @@ class CausalLM:
             max_len: tokens that a row may hold; by default room for 256 more, within the model's positions.
             logits: "last" gives those of each row's last token only, `[B, V]`.
             attention_mask: as in `logits`, for rows padded on the left.
+            inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
         block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         longest = int(valid.max())
@@ -145,12 +160,13 @@ class CausalLM:
         padded = pad_block(self.buckets, block, max_len or self.max_positions)
         rows, width = padded.shape
         slots = prefill_slots(self.buckets, longest, width, max_len, self.max_positions)
-        sizes = {"batch": rows, "context": slots}
+        beside = request_inputs(self.model, inputs, len(block))
+        sizes = {**beside.sizes, "batch": rows, "context": slots}
         reader = self._program("prefill").reader(
-            {**sizes, "seq": width}, last_only=_last_only(logits), outputs=self._logits
+            {**sizes, "seq": width}, last_only=_last_only(logits), outputs=self._logits, given=beside.given
         )
-        out, after = self._run(reader, {}, padded, valid, block.shape[1])
-        state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner)
+        out, after = self._run(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
+        state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner, beside.given)
         return (out if logits == "last" else self._moved_back(out, starts)), state
 
     def extend(
@@ -173,8 +189,9 @@ class CausalLM:
         self._check_room(state, valid)
         padded = pad_step(self.buckets, block, state.sizes)
         reader = self._program("extend").bound(
-            {**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits), outputs=self._logits
-        )
+            {**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits), outputs=self._logits,
+            given=state.given,
+        )  # fmt: skip
         held = state.take(self._owner)
         try:
             out, after = self._run(reader, held.arrays(), padded, valid, block.shape[1])
@@ -193,13 +210,13 @@ class CausalLM:
         return replace(self.model, program=name)
 
     def _run(
-        self, reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int
+        self, reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
     ) -> tuple[jax.Array, StateArrays]:
         """Run a program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
         wants one token of such a row."""
         idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
         lengths = np.concatenate([valid, idle]).astype(np.int32)
-        (out, *_), after = reader({self._ids: padded, "lengths": lengths}, state)
+        (out, *_), after = reader({self._ids: padded, "lengths": lengths, **(beside or {})}, state)
         if reader.key.last_only:
             return self.model.programs.call(LastRows(len(valid)), out), after
         return cropped(self.model.programs, out, len(valid), seq), after
@@ -227,6 +244,8 @@ class CausalLM:
         stop: str | int | Iterable[str | int] = (),
         seed: int = 0,
         attention_mask: Any = None,
+        *,
+        inputs: Inputs = None,
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
@@ -239,6 +258,7 @@ class CausalLM:
                 for as ids end with the token that completes a stop string.
             seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
+            inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -248,7 +268,7 @@ class CausalLM:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        request = self._request(asked, max_new_tokens, sampler, stop, seed)
+        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs)
         new = NewTokens([[] for _ in request.rows])
         for _ in self._blocks(request, new):
             pass
@@ -264,6 +284,8 @@ class CausalLM:
         sampler: Sampler = GREEDY,
         stop: str | int | Iterable[str | int] = (),
         seed: int = 0,
+        *,
+        inputs: Inputs = None,
     ) -> Iterator[Any]:
         """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
 
@@ -273,7 +295,8 @@ class CausalLM:
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        return self._pieces(self._request(asked, max_new_tokens, sampler, stop, seed), asked.texts is not None)
+        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs)
+        return self._pieces(request, asked.texts is not None)
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -365,6 +388,10 @@ class CausalLM:
             RequestError: the profile has no buckets for prompts and batches.
         """
         budget = whole_number("max_new_tokens", max_new_tokens, 1)
+        if required := [name for name, d in declared(self.model).items() if not d.optional]:
+            raise RequestError(
+                f"warmup: requests bring {listing(required)}, of sizes that are not known before they come"
+            )
         given = self.model.settings.buckets
         check_sizes(given)
         chosen = check_samplers(samplers)
@@ -390,8 +417,9 @@ class CausalLM:
     # -- a request ---------------------------------------------------------------------------
 
     def _request(
-        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int
-    ) -> Request:
+        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int,
+        inputs: Inputs = None,
+    ) -> Request:  # fmt: skip
         """What was asked for, checked; nothing has run yet."""
         budget = whole_number("max_new_tokens", max_new_tokens, 0)
         rows = self._rows(asked)
@@ -407,7 +435,8 @@ class CausalLM:
             self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
             if len(row) + budget > MAX_SLOTS:
                 raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
-        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed)
+        beside = request_inputs(self.model, inputs, len(rows)) if rows else NONE
+        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside)
 
     def _pieces(self, request: Request, text: bool) -> Iterator[Any]:
         ids: list[int] = []
@@ -452,7 +481,7 @@ class CausalLM:
         knobs = request.sampler.knobs(self.vocab_size, method.biased)
         plan = RequestPlan(
             method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
-            self.model.settings.loop,
+            self.model.settings.loop, request.inputs,
         )  # fmt: skip
         return generate(self.model, request.rows, plan)
 

@@ -19,7 +19,8 @@ class DecodeState:
     """The cache of a batch: what `prefill` returns and `extend` consumes.
 
     `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is how many it may hold. `sizes` are
-    `batch` and `context` of the arrays: padded to a bucket, they have rows and slots behind those, which hold nothing.
+    `batch`, `context` and the like of the arrays: padded to a bucket, they have rows and slots behind those, which hold
+    nothing. `given` are the optional inputs that the prompt came with.
     """
 
     state: State | None
@@ -27,6 +28,7 @@ class DecodeState:
     capacity: int
     sizes: Mapping[str, int]
     owner: object
+    given: frozenset[str] = frozenset()
 
     @property
     def length(self) -> Any:

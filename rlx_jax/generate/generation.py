@@ -13,6 +13,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, Rows, StartRows
+from rlx_jax.generate.request_inputs import NONE, RequestInputs
 from rlx_jax.generate.sampler import Knobs, Method, Sampler
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -24,7 +25,7 @@ AnyArray = Any
 @dataclass(frozen=True)
 class Request:
     """One call of `generate` or `stream`, checked: prompts as ids, each with at least one; new tokens for each; how to
-    choose them; ids and texts that end a row."""
+    choose them; ids and texts that end a row; what it brings beside tokens."""
 
     rows: tuple[tuple[int, ...], ...]
     budget: int
@@ -32,6 +33,7 @@ class Request:
     ends: tuple[int, ...]
     words: tuple[str, ...]
     seed: int
+    inputs: RequestInputs = NONE
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class RequestPlan:
         slots: of the cache.
         budget: new tokens of each row, at least 1.
         loop: see `DecodeLoop`.
+        inputs: what the request brings beside tokens; the first program that reads prompts takes it.
     """
 
     method: Method
@@ -57,6 +60,7 @@ class RequestPlan:
     slots: int
     budget: int
     loop: Loop
+    inputs: RequestInputs = NONE
 
 
 def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
@@ -65,14 +69,14 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
     Raises:
         RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
     """
-    sizes = {"batch": plan.batch, "context": plan.slots}
+    sizes, given = {**plan.inputs.sizes, "batch": plan.batch, "context": plan.slots}, plan.inputs.given
     prefill, extend = (replace(model, program=program) for program in ("prefill", "extend"))
     blocks = [{**sizes, "seq": width} for width in plan.widths]
     logits = model.output_names[:1]
-    readers = [prefill.reader(blocks[0], outputs=logits)]
-    readers += [extend.bound(block, outputs=logits) for block in blocks[1:]]
+    readers = [prefill.reader(blocks[0], outputs=logits, given=given)]
+    readers += [extend.bound(block, outputs=logits, given=given) for block in blocks[1:]]
     loop = DecodeLoop(plan.method, model.flow.inputs[0].name, plan.loop.steps, plan.loop.early)
-    decode = extend.bound({**sizes, "seq": 1}, loop, outputs=logits)
+    decode = extend.bound({**sizes, "seq": 1}, loop, outputs=logits, given=given)
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
     rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
     return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
@@ -96,11 +100,12 @@ def read_prompts(
     rows = programs.call(StartRows(plan.method.draws), *start, at=programs.whole)
     first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
-    at = 0
+    at, beside = 0, plan.inputs.padded(plan.batch)
     for reader, width in zip(readers, plan.widths, strict=True):
         new = np.clip(lengths - at, 0, width)
         tokens = pad_rows([p[at : at + width] for p in filled], width)
-        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32)}, state)
+        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32), **beside}, state)
+        beside = {}  # from now on it is in the state
         now = live & (at < lengths) & (lengths <= at + width)
         if now.any():
             chosen = (logits, rows, now, first, knobs, ends)

@@ -20,6 +20,7 @@ from rlx_jax.errors import (
     RequestError,
     RlxError,
     did_you_mean,
+    listing,
     quote,
 )
 from rlx_jax.ir.text import dump
@@ -123,10 +124,16 @@ class CompiledModel:
         return BoundProgram(self, key)
 
     def reader(
-        self, sizes: Mapping[str, int], last_only: bool = True, outputs: tuple[str, ...] | None = None
+        self,
+        sizes: Mapping[str, int],
+        last_only: bool = True,
+        outputs: tuple[str, ...] | None = None,
+        given: frozenset[str] = frozenset(),
     ) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
-        return self.bound(sizes, FromEmpty(self._empty_state(sizes["batch"], sizes["context"])), last_only, outputs)
+        more = {name: size for name, size in sizes.items() if name not in ("batch", "context", "seq")}
+        empty = FromEmpty(self._empty_state(sizes["batch"], sizes["context"], more, given))
+        return self.bound(sizes, empty, last_only, outputs, given)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -246,7 +253,9 @@ class CompiledModel:
     @property
     def inputs(self) -> tuple[InputDecl, ...]:
         """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`, a cache)."""
-        known, template = self.flow.inputs, self._template()
+        template = self._template()
+        read = {i.input for i in template.mir.inputs}
+        known = tuple(d for d in self.flow.inputs if d.optional or d.name in read)  # extend has some in its state
         names = {d.name for d in known}
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional)
@@ -288,7 +297,11 @@ class CompiledModel:
         return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
 
     def _template(self, given: frozenset[str] = frozenset()) -> Template:
-        return self.programs.template(ProgramKey(self.name, self.program, given))
+        return self.programs.template(self.key(given))
+
+    def key(self, given: frozenset[str] = frozenset()) -> ProgramKey:
+        """The key of this program with these optional inputs."""
+        return ProgramKey(self.name, self.program, given)
 
     def warm(self) -> None:
         """Compile now if every size is known: a static flow, or one with a binding."""
@@ -370,27 +383,40 @@ class CompiledModel:
         with out_of_memory(what):
             return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
 
-    def init_state(self, batch: int, context: int | None = None) -> State:
+    def init_state(self, batch: int, context: int | None = None, **sizes: int) -> State:
         """An empty state for `batch` rows and `context` cached tokens.
 
-        A layer that attends in a window of w keys holds min(context, w) of them.
+        A layer that attends in a window of w keys holds min(context, w) of them. `sizes` are those of other inputs,
+        such as patches of an image, where the state keeps what is computed of them.
         """
         batch = as_dim(batch, "init_state: batch")
         context = None if context is None else as_dim(context, "init_state: context")
-        empty = self._empty_state(batch, context)
+        more = {name: as_dim(size, f"init_state: {name}") for name, size in sizes.items()}
+        if unknown := [name for name in more if name not in self._template().symbols]:
+            raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
+        empty = self._empty_state(batch, context, more)
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
 
-    def _empty_state(self, batch: DimLike, context: DimLike | None) -> EmptyState:
-        """What makes it; one for each choice of sizes."""
-        key = (self.name, self.program, batch, context)
-        return self.programs.empty(key, lambda: self._make_empty(batch, context))
+    def _empty_state(
+        self,
+        batch: DimLike,
+        context: DimLike | None,
+        more: Mapping[str, DimLike],
+        given: frozenset[str] = frozenset(),
+    ) -> EmptyState:
+        """What makes it; one for each choice of sizes and of optional inputs."""
+        key = (self.name, self.program, batch, context, tuple(sorted(more.items())), given)
+        return self.programs.empty(key, lambda: self._make_empty(batch, context, more, given))
 
-    def _make_empty(self, batch: DimLike, context: DimLike | None) -> EmptyState:
-        template, name = self.programs.any_template(self.name, self.program), self.name
+    def _make_empty(
+        self, batch: DimLike, context: DimLike | None, more: Mapping[str, DimLike], given: frozenset[str]
+    ) -> EmptyState:
+        name = self.name
+        template = self._template(given) if given else self.programs.any_template(name, self.program)
         if not template.state:
             raise GraphError(f"program {self.program} of {name} has no state")
-        binding: dict[str, Any] = {**self.flow.binding, "batch": batch}
+        binding: dict[str, Any] = {**self.flow.binding, **more, "batch": batch}
         binding |= {} if context is None else {"context": context}
         check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
         binding |= {dim: self.settings.buckets.ring(window, context) for dim, window in template.rings.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
-from rlx_jax.ir.types import TensorType, check_elements, is_static
+from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, terms_of
 from rlx_jax.lowering.division import on_one
 
 LENGTH = "length"
@@ -125,11 +125,22 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
         if len(shape) != t.rank or dtype != t.dtype:
             raise SessionStateError(f"state {key}: expected {t}, got {dtype} {list(shape)}")
         for dim, size in zip(t.shape, shape, strict=True):
+            if not is_static(dim) and len(terms := terms_of(dim)) > 1:
+                _solve(terms, int(size), sizes)
+                dim = bound(dim, sizes)
             known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
             if known != size and str(dim) == "batch":
                 raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
             if known != size:
                 raise SessionStateError(f"state {key}: {dim} is {known} elsewhere, got {list(shape)}")
+
+
+def _solve(terms: Sequence[str], size: int, sizes: dict[str, int]) -> None:
+    """Of a sum of `size`, the one symbol that is not known, added to `sizes`."""
+    unknown = [term for term in terms if term.isidentifier() and term not in sizes]
+    if len(unknown) == 1:
+        rest = (sizes[term] if term.isidentifier() else int(term) for term in terms if term != unknown[0])
+        sizes[unknown[0]] = size - sum(rest)
 
 
 def check_empty(length: Any) -> None:

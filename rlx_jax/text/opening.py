@@ -37,9 +37,11 @@ def open_token_model(
     progress: Progress | None,
     max_positions: int | None,
     programs: tuple[str, ...],
+    inputs: bool = False,
 ) -> tuple[CompiledModel, int]:
     """Compile a flow with merged projections; the model, which takes `max_positions` tokens, and its vocabulary size.
-    Requests run `programs`. A model that is compiled already stays as it is, with all its programs.
+    Requests run `programs`, and with `inputs` bring what the flow reads beside tokens. A model that is compiled already
+    stays as it is, with all its programs.
 
     Raises:
         RequestError: an argument that a compiled model has its own of.
@@ -61,7 +63,10 @@ def open_token_model(
     rows = model.template().bounds.ids.get(ids)
     if rows is None:
         raise GraphError(f"{model.name}: the first input, {ids!r}, does not index an embedding")
-    required = [i.name for i in model.inputs if not i.optional and i.name != ids]
+    required = [
+        i.name for i in model.inputs
+        if not i.optional and i.name != ids and not (inputs and "seq" not in i.type.symbols)
+    ]  # fmt: skip
     if required:
         raise GraphError(
             f"{model.name}: token ids are all that requests bring, and the flow also requires "

@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.ir import hir
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
@@ -328,6 +328,7 @@ MIR: dict[type[Op], Meaning] = {
     RopeOp: rotate,
     CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     RingStep: lambda op, *arrays: formula.ring_step(*arrays),
+    Overwrite: lambda op, old, new: new,
 }
 """What each tensor op means."""
 

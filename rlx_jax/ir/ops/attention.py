@@ -17,7 +17,7 @@ from jax import lax
 
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits
+from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 Array = jax.Array
@@ -350,6 +350,21 @@ class CacheUpdate(Mir):
         # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
         return _written(cache, slot, new, ordered=True)
+
+
+@dataclass(frozen=True)
+class Overwrite(Mir):
+    """Write all of an array of the state: old and new `[…]` → new, in place of old."""
+
+    traits = replace(STATE, bytes=results_written)
+
+    def check(self, *operands: TensorType) -> None:
+        old, new = operands
+        if old != new:
+            raise ShapeError(f"overwrite: {new} does not take the place of {old}")
+
+    def eval(self, old: Array, new: Array) -> Array:
+        return old.at[...].set(new)
 
 
 def _written(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:

@@ -1,0 +1,82 @@
+"""What a request brings beside its tokens: the flow's other inputs, such as an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import BatchMismatchError, RequestError, did_you_mean, listing, quote, shown
+from rlx_jax.program import InputDecl
+from rlx_jax.runtime.inputs import bind_sizes, host_value
+from rlx_jax.runtime.model import CompiledModel
+
+
+@dataclass(frozen=True, eq=False)
+class RequestInputs:
+    """Checked arrays by name, with the sizes that they give to symbols other than `batch`; `given` are those that the
+    flow can do without."""
+
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    rows: Mapping[str, int] = field(default_factory=dict)  # the axis that has the batch
+
+    def padded(self, batch: int) -> dict[str, Any]:
+        """The arrays with `batch` rows; those behind the request's are zeros."""
+        return {name: _padded(a, self.rows[name], batch) if name in self.rows else a for name, a in self.arrays.items()}
+
+
+NONE = RequestInputs()
+
+
+def declared(model: CompiledModel) -> dict[str, InputDecl]:
+    """The inputs that a request brings beside its tokens, by name: those without the dimension `seq`."""
+    return {d.name: d for d in model.flow.inputs[1:] if "seq" not in d.type.symbols}
+
+
+def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int) -> RequestInputs:
+    """`inputs=` of a request of so many rows, checked.
+
+    Raises:
+        RequestError: one is missing, or the flow has none of that name, or reads it with the tokens.
+        ShapeError, DTypeError, TokenIdError: it does not fit. BatchMismatchError: it has other rows than the prompts.
+    """
+    known = declared(model)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")
+    brought = {name: value for name, value in (inputs or {}).items() if value is not None}
+    for name in brought:
+        if name not in known:
+            with_tokens = name in (d.name for d in model.flow.inputs)
+            why = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
+            raise RequestError(
+                f"inputs: {quote(name)}: {why}; a request may bring {listing(known) or 'nothing beside tokens'}"
+                f"{did_you_mean(str(name), known)}"
+            )
+    missing = [name for name, d in known.items() if not d.optional and name not in brought]
+    if missing:
+        raise RequestError(f"{model.name}: the flow reads {listing(missing)}: pass inputs={{{missing[0]!r}: …}}")
+    if not brought:
+        return NONE
+    types = {name: known[name].type for name in brought}
+    given = frozenset(name for name in brought if known[name].optional)
+    ids = model.programs.template(model.key(given)).bounds.ids
+    arrays = {name: host_value(name, value, types[name], ids.get(name)) for name, value in brought.items()}
+    axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
+    for name, axis in axes.items():
+        if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:
+            raise BatchMismatchError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
+    sizes = bind_sizes(types, arrays, model.name)
+    return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, given, axes)
+
+
+def _padded(array: Any, axis: int, batch: int) -> Any:
+    more = [(0, batch - array.shape[i] if i == axis else 0) for i in range(array.ndim)]
+    if not any(n for _, n in more):
+        return array
+    return jnp.pad(array, more) if isinstance(array, jax.Array) else np.pad(array, more)

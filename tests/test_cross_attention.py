@@ -1,0 +1,239 @@
+"""A decoder that reads another sequence, written with `emit` alone: what that sequence gives is computed once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, RlxError, SessionStateError, ShapeError
+from tests.divided import mesh
+
+H, V, C, LAYERS = 16, 13, 5, 2
+RNG = np.random.default_rng(2)
+
+
+def tower(emit: Any, x: Any) -> Any:
+    """Patches that read each other, once for all layers."""
+    patches = emit.gelu(emit.linear(emit.flow_input("image"), "tower.in", roles=("hidden", None)))
+    with emit.scope("tower"):
+        own = emit.attention(patches, patches, patches, heads=4, mask=emit.flow_input("keep"))
+    emit.set_named("memory", patches + own)
+    return x
+
+
+def layer(index: int) -> Any:
+    """Causal attention, cross-attention of fewer key heads over what is kept, a feed-forward part."""
+
+    def block(emit: Any, x: Any) -> Any:
+        def dense(value: Any, name: str, roles: Any = ("heads", "hidden")) -> Any:
+            with emit.scope(name):
+                return emit.linear(value, f"{index}.{name}", roles=roles)
+
+        with emit.scope("self"):
+            q, k, v = (dense(x, n) for n in ("q", "k", "v"))
+            x = x + emit.attention(q, k, v, heads=4, causal=True, rope=emit.rotary(emit.positions(x), head_dim=4))
+        memory, keep = emit.named("memory"), emit.flow_input("keep")
+        with emit.scope("cross"):
+            k, v = (dense(memory, n, ("kv_heads", "hidden")) for n in ("mk", "mv"))
+            x = x + emit.cross_attention(dense(x, "mq"), k, v, heads=4, kv_heads=2, mask=keep)
+        shift = emit.optional_input("shift")
+        x = x if shift is None else x + shift[:, None] * emit.tanh(x)
+        return x + emit.tanh(dense(x, "f", None))
+
+    return rlx.blocks.Custom(block, "block")
+
+
+def flow() -> rlx.ModelFlow:
+    made = rlx.ModelFlow("reader").input("tokens", ("batch", "seq"), dtype="int32")
+    made = made.input("image", ("batch", "patches", C)).input("keep", ("batch", "patches"), dtype="bool")
+    made = made.input("shift", ("batch", H), default=None)
+    return made.embed("e").custom_named("see", tower).repeat_layers(LAYERS, layer).lm_head(V, H, tied=True)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return (RNG.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+SHAPES = {"q": (H, H), "k": (H, H), "v": (H, H), "mq": (H, H), "mk": (8, H), "mv": (8, H), "f": (H, H)}
+WEIGHTS = {"e": normal(V, H) * 3, "tower.in": normal(H, C)} | {
+    f"{i}.{name}": normal(*shape) for i in range(LAYERS) for name, shape in SHAPES.items()
+}
+TOKENS = RNG.integers(0, V, (3, 8)).astype(np.int32)
+IMAGE = RNG.standard_normal((3, 6, C)).astype(np.float32)
+KEEP = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 1, 0]], bool)
+BESIDE = {"image": IMAGE, "keep": KEEP}
+SHIFT = RNG.standard_normal((3, H)).astype(np.float32)
+
+
+@functools.cache
+def lm(roll: str = "unroll") -> Any:
+    profile = rlx.CompileProfile().replace(layers={"roll": roll})
+    return rlx.CausalLM(flow(), WEIGHTS, profile=profile)
+
+
+def forward(tokens: np.ndarray, **beside: Any) -> np.ndarray:
+    return np.asarray(lm().logits(tokens, inputs=BESIDE | beside))
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+def cuts_do_not_matter(lengths: np.ndarray, steps: list[np.ndarray], roll: str) -> None:
+    """prefill + extend = forward, whatever the rows hold; `extend` is given no image."""
+    whole = forward(TOKENS)
+    out, state = lm(roll).prefill(TOKENS[:, :4], lengths=lengths, max_len=8, inputs=BESIDE)
+    at = np.array(lengths)
+    for i, n in enumerate(lengths):
+        np.testing.assert_allclose(np.asarray(out)[i, :n], whole[i, :n], atol=3e-5)
+    for step in steps:
+        new = np.minimum(step, 8 - at)
+        block = np.stack([np.resize(TOKENS[i, at[i] : at[i] + max(n, 1)], 2) if at[i] < 8 else [0, 0]
+                          for i, n in enumerate(new)])  # fmt: skip
+        out, state = lm(roll).extend(state, block, lengths=new)
+        for i, n in enumerate(new):
+            np.testing.assert_allclose(np.asarray(out)[i, :n], whole[i, at[i] : at[i] + n], atol=3e-5)
+        at = at + new
+
+
+rows = st.tuples(*[st.integers(1, 4)] * 3).map(np.array)
+more = st.lists(st.tuples(*[st.integers(0, 2)] * 3).map(np.array), min_size=1, max_size=3)
+test_cuts = pytest.mark.slow(
+    settings(max_examples=10, deadline=None)(given(rows, more, st.just("unroll"))(cuts_do_not_matter))
+)
+test_cuts_scanned = pytest.mark.slow(
+    settings(max_examples=10, deadline=None)(given(rows, more, st.just("scan"))(cuts_do_not_matter))
+)
+
+
+def recomputed(prompts: list[list[int]], count: int, **beside: Any) -> list[list[int]]:
+    """Greedy tokens, the whole sequence every time, a row at a time."""
+    out = []
+    for row, prompt in enumerate(prompts):
+        ids = list(prompt)
+        one = {name: value[row : row + 1] for name, value in (BESIDE | beside).items()}
+        for _ in range(count):
+            padded = np.array([ids + [0] * (12 - len(ids))], np.int32)
+            ids.append(int(np.asarray(lm().logits(padded, inputs=one))[0, len(ids) - 1].argmax()))
+        out.append(ids[len(prompt) :])
+    return out
+
+
+PROMPTS = [TOKENS[0, :5].tolist(), TOKENS[1, :2].tolist(), TOKENS[2, :7].tolist()]
+
+
+def test_generate_is_recomputing() -> None:
+    """Ragged prompts, each with an image and a mask of its own; streams give the same."""
+    want = recomputed(PROMPTS, 4)
+    assert lm().generate(PROMPTS, max_new_tokens=4, inputs=BESIDE) == want
+    one = {name: value[1:2] for name, value in BESIDE.items()}
+    assert list(lm().stream(PROMPTS[1], max_new_tokens=4, inputs=one)) == want[1]
+    short = {"image": IMAGE[1:2, :2], "keep": KEEP[1:2, :2]}  # the mask drops the others: another size, the same tokens
+    assert lm().generate(PROMPTS[1], max_new_tokens=4, inputs=short) == want[1]
+
+
+@pytest.mark.slow
+def test_optional_inputs() -> None:
+    """One that the flow can do without, is kept too where it comes."""
+    shift = {"shift": SHIFT}
+    want = recomputed(PROMPTS, 3, **shift)
+    assert lm().generate(PROMPTS, max_new_tokens=3, inputs=BESIDE | shift) == want
+    without = lm().generate(PROMPTS, max_new_tokens=3, inputs=BESIDE)
+    assert without == recomputed(PROMPTS, 3)
+
+
+def test_what_the_state_keeps() -> None:
+    """Keys and values of each layer, as few as are read, and its mask; `extend` reads no weight of the tower."""
+    extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
+    names = [i.name for i in extend.inputs if not i.optional]
+    assert names == ["tokens", "lengths"]
+    state = prefill.init_state(3, 8, patches=6)
+    kept = {name: a.shape for name, a in state.leaves.items() if "cross" in name}
+    assert sorted(kept.values()) == [(3, 6)] * LAYERS + [(3, 6, 8)] * 2 * LAYERS
+    assert not any("tower" in line or "mk" in line for line in extend.text("mir").splitlines())
+    out, state = prefill(TOKENS[:, :4], IMAGE, KEEP, lengths=np.full(3, 4, np.int32), state=state)
+    more, state = extend(TOKENS[:, 4:], lengths=np.full(3, 4, np.int32), state=state)
+    np.testing.assert_allclose(np.concatenate([out, more], 1), forward(TOKENS), atol=3e-5)
+
+
+@pytest.mark.slow
+def test_over_devices() -> None:
+    """Heads over four devices, key heads whole: the same tokens."""
+    over = rlx.CausalLM(flow(), WEIGHTS, mesh=mesh("data tensor", 4))
+    assert over.generate(PROMPTS, max_new_tokens=3, inputs=BESIDE) == lm().generate(
+        PROMPTS, max_new_tokens=3, inputs=BESIDE
+    )
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+REFWEIGHTS: dict[str, tuple[Any, type[RlxError], str]] = {
+    "nothing": (None, RequestError, "the flow reads 'image', 'keep': pass inputs={'image': …}"),
+    "one of two": ({"image": IMAGE}, RequestError, "reads 'keep'"),
+    "an unknown name": (BESIDE | {"imgae": IMAGE}, RequestError, "'imgae': the flow has none"),
+    "the tokens": (BESIDE | {"tokens": TOKENS}, RequestError, "belongs to the tokens"),
+    "no mapping": ([IMAGE], RequestError, "expected a mapping"),
+    "another width": (BESIDE | {"image": IMAGE[..., :4]}, ShapeError, "axis 2 is 4, not 5"),
+    "another rank": (BESIDE | {"image": IMAGE[0]}, RlxError, "image"),
+    "masks of another image": (BESIDE | {"keep": KEEP[:, :5]}, ShapeError, "patches is 6 in image and 5 in keep"),
+    "rows": (BESIDE | {"image": IMAGE[:2]}, BatchMismatchError, "image has 2 rows, the request 3"),
+    "numbers for bools": (BESIDE | {"keep": KEEP.astype("f4")}, RlxError, "keep: expected bool"),
+}
+
+
+@pytest.mark.parametrize("name", REFWEIGHTS)
+def test_refused(name: str) -> None:
+    inputs, kind, says = REFWEIGHTS[name]
+    for call in (
+        lambda: lm().generate(PROMPTS, inputs=inputs),
+        lambda: lm().prefill(TOKENS, inputs=inputs),
+        lambda: lm().logits(TOKENS, inputs=inputs),
+    ):
+        with pytest.raises(kind) as caught:
+            call()
+        assert says in str(caught.value)
+
+
+def test_states_of_another_size() -> None:
+    """The state says what it holds."""
+    extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
+    with pytest.raises(RlxError, match="init_state: give patches="):
+        prefill.init_state(3, 8)
+    with pytest.raises(RlxError, match="no size 'pixels'"):
+        prefill.init_state(3, 8, pixels=6)
+    state = prefill.init_state(3, 8, patches=5)
+    with pytest.raises(SessionStateError, match="patches is 6 elsewhere"):
+        prefill(TOKENS[:, :4], IMAGE, KEEP, lengths=np.full(3, 4, np.int32), state=state)
+    with pytest.raises(RequestError, match="warmup: requests bring 'image'"):
+        lm().warmup(4)
+    del extend
+
+
+def derived(read: Any) -> None:
+    made = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("image", ("batch", "patches", H))
+    made = made.embed("e").custom_named("read", lambda e, x: read(e, x, e.flow_input("image")))
+    rlx.compile(made.lm_head(V, H, True), {"e": WEIGHTS["e"]}, program="extend").text("mir")
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence, causally"),
+        (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence, causally"),
+        (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
+        (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
+        (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
+        (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch alone"),
+    ],
+)
+def test_not_derived(read: Any, says: str) -> None:
+    """What hangs on how many tokens there are, or on other rows, is refused by name."""
+    with pytest.raises(DeriveError, match="read") as caught:
+        derived(read)
+    assert says in str(caught.value)
