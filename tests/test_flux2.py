@@ -23,6 +23,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.models.flux2 import Flux2Config, Flux2Flow, weight_specs
+from tests.divided import mesh
 from tests.oracles import checkpoints, diffusion
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -181,3 +182,28 @@ def test_live_record(record: dict[str, Any], tmp_path: Path) -> None:
         SHARDED, torch_dtype=importlib.import_module("torch").float32
     )
     assert_close(diffusion.flux2_sample(reference.eval(), given(record)), record["sample"], tolerance=1e-6)
+
+
+DIVIDED = diffusion.FLUX2 | {
+    "attention_head_dim": 8, "num_attention_heads": 8, "axes_dims_rope": [2, 2, 2, 2], "mlp_ratio": 1.5,
+}  # fmt: skip
+"""Heads and feed-forward widths that eight devices divide."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["tensor", "fsdp", "data fsdp tensor"])
+def test_eight_devices_say_what_one_says(kinds: str) -> None:
+    """Each block's weights in parts, by their roles."""
+    recipe = Flux2Flow.for_config(DIVIDED)
+    rng = np.random.default_rng(0)
+    weights = {
+        key: (rng.normal(size=s.shape) * s.shape[-1] ** -0.5 + (len(s.shape) == 1)).astype("f4")
+        for key, s in recipe.shapes().items()
+    }
+    inputs = diffusion.flux2_inputs(DIVIDED, 3)
+    one: Any = rlx.compile(recipe, weights)
+    many: Any = rlx.compile(recipe, weights, mesh=mesh(kinds, 8))
+    assert_close(many(**inputs), np.asarray(one(**inputs)))
+    key = "transformer_blocks.0.attn.to_q.weight"
+    divided = many.params[key].sharding.shard_shape(many.params[key].shape)
+    assert np.prod(divided) < np.prod(recipe.shapes()[key].shape)

@@ -11,7 +11,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule
-from rlx_jax.errors import ArityError, GraphError, LevelError, NameCollisionError, ShapeError
+from rlx_jax.compiler.observe import Scale, insert_q_dq
+from rlx_jax.errors import ArityError, DTypeError, GraphError, LevelError, NameCollisionError, ShapeError
 from rlx_jax.ir import hir, queries
 from tests.oracles.comparing import assert_close
 
@@ -290,3 +291,47 @@ def test_made_up_numbers_that_are_refused(call: Any, error: Any, text: str) -> N
 
     with pytest.raises(error, match=text):
         rlx.ModelFlow("f").input("x", (3, 4)).custom(stage).build()
+
+
+# -- rounding at chosen values -------------------------------------------------------------------
+
+
+def test_rounded_values_are_what_all_readers_get() -> None:
+    """An input, a weight and a value that is an output too, by the formula; the others stay."""
+
+    def build(m: GraphModule) -> tuple[Any, ...]:
+        x, w = m.input("x", (3, 8)), m.param("up", (8, 6))
+        y = m.linear(x, w)
+        m.set_outputs([m.relu(y), y])
+        return x, w, y
+
+    m = Graph.hir("m")
+    x, w, y = build(m)
+    record = {x: Scale(0.05, 3), w: Scale(0.1), y: Scale(0.5, 100, "u8")}
+    rounded = insert_q_dq(m, record)
+
+    def qdq(value: Any, scale: float, zero: int = 0, low: int = -128, high: int = 127) -> Any:
+        return (np.clip(np.round(value / np.float32(scale)) + zero, low, high) - zero) * np.float32(scale)
+
+    want = qdq(qdq(X, 0.05, 3).astype("f8") @ qdq(W["up"], 0.1), 0.5, 100, 0, 255).astype("f4")
+    got = rlx.compile(rounded, {"up": W["up"]})(X)
+    assert_close(got["output1"], want)
+    assert_close(got["output0"], np.maximum(want, 0))
+    assert len(rounded) > len(m) and len(insert_q_dq(m, {})) == len(m)
+
+
+@pytest.mark.parametrize(
+    "record, error, text",
+    [
+        (lambda x, ids: {x: 0.5}, GraphError, "expected a Scale, got 0.5"),
+        (lambda x, ids: {x: Scale(0.0)}, GraphError, "a finite number over 0, got 0.0"),
+        (lambda x, ids: {x: Scale(0.1, 200)}, GraphError, "zero_point one of its numbers"),
+        (lambda x, ids: {ids: Scale(0.1)}, DTypeError, r"is i32\[3\]"),
+    ],
+)
+def test_roundings_that_are_refused(record: Any, error: Any, text: str) -> None:
+    m = Graph.hir("m")
+    x, ids = m.input("x", (3, 8)), m.input("ids", (3,), "i32")
+    m.set_outputs([x])
+    with pytest.raises(error, match=text):
+        insert_q_dq(m, record(x, ids))

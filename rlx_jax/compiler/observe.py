@@ -1,0 +1,73 @@
+"""Rounding at chosen values of a graph, as integer hardware would: what calibration found is put into the program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.errors import DTypeError, GraphError, LevelError, shown
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Leaf, Node, Value
+from rlx_jax.ir.rewrite import Rewrite, rewrite
+from rlx_jax.ir.types import is_float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How one value is rounded: `dequantize(quantize(x))` by `scale` and `zero_point` in `dtype`, i8 or u8."""
+
+    scale: float
+    zero_point: int = 0
+    dtype: str = "i8"
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not number or not 0 < self.scale < math.inf:
+            raise GraphError(f"insert_q_dq: a scale is a finite number over 0, got {shown(self.scale)}")
+        low, high = {"i8": (-128, 127), "u8": (0, 255)}.get(self.dtype, (0, -1))
+        if not low <= self.zero_point <= high:
+            raise GraphError(
+                f"insert_q_dq: dtype is i8 or u8 and zero_point one of its numbers, got {shown(self.dtype)} and "
+                f"{shown(self.zero_point)}"
+            )
+
+
+def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModule:
+    """A module in which every value of `record` is rounded: all that read it, and the outputs, get it rounded.
+
+    Raises:
+        LevelError: the module is at LIR. GraphError: an entry is no value of the module and a `Scale`.
+        DTypeError: a value is not floating.
+    """
+    if module.stage == GraphStage.LIR:
+        raise LevelError(f"module {module.name!r} is at lir: round before it is planned")
+    tapped: dict[Value, Scale] = {}
+    for value, scale in record.items():
+        if not isinstance(scale, Scale):
+            raise GraphError(f"{module.name}: insert_q_dq: expected a Scale, got {shown(scale)}")
+        own = module.own(value)
+        if not is_float(module.type_of(value).dtype):
+            raise DTypeError(f"{module.name}: insert_q_dq: {module.node_label(value)} is {module.type_of(value)}")
+        tapped[own] = scale
+    graph = module.finish()
+
+    def enter(inner: Graph) -> Rewrite:
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            chosen = {i: tapped.get(Value(number, i)) for i in range(len(node.types))} if inner is graph else {}
+            if not any(chosen.values()):
+                return None
+            made = (b.leaf(node.op),) if isinstance(node.op, Leaf) else b.add(node.op, *inputs)
+            writer = GraphModule(module.name, module.stage, b)
+            return tuple(v if (s := chosen[i]) is None else _rounded(writer, v, s) for i, v in enumerate(made))
+
+        return fn
+
+    out = rewrite(graph, enter, module.builder.types, "insert_q_dq")
+    return GraphModule.of(out, module.stage, module.builder.types, module.policy)
+
+
+def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
+    zero = s.zero_point or None
+    held = m.type_of(value).dtype
+    return m.own(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=held))

@@ -1,0 +1,76 @@
+"""The table of docs/stages.md: every stage is in it, and its test notices when the stage is wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx_jax import blocks
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(
+    r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| `(test_\w+\.py)::(test_\w+)(\[[^`]*\])?` \|$", re.MULTILINE
+)
+
+
+def rows() -> dict[str, str]:
+    """The test of each stage, as pytest is asked for it."""
+    found = ROW.findall((ROOT / "docs" / "stages.md").read_text("utf-8"))
+    assert len(found) == len({row[0] for row in found})
+    return {row[0]: f"tests/{row[4]}::{row[5]}{row[6]}" for row in found}
+
+
+TABLE = rows()
+
+
+def stages() -> set[str]:
+    """The classes of `rlx_jax.blocks` that have an `emit`; protocols only say what a stage is."""
+    classes = (c for c in vars(blocks).values() if inspect.isclass(c) and hasattr(c, "emit"))
+    return {c.__name__ for c in classes if not getattr(c, "_is_protocol", False)}
+
+
+def test_every_stage_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "stages.md").read_text("utf-8")
+    assert page.count("\n| `") == len(TABLE), "a row that the pattern does not read"
+    assert set(TABLE) == stages(), "a stage is a row of docs/stages.md"
+
+
+@pytest.mark.parametrize("test", sorted(set(TABLE.values())))
+def test_the_tests_exist(test: str) -> None:
+    file, name = test.removeprefix("tests/").partition("[")[0].split("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def run(test: str, **env: Any) -> subprocess.CompletedProcess[str]:
+    """The test in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-m", "not oracle"]
+    plugin = ["-p", "tests.perturbed"] if env else []
+    return subprocess.run(
+        [*command, *plugin, test], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", sorted(set(TABLE.values())))
+def test_each_test_passes_as_things_are(test: str) -> None:
+    """Without which a failure below would say nothing."""
+    done = run(test)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", sorted(TABLE))
+def test_its_test_notices_a_wrong_stage(stage: str) -> None:
+    """It fails by a comparison, not because the wrong stage cannot be built."""
+    done = run(TABLE[stage], RLX_PERTURB=stage)
+    assert done.returncode == 1, f"{stage}: {TABLE[stage]} passes although the stage is wrong\n{done.stdout[-1500:]}"
+    assert re.search(r"^E +(AssertionError|assert )", done.stdout, re.MULTILINE), done.stdout[-2000:]
