@@ -35,8 +35,8 @@ TOPICS = [c for c in Builders.__mro__ if issubclass(c, Writer)]
 FUNCTIONS = (
     "floor", "ceil", "trunc", "sign", "square", "reciprocal", "cbrt", "expm1", "log1p", "exp2", "log2", "asin", "acos",
     "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "relu6", "selu", "mish", "log_sigmoid", "soft_sign",
-    "quick_gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "swish", "elu", "celu", "leaky_relu", "squareplus",
-    "thresholded_relu", "isnan", "isinf", "isfinite",
+    "quick_gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "swish", "elu", "celu", "leaky_relu",
+    "squareplus", "thresholded_relu", "isnan", "isinf", "isfinite",
 )  # fmt: skip
 WHOLE = (
     "floor_divide", "trunc_divide", "mod", "fmod", "rem", "bitwise_and", "bitwise_or", "bitwise_xor", "left_shift",
