@@ -49,7 +49,7 @@ def recipe(family: str, **changes: Any) -> Any:
     """The recipe of a family without a checkpoint."""
     if family in ENCODERS:
         encoder, sizes = ENCODERS[family]
-        return encoder(encoder.config_type.from_hf(sizes | changes))
+        return encoder.for_prefill(sizes | changes)
     flow, own = DECODERS[family]
     return flow.for_prefill((own if family == "gpt2" else SIZES | own) | changes)
 

@@ -249,8 +249,10 @@ PUBLISHED: dict[str, tuple[Any, int, dict[str, Any]]] = {
 def test_published_sizes(name: str) -> None:
     """A flow of the published config reads as many parameters as the published checkpoint has."""
     flow, count, config = PUBLISHED[name]
-    recipe = flow(flow.config_type.from_hf(config))
+    recipe = flow.for_prefill(config, batch=3)
+    assert recipe == dataclasses.replace(flow.for_prefill(recipe.config), batch=3)
     built = recipe.assemble().build()
+    assert built.binding == {"batch": 3}
     assert built.source is not None and built.refusals == ()
     assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == count
     said = set(built.roles) | {key for key in built.keys_read if len(built.source.spec(key).shape) == 1}

@@ -395,8 +395,20 @@ def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: 
         rlx.load(checkpoints.edited(directory, tmp_path / "odd", changes))
 
 
+def test_positions_that_gpt2_knows() -> None:
+    """The rows of its table are all that there are, at once and behind cached tokens."""
+    lm = case("gpt2/scaled_v5").lm
+    assert lm.max_positions == 48
+    with pytest.raises(errors.SequenceLengthError, match="49"):
+        lm.logits(np.ones((1, 49), np.int32))
+    with pytest.raises(errors.SequenceLengthError, match="48"):
+        lm.generate([[1] * 40], max_new_tokens=9)
+
+
 def test_harmless_fields(tmp_path: Path) -> None:
     """What real configs of the families carry beside what is read."""
+    extra: dict[str, Any] = {"_num_labels": 1, "task_specific_params": {"text-generation": {"max_length": 50}}}
+    assert rlx.recipe_for(checkpoints.edited(CONV, tmp_path / "c", extra)).config == rlx.recipe_for(CONV).config
     extra = {"use_mrope": False, "attention_dropout": 0.0, "max_window_layers": 1, "tokenizer_class": "Qwen2Tokenizer"}
     assert rlx.recipe_for(checkpoints.edited(LATE, tmp_path / "a", extra)).config == rlx.recipe_for(LATE).config
     extra = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}

@@ -21,7 +21,7 @@ MAX_WIDTH = 2**24
 
 INERT = frozenset(
     """
-    _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
+    _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures attention_dropout
     attention_probs_dropout_prob attn_implementation bos_token_id classifier_dropout directionality
     dtype embd_pdrop eos_token_id finetuning_task gradient_checkpointing hidden_dropout_prob id2label
     initializer_factor initializer_range is_encoder_decoder label2id language max_length min_length model_type

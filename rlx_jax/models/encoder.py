@@ -90,6 +90,14 @@ class EncoderFlow(Generic[E]):
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
+    @classmethod
+    def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
+        """The forward program of a bare encoder, bound to sizes where they are given; `config` may be the content of
+        `config.json`."""
+        known: Any = config
+        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        return cls(read, batch=batch, seq=seq)
+
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe under the prefix that a checkpoint's keys have."""
         found = (prefix for prefix in self.prefixes if source.has(f"{prefix}.{EMBEDDING}"))
