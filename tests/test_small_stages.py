@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -149,7 +150,9 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 
 def layer_weights() -> dict[str, np.ndarray]:
     """Every weight that one of the layers has."""
-    shapes = {f"self_attn.{n}_proj.weight": (k * 6, H) for n, k in (("q", 4), ("k", 2), ("v", 2))}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{n}_proj.weight": (k * 6, H) for n, k in (("q", 4), ("k", 2), ("v", 2))
+    }
     shapes |= {f"self_attn.{n}_proj.bias": (k * 6,) for n, k in (("q", 4), ("k", 2), ("v", 2))}
     shapes |= {"self_attn.o_proj.weight": (H, 24), "mlp.gate_proj.weight": (F, H), "mlp.up_proj.weight": (F, H)}
     shapes |= {f"self_attn.{n}_norm.weight": (6,) for n in "qk"} | {"mlp.down_proj.weight": (H, F)}
@@ -194,11 +197,15 @@ def test_taps() -> None:
             assert_close(got[name], np.asarray(want[name]))
 
 
+def register(name: str, emit: Any, x: Any) -> Any:
+    return getattr(emit.state, name)
+
+
 def test_rope_tables() -> None:
     """By a base and as data: cos and sin of position · θ^(−2i/D), as attention reads them."""
     angles = np.arange(5)[:, None] * 50.0 ** (-np.arange(2) / 2)
     data = blocks.RopeTables.param(5, 2, np.cos(angles), np.sin(angles))
     for tables in (blocks.RopeTables.theta(4, 50.0), data):
         for name, want in (("rope_cos", np.cos(angles)), ("rope_sin", np.sin(angles))):
-            stage = blocks.Custom(lambda emit, x, name=name: getattr(emit.state, name))
+            stage = blocks.Custom(functools.partial(register, name))
             assert_close(run(blocks.Sequence([tables, stage])), want[None, :3].astype("f4"))
