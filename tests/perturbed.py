@@ -41,13 +41,15 @@ def perturb(emits: Callable[..., Any]) -> Callable[..., Any]:
     def emit_wrong(self: Any, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         before = {(id(place), key): held for place, key, held in written(emit.state)}
         out: FlowValue | None = emits(self, emit, value)
+        if out is not None and out is not value:
+            return wrong(emit, out)
         for place, key, held in list(written(emit.state)):
             if before.get((id(place), key)) is not held:
                 if isinstance(place, dict):
                     place[key] = wrong(emit, held)
                 else:
                     setattr(place, key, wrong(emit, held))
-        return out if out is None or out is value else wrong(emit, out)
+        return out
 
     return emit_wrong
 
