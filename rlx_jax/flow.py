@@ -273,7 +273,7 @@ class ModelFlow(Stages):
         side = self._side_outputs(emit, self._tap_attention(emit) if self.taps else ())
         if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
-        outputs = {self.output_name: self._primary(emit, value).value} | {n: v.value for n, v in side.items()}
+        outputs = {self.output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
         emit.captured.closed = True
         rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)

@@ -13,6 +13,8 @@ import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, LayerStack, ModelFlow
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError
 from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Graph as GraphIR
+from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.layer_stack import Stages
 from rlx_jax.trace.builders import Builders
@@ -116,6 +118,14 @@ CALLS: dict[str, Call] = {
     **each(("quantize", "quantize_per_channel", "dequantize", "dequantize_per_channel"), lambda i: (i.img, i.c, 3),
            axis=1),
     "fake_quantize": lambda m, i: m.fake_quantize(i.img, i.c, axis=1, ste="clipped"),
+    # choices and loops
+    "switch": lambda m, i: m.switch(m.argmax(i.x), [m.sin, lambda v: m.mul(v, i.y)], i.x),
+    "cond": lambda m, i: m.cond(m.any(i.ids), lambda v: m.linear(v, i.w), lambda v: m.mm(v, i.w), i.x),
+    "while_loop": lambda m, i: m.while_loop(lambda v: m.any(m.gt(v, 1)), lambda v: m.mul(v, 0.5), i.x),
+    "scan": lambda m, i: m.scan(lambda c, v: (m.add(c, v), (m.mul(c, i.b), v)), i.b, i.w),
+    "fori_loop": lambda m, i: m.fori_loop(1, 4, lambda k, v: m.mul(v, m.cast(k, "f32")), i.x),
+    "custom_vjp": lambda m, i: m.custom_vjp(m.round, lambda v, out, g: g, i.x),
+    "stop_gradient": lambda m, i: m.stop_gradient(i.x),
     # products by named axes, and of whole numbers
     "einsum": lambda m, i: m.einsum("bsh,hk->bks", i.x, i.w),
     "dot_general": lambda m, i: m.dot_general(i.x, i.y, (((2,), (2,)), ((0,), (0,)))),
@@ -201,13 +211,27 @@ class Named:
 
 
 def as_tuple(made: Any) -> tuple[Any, ...]:
-    return made if isinstance(made, tuple) else (made,)
+    """The values that a call made."""
+    return tuple(v for part in made for v in as_tuple(part)) if isinstance(made, tuple) else (made,)
 
 
 def mir_of(module: GraphModule) -> list[Any]:
     """Ops, operands and types of the lowered module: what a program is, but for names of places."""
-    graph = module.lower().graph
-    return [(n.op, n.inputs, n.types) for n in graph.nodes] + list(graph.outputs)
+    return nodes_of(module.lower().graph)
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """Nodes and outputs; of a body the same in the place of its graph."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return nodes_of(value) if isinstance(value, GraphIR) else value
+
+    def what(op: Any) -> Any:
+        return (type(op), *map(plain, vars(op).values())) if isinstance(op, Switch | While | Scan | CustomVjp) else op
+
+    return [(what(n.op), n.inputs, n.types) for n in graph.nodes] + list(graph.outputs)
 
 
 def by_module(call: Call) -> list[Any]:
@@ -233,7 +257,18 @@ def by_emit(call: Call) -> list[Any]:
 
 def test_every_op_stands_in_the_table() -> None:
     """A method that is added to the builders is added here."""
-    own = {"own", "wrap", "weight", "lift", "shape", "type_of", "path", "level", "nonzero"}  # the last one is refused
+    own = {
+        "own",
+        "wrap",
+        "weight",
+        "lift",
+        "shape",
+        "type_of",
+        "path",
+        "level",
+        "inside",
+        "nonzero",
+    }  # the last one is refused
     methods = {n for c in TOPICS for n in vars(c) if not n.startswith("_")} - own - {"builder", "captured"}
     assert methods == set(CALLS), "a call of each method stands in CALLS of this file"
 

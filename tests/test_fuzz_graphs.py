@@ -38,7 +38,8 @@ NO_PASS = "no pass treats it in a way of its own; its numbers and types are held
 NOT_GROWN: dict[str, str] = dict.fromkeys(
     ("Parametric", "Einsum", "LogSoftmax", "Cumulative", "ArgReduce", "Sort", "TopK", "Pad", "Tile", "Take",
      "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "Conv", "ConvTranspose", "Pool", "Resize",
-     "GridSample", "Standardize", "Patches", "GridPositions", "FakeQuantize",
+     "GridSample", "Standardize", "Patches", "GridPositions", "Switch",
+     "While", "Scan", "CustomVjp", "FakeQuantize",
      "Sample", "FusedAttentionBlock", "FusedTransformerLayer"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""

@@ -200,14 +200,16 @@ class GraphModule(Builders[Value]):
             raise GraphError(
                 f"{self.name}: expected a value of this module, got {type(value).__name__}; m.constant(array) makes one"
             )
-        if value.owner not in (None, self.builder):
+        around = [body.outer for body in self._bodies]
+        if value.owner not in (None, self.builder, *around):
             raise GraphError(
                 f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
                 "use the values that this one returned, after lowering those in its `outputs`"
             )
-        if not (0 <= value.node < len(self.builder.nodes)) or value.index >= len(self.builder.nodes[value.node].types):
+        nodes = (value.owner or self.builder).nodes
+        if not (0 <= value.node < len(nodes)) or value.index >= len(nodes[value.node].types):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
-        return Value(value.node, value.index)
+        return self.inside(value)
 
     def weight(self, weight: Value | WeightKey, roles: Roles | None = None) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""

@@ -170,7 +170,7 @@ class Emit(Builders[FlowValue]):
 
     def wrap(self, value: Value) -> FlowValue:
         """A graph value with operators."""
-        return FlowValue(self, value)
+        return FlowValue(self, replace(value, owner=self.builder))
 
     def own(self, value: FlowValue) -> Value:
         """The graph value behind a FlowValue of this flow."""
@@ -181,7 +181,7 @@ class Emit(Builders[FlowValue]):
             )
         if value.emit is not self:
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
-        return value.value
+        return self.inside(value.value)
 
     def weight(self, weight: FlowValue | WeightKey, roles: Roles | None = None) -> FlowValue:
         """The weight under a key as stored, whose axes are `roles`; or a value as it is."""
@@ -194,7 +194,7 @@ class Emit(Builders[FlowValue]):
                 return super().add_all(op, *values)
             except ShapeError as error:
                 at_fault = [values[i] for i in error.operands] or values
-                weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(v.value)))
+                weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(self.own(v))))
                 if not weights:
                     raise
                 raise WeightShapeError(f"{error}; it reads {weights}") from error

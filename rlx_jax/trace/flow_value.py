@@ -28,7 +28,7 @@ class FlowValue:
 
     @property
     def type(self) -> TensorType:
-        return self.emit.builder.type(self.value)
+        return self.emit.type_of(self)
 
     @property
     def shape(self) -> tuple[int | Dim, ...]:

@@ -19,6 +19,7 @@ operands do not fit, and LevelError for a block in a module that is not at HIR.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -26,7 +27,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, GraphStage, Hir, Op, Value, located
+from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, is_static, path_text
@@ -45,11 +46,39 @@ def is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
+@dataclass(eq=False)
+class Body:
+    """A body of a loop or choice that is being written, `builder` inside of `outer`.
+
+    Its first `given` inputs are what it is called with; behind them stand values of the program around it, which become
+    operands: `captures` has the number of each. Where that is None, there may be none.
+    """
+
+    builder: Builder
+    outer: Builder
+    given: int
+    captures: dict[Value, int] | None
+    what: str
+
+    def number(self, value: Value) -> int:
+        """The number of the input that a value of `outer` is."""
+        if self.captures is None:
+            raise GraphError(
+                f"{self.what}: a body reads only what it is given, and this one reads another value or weight"
+            )
+        return self.captures.setdefault(value, self.given + len(self.captures))
+
+    def take(self, value: Value) -> Value:
+        """A value of `outer` as the body has it."""
+        return self.builder.leaf(BodyInput(self.number(value), type=self.outer.type(value)))
+
+
 class Writer(Generic[V]):
     """What every topic of ops is written with, over the values `V` of whoever writes."""
 
     builder: Builder
     captured: Captured
+    _bodies: tuple[Body, ...] = ()
 
     @property
     def level(self) -> GraphStage:
@@ -69,6 +98,20 @@ class Writer(Generic[V]):
     def weight(self, weight: V | WeightKey, roles: Roles | None = None) -> V:
         """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`."""
         raise NotImplementedError
+
+    def inside(self, value: Value) -> Value:
+        """A value as the body that is being written has it; one of the program around it becomes an operand."""
+        found = Value(value.node, value.index)
+        if value.owner is self.builder or (value.owner is None and not self._bodies):
+            return found
+        around = [body.outer for body in self._bodies]
+        if value.owner not in around:
+            raise GraphError(
+                f"{self.path}: a value of the body of a loop or choice is used outside of it; let it return it"
+            )
+        for body in self._bodies[around.index(value.owner) :]:
+            found = body.take(found)
+        return found
 
     # -- appending ---------------------------------------------------------------------------
 

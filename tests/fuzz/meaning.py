@@ -17,6 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
@@ -177,6 +178,32 @@ def search(op: ArgReduce, x: Array) -> Array:
     return x.shape[op.axis] - 1 - at if op.last else at
 
 
+def body(graph: Graph, operands: Sequence[Array]) -> tuple[Array, ...]:
+    """What the body of a loop or choice gives."""
+    return Run(Feeds()).graph(graph, None, [wide(np.asarray(o)) for o in operands])
+
+
+def repeated(op: While, *operands: Array) -> tuple[Array, ...]:
+    """As often as the condition says."""
+    carried, rest = operands[: op.carries], operands[op.carries :]
+    while body(op.cond, (*carried, *rest))[0]:
+        carried = body(op.body, (*carried, *rest))
+    return carried
+
+
+def scanned(op: Scan, *operands: Array) -> tuple[Array, ...]:
+    """Entry after entry, from the end where it is reversed."""
+    carried, cut = operands[: op.carries], operands[op.carries : op.carries + op.slices]
+    rest, stacks = operands[op.carries + op.slices :], []
+    length = len(cut[0]) if cut else op.length or 0
+    for i in range(length)[:: -1 if op.reverse else 1]:
+        out = body(op.body, (*carried, *(x[i] for x in cut), *rest))
+        carried = out[: op.carries]
+        stacks.append(out[op.carries :])
+    stacked = [np.stack(column) for column in zip(*stacks[:: -1 if op.reverse else 1], strict=True)]
+    return (*carried, *stacked)
+
+
 def standardized(op: Standardize, x: Array) -> Array:
     """A norm without weights."""
     centred = x - x.mean(op.axes, keepdims=True) if op.centre else x
@@ -315,6 +342,10 @@ MIR: dict[type[Op], Meaning] = {
     Resize: lambda op, x: image.resize(x, op),
     GridSample: lambda op, x, g: image.grid_sample(x, g, op.method, op.padding, op.align_corners),
     Standardize: standardized,
+    Switch: lambda op, index, *given: body(op.branches[min(max(int(index), 0), len(op.branches) - 1)], given),
+    While: repeated,
+    Scan: scanned,
+    CustomVjp: lambda op, *operands: body(op.forward, operands),
     Patches: lambda op, x: formula.patches(x, *op.patch),
     GridPositions: lambda op, table, x: formula.grid_positions(
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias

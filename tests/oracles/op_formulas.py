@@ -88,6 +88,7 @@ UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "trunc": np.trunc,
     "sign": np.sign,
     "square": lambda x: x * x,
+    "stop_gradient": lambda x: x,
     "reciprocal": lambda x: 1 / x,
     "cbrt": lambda x: np.sign(x) * np.abs(x) ** (1 / 3),
     "expm1": lambda x: np.exp(x) - 1,

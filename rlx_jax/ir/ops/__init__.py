@@ -2,6 +2,7 @@
 
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
@@ -44,6 +45,7 @@ OPS: tuple[type[Mir], ...] = (
     MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp, Standardize,
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
+    Switch, While, Scan, CustomVjp,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
     AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep, Overwrite,

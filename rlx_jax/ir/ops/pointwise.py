@@ -51,6 +51,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "trunc": jnp.trunc,  # towards 0
     "sign": jnp.sign,  # −1, 0 or 1
     "square": jnp.square,
+    "stop_gradient": jax.lax.stop_gradient,  # x, which no gradient goes through
     "reciprocal": jnp.reciprocal,  # 1/x
     "cbrt": jnp.cbrt,  # ∛x
     "expm1": jnp.expm1,  # eˣ − 1
@@ -77,7 +78,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 }
 """Functions of one value, by name."""
 
-OF_NUMBERS = ("neg", "abs", "relu", "sign", "square")
+OF_NUMBERS = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
 """Those that take whole numbers too."""
 
 PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {

@@ -1,0 +1,235 @@
+"""Choices, loops and gradients of one's own: numbers, gradients, what bodies may read, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rlx_jax as rlx
+from rlx_jax.errors import ArityError, DeriveError, GraphError, RlxError, ShapeError
+
+RNG = np.random.default_rng(4)
+X = RNG.standard_normal((3, 4)).astype(np.float32)
+W = RNG.standard_normal((4, 4)).astype(np.float32) / 4
+P = np.float32(0.5)
+
+
+def program(m: Any, x: Any, p: Any, w: Any) -> dict[str, Any]:
+    """One of each, by name; bodies read values and weights around them, and stand in each other."""
+    y = m.mul(x, 2.0)
+    count, halved = m.while_loop(
+        lambda c: m.lt(c[0], 5), lambda c: (m.add(c[0], 1), m.mul(c[1], p)), (m.constant(0), x)
+    )
+    carry, (before, index) = m.scan(lambda c, v: (m.add(c, v), (c, m.argmax(v))), m.zeros(4), x)
+    back, none = m.scan(lambda c, v: (m.add(m.mul(c, p), v), None), m.zeros(4), x, reverse=True)
+    nested = m.cond(p, lambda v: m.cond(m.gt(p, 1), m.sin, lambda u: m.mul(u, y), v), lambda v: v, x)
+    assert none is None
+    return {
+        "switch": m.switch(m.constant(7), [m.sin, m.cos, lambda v: m.add(v, y)], x),
+        "cond": m.cond(m.gt(p, 0), lambda v: m.linear(v, w), lambda v: m.add(v, y), x),
+        "nested": nested,
+        "count": count,
+        "halved": halved,
+        "carry": carry,
+        "before": before,
+        "index": index,
+        "back": back,
+        "fori": m.fori_loop(1, 4, lambda i, v: m.add(m.mm(v, w), m.cast(i, "f32")), x),
+        "pairs": m.fori_loop(0, 2, lambda i, c: (c[1], m.mul(c[0], p)), (x, y))[0],
+        "rounded": m.custom_vjp(m.round, lambda v, out, g: m.mul(g, m.sub(v, out)), x),
+        "stopped": m.mul(x, m.stop_gradient(x)),
+    }
+
+
+def reference(x: Any, p: Any, w: Any) -> dict[str, Any]:
+    """The same in JAX."""
+
+    @jax.custom_vjp
+    def rounded(x: Any) -> Any:
+        return jnp.round(x)
+
+    rounded.defvjp(lambda x: (jnp.round(x), x), lambda x, g: (g * (x - jnp.round(x)),))
+    carry, (before, index) = lax.scan(lambda c, v: (c + v, (c, jnp.argmax(v))), jnp.zeros(4), x)
+    return {
+        "switch": x + 2 * x,
+        "cond": jnp.where(p > 0, x @ w, 3 * x),
+        "nested": x * 2 * x,
+        "count": 5,
+        "halved": x * p**5,
+        "carry": carry,
+        "before": before,
+        "index": index,
+        "back": lax.scan(lambda c, v: (c * p + v, None), jnp.zeros(4), x, reverse=True)[0],
+        "fori": lax.fori_loop(1, 4, lambda i, v: v @ w + i.astype(jnp.float32), x),
+        "pairs": x * p,
+        "rounded": rounded(x),
+        "stopped": x * lax.stop_gradient(x),
+    }
+
+
+def compiled(names: tuple[str, ...] = (), **options: Any) -> Any:
+    m = rlx.Graph.hir("m")
+    made = program(m, m.input("x", ("rows", 4)), m.input("p", ()), m.param("w", (4, 4)))
+    chosen = names or tuple(made)
+    m.set_outputs([made[n] for n in chosen], chosen)
+    return rlx.compile(m, {"w": W}, **options)
+
+
+def test_numbers_are_those_of_jax() -> None:
+    """For another number of rows too: they are a symbol."""
+    model = compiled()
+    for x in (X, np.concatenate([X, -X])):
+        want = reference(x, P, W)
+        for name, got in model(x, P).items():
+            np.testing.assert_allclose(got, want[name], atol=1e-5, err_msg=name)
+
+
+def test_gradients_are_those_of_jax() -> None:
+    """But of while_loop, which has none; those of weights that bodies read too."""
+    names = ("switch", "cond", "nested", "carry", "before", "back", "fori", "pairs", "rounded", "stopped")
+    model = compiled(names)
+
+    def ours(params: Any, x: Any) -> Any:
+        return sum((v * v).sum() for v in model.apply(params, x, P).values())
+
+    def theirs(params: Any, x: Any) -> Any:
+        made = reference(x, jnp.asarray(P), params["w"])
+        return sum((made[n] * made[n]).sum() for n in names)
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))({"w": jnp.asarray(W)}, jnp.asarray(X)) for f in (ours, theirs))
+    np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=2e-5, atol=1e-4)
+    np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=1e-4)
+
+
+def test_one_branch_runs() -> None:
+    """The program holds a conditional and a loop, not both branches and a choice."""
+    text = compiled(("nested", "count")).lower(X, P).as_text()
+    assert "stablehlo.case" in text and "stablehlo.while" in text
+
+
+@pytest.mark.parametrize("table", [{"precision": {"compute": "bf16"}}, {"precision": {"mixed": "auto_mixed_bf16"}}])
+def test_bodies_keep_their_dtypes(table: Any) -> None:
+    """A program in bf16 rounds what goes in; the bodies are those that were written."""
+    profile = rlx.CompileProfile().replace(**table)
+    got, want = compiled(profile=profile)(X, P), reference(X, P, W)
+    for name in set(got) - {"rounded"}:
+        assert np.abs(np.asarray(got[name], np.float64) - np.asarray(want[name], np.float64)).max() < 0.1, name
+
+
+def test_stages_write_them_too() -> None:
+    """With a weight by its key, and operators on values."""
+
+    def stage(emit: Any, x: Any) -> Any:
+        return emit.cond(x.sum() > 100, lambda v: v * 2, lambda v: emit.linear(v, "w") + x, x)
+
+    model = rlx.compile(rlx.ModelFlow("m").input("x", ("rows", 4)).custom(stage), {"w": W})
+    np.testing.assert_allclose(model(X), X @ W.T + X, atol=1e-6)
+    assert list(model.params) == ["w"]
+
+
+def test_a_module_with_bodies_is_stored() -> None:
+    m = rlx.Graph.hir("m")
+    made = program(m, m.input("x", ("rows", 4)), m.input("p", ()), m.param("w", (4, 4)))
+    m.set_outputs(list(made.values()), list(made))
+    again = rlx.Graph.from_json(m.to_json())
+    assert again.to_json() == m.to_json()
+    got, want = (rlx.compile(g, {"w": W})(X, P) for g in (again, m))
+    assert all(np.array_equal(got[n], want[n]) for n in made)
+
+
+def tokens(stage: Callable[..., Any]) -> rlx.ModelFlow:
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", 4)).custom(stage)
+
+
+def test_what_treats_tokens_alone_is_derived() -> None:
+    """A loop over each token's own features; one over the sequence mixes, and is refused by name."""
+    model = rlx.compile(tokens(lambda e, x: e.fori_loop(0, 3, lambda i, v: e.sin(v), x)), program="extend")
+    assert "scan(" in model.text("mir")
+
+    def over_tokens(e: Any, x: Any) -> Any:
+        return e.scan(lambda c, v: (c + v, c), e.zeros(("batch", 4)), e.swapaxes(x, 0, 1))[1].transpose(1, 0, 2)
+
+    with pytest.raises(DeriveError, match=r"scan\(.* positions alone: scan runs over 'seq'"):
+        rlx.compile(tokens(over_tokens), program="extend").text("mir")
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
+    "a predicate of rows": (
+        lambda m, x: m.cond(m.gt(x, 0), m.sin, m.cos, x),
+        ShapeError,
+        "rank 0, got bool.rows,4.; see where",
+    ),
+    "branches that differ": (
+        lambda m, x: m.cond(m.any(x), m.sin, lambda v: m.sum(v, 0), x),
+        ShapeError,
+        "f32.4.* and .f32.rows",
+    ),
+    "an index of floats": (lambda m, x: m.add_node(rlx.ops.Switch(()), x), GraphError, "no branches"),
+    "no function": (lambda m, x: m.cond(m.any(x), x, m.sin, x), GraphError, "takes a function of values"),
+    "a carry that grows": (
+        lambda m, x: m.scan(lambda c, v: (x, None), m.zeros(4), x),
+        ShapeError,
+        "enter a step, .f32.rows,4.. leave",
+    ),
+    "a carry more": (lambda m, x: m.while_loop(lambda c: m.any(c), lambda c: (c, c), x), ShapeError, "enter a step"),
+    "no pair": (lambda m, x: m.scan(lambda c, v: c, m.zeros(4), x), GraphError, "f gives .carry, y."),
+    "nothing to cut": (lambda m, x: m.scan(lambda c, v: (c, None), x), ShapeError, "length is an int"),
+    "both": (lambda m, x: m.scan(lambda c, v: (c, None), x, x, length=3), ShapeError, "length is an int"),
+    "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "has a first axis"),
+    "a condition that is none": (
+        lambda m, x: m.while_loop(lambda v: v, m.sin, x),
+        ShapeError,
+        "gives one bool of rank 0",
+    ),
+    "an empty range": (lambda m, x: m.fori_loop(3, 3, lambda i, v: v, x), GraphError, "the lower first"),
+    "a value beside": (
+        lambda m, x: m.custom_vjp(lambda v: m.add(v, x), lambda *a: a[-1], m.sin(x)),
+        GraphError,
+        "only what it is given",
+    ),
+    "gradients of other operands": (
+        lambda m, x: m.custom_vjp(m.sin, lambda v, o, g: (g, g), x),
+        ArityError,
+        "1 gradients",
+    ),
+    "no value": (lambda m, x: m.cond(m.any(x), lambda v: 1.0, m.sin, x), GraphError, "expected a"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    """And what is written goes on as before."""
+    call, kind, message = REFUSED[name]
+    m = rlx.Graph.hir("m")
+    x = m.input("x", ("rows", 4))
+    with pytest.raises(kind, match=message):
+        call(m, x)
+    assert str(m.shape(m.sin(x))) == "f32[rows,4]"
+    with pytest.raises(kind, match=message):
+        rlx.ModelFlow("m").input("x", ("rows", 4)).custom(call).build()
+
+
+def test_a_value_of_a_body_stays_inside() -> None:
+    kept: list[Any] = []
+
+    def branch(m: Any) -> Callable[[Any], Any]:
+        return lambda v: kept.append(m.sin(v)) or kept[-1]  # type: ignore[func-returns-value]
+
+    m = rlx.Graph.hir("m")
+    x = m.input("x", ("rows", 4))
+    m.cond(m.any(x), branch(m), m.cos, x)
+    with pytest.raises(GraphError, match="the body of switch"):
+        m.add(kept[0], x)
+
+    def stage(e: Any, x: Any) -> Any:
+        e.cond(e.any(x), branch(e), e.cos, x)
+        return kept[-1] + x
+
+    with pytest.raises(GraphError, match="used outside of it; let it return it"):
+        rlx.ModelFlow("m").input("x", ("rows", 4)).custom(stage).build()
