@@ -13,6 +13,7 @@ from jax import lax
 
 import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DeriveError, GraphError, RlxError, ShapeError
+from rlx_jax.ir.ops.control import Switch
 
 RNG = np.random.default_rng(4)
 X = RNG.standard_normal((3, 4)).astype(np.float32)
@@ -130,7 +131,7 @@ def test_stages_write_them_too() -> None:
 
     model = rlx.compile(rlx.ModelFlow("m").input("x", ("rows", 4)).custom(stage), {"w": W})
     np.testing.assert_allclose(model(X), X @ W.T + X, atol=1e-6)
-    assert list(model.params) == ["w"]
+    assert set(model.params or {}) == {"w"}
 
 
 def test_a_module_with_bodies_is_stored() -> None:
@@ -170,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
         ShapeError,
         "f32.4.* and .f32.rows",
     ),
-    "an index of floats": (lambda m, x: m.add_node(rlx.ops.Switch(()), x), GraphError, "no branches"),
+    "an index of floats": (lambda m, x: m.add_node(Switch(()), x), GraphError, "no branches"),
     "no function": (lambda m, x: m.cond(m.any(x), x, m.sin, x), GraphError, "takes a function of values"),
     "a carry that grows": (
         lambda m, x: m.scan(lambda c, v: (x, None), m.zeros(4), x),

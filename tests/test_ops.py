@@ -535,7 +535,7 @@ def control_samples() -> Iterator[Sample]:
     m.fori_loop(0, 3, lambda k, v: m.add(v, m.sin(v)), x)
     m.custom_vjp(m.round, lambda v, out, g: g, x)
     for node in m.builder.nodes:
-        if type(node.op) in (Switch, While, Scan, CustomVjp):
+        if isinstance(node.op, Switch | While | Scan | CustomVjp):
             operands = tuple(str(m.builder.type(v)).replace("[", " ").replace(",", " ").strip("]") for v in node.inputs)
             yield Sample(node.op, operands, functools.partial(meaning.MIR[type(node.op)], node.op), tolerance=1e-5)
 

@@ -201,7 +201,7 @@ class GraphModule(Builders[Value]):
                 f"{self.name}: expected a value of this module, got {type(value).__name__}; m.constant(array) makes one"
             )
         around = [body.outer for body in self._bodies]
-        if value.owner not in (None, self.builder, *around):
+        if value.owner is not None and value.owner not in (self.builder, *around):
             raise GraphError(
                 f"{self.name}: {value} belongs to another module called {quote(value.owner.name)}; "
                 "use the values that this one returned, after lowering those in its `outputs`"
