@@ -7,12 +7,9 @@ stages share registers that `Flux2Conditioning` and `Flux2Rope` write.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from rlx_jax.blocks import stream_id
 from rlx_jax.blocks.ffn import INTO, OUT_OF
@@ -71,18 +68,6 @@ class Flux2BlockSpec:
 # -- what all blocks share -----------------------------------------------------------------------
 
 
-def sinusoid(emit: Emit, t: FlowValue, channels: int) -> FlowValue:
-    """`[cos(1000 t f) ‖ sin(1000 t f)]` for `f_i = 10000^(−i/half)`, i < half = channels // 2: `[B]` → `[B, channels]`;
-    an odd last channel is 0 (Ho et al. 2020, cosines first)."""
-    half = channels // 2
-    exponent = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)
-    angles = (t * 1000.0).reshape(-1, 1) * emit.constant(np.exp(exponent)[None])
-    parts = [emit.cos(angles), emit.sin(angles)]
-    if channels % 2:
-        parts.append(emit.zeros_like(angles[:, :1]))
-    return emit.concat(parts, axis=1)
-
-
 def modulated(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> FlowValue:
     """`(1 + scale) ⊙ ln(x) + shift`, of registers `first` (shift) and `first + 1` (scale)."""
     shift, scale = (emit.named(f"flux2.{name}.{first + i}") for i in range(2))
@@ -119,7 +104,7 @@ def joined(emit: Emit, txt: FlowValue, img: FlowValue) -> FlowValue:
 class Flux2Conditioning:
     """Embed time, and with `guidance` that too, and write what modulates the blocks; the active value passes by.
 
-    `temb = mlp(sinusoid(timestep)) [+ mlp(sinusoid(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
+    `temb = mlp(sinusoids(timestep)) [+ mlp(sinusoids(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
     `guidance` `[B]`. Weights: `time_guidance_embed.{timestep,guidance}_embedder.
     linear_{1,2}.weight` `[H, channels]`, `[H, H]`; `double_stream_modulation_{img,txt}.linear.weight` `[6H, H]`,
     `single_stream_modulation.linear.weight` `[3H, H]`: shift, scale and gate, twice in a double block.
@@ -146,7 +131,8 @@ class Flux2Conditioning:
     def _embedded(self, emit: Emit, name: str, value: FlowValue) -> FlowValue:
         key = f"time_guidance_embed.{name}_embedder"
         with emit.scope(f"{name}_embedder"):
-            inner = emit.linear(sinusoid(emit, value, self.channels), f"{key}.linear_1.weight", roles=("ffn", None))
+            waves = emit.sinusoids(value, self.channels, scale=1000.0)
+            inner = emit.linear(waves, f"{key}.linear_1.weight", roles=("ffn", None))
             return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=OUT_OF)
 
 

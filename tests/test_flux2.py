@@ -58,6 +58,13 @@ def test_recorded_sample(model: Any, record: dict[str, Any]) -> None:
     assert all(f"{name}.{{i}}" in model.text("hir") for name in ("transformer_blocks", "single_transformer_blocks"))
 
 
+def test_bf16_is_no_worse_than_its_rounding(record: dict[str, Any]) -> None:
+    """The angles of time stay f32: 1000 times a time in bf16 would turn them by radians."""
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    got = rlx.compile(rlx.from_pretrained(SHARDED), profile=profile)(**given(record))
+    assert np.abs(got - record["sample"]).max() < 1.5e-2 * np.abs(record["sample"]).max()
+
+
 def test_every_input_counts(model: Any, record: dict[str, Any]) -> None:
     """A change of any of them changes the sample."""
     stock = np.asarray(model(**given(record)))

@@ -75,6 +75,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.RopeAngles((1.0, 0.1), 1.25), ("i32 1 3",)),
     (hir.RopeAngles((1.0, 0.1), axes=(1, 0)), ("i32 1 3 2",)),
     (hir.RopeRows(2, ROWS, ROWS), ("i32 1 3",)),
+    (hir.Sinusoids(5, 1000.0, 500.0), ("f32 3",)),
     (hir.Rope(4, 4, "interleaved"), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Attention(4, 2, True, 2, 0.3, 5.0, ("keep",)), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 3")),

@@ -75,7 +75,7 @@ BLOCK_FACTS: dict[str, tuple[bool, bool, bool]] = {
         ("Attention", "CachedAttention", "Embed", "FirstToken", "GatedFfn", "GrowingAttention", "LastToken",
          "LayerNorm", "Linear", "RmsNorm", "Split"), (False, False, True),
     ),
-    **dict.fromkeys(("Positions", "Rope", "RopeAngles", "RopeRows"), (False, True, True)),
+    **dict.fromkeys(("Positions", "Rope", "RopeAngles", "RopeRows", "Sinusoids"), (False, True, True)),
     **dict.fromkeys(
         ("LlamaDecoderBlock", "LinearFused", "SharedLinearPair", "SwiGLU", "ResidualRmsNorm"), (True, False, True)
     ),

@@ -52,8 +52,10 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Leaf):
                 return _leaf(b, node.op, dtype)
-            if node.op.regions() or (isinstance(node.op, Hir) and node.op.traits.keeps_f32):
+            if node.op.regions():
                 return None
+            if isinstance(node.op, Hir) and node.op.traits.keeps_f32:
+                return b.add(node.op, *(_as_given(b, v) for v in inputs))
             before = [old.nodes[v.node].op for v in node.inputs]
             if number in kept:
                 return b.add(node.op, *_all_in(b, inputs, before, kept[number]))
@@ -75,6 +77,13 @@ def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | Non
     if isinstance(op, Constant):
         return (b.leaf(constant(op.array, dtype)),)
     return b.add(CastTo(dtype), b.leaf(op)) if isinstance(op, Input) else None
+
+
+def _as_given(b: Builder, value: Value) -> Value:
+    """An input of the program before it was cast; any other value as it is."""
+    node = b.nodes[value.node]
+    cast_input = isinstance(node.op, CastTo) and isinstance(b.nodes[node.inputs[0].node].op, Input)
+    return node.inputs[0] if cast_input else value
 
 
 def _agree(

@@ -85,6 +85,13 @@ class Attending(Ops[V]):
         cos, sin = self.add_all(hir.RopeAngles(found, factor, coordinates), positions)
         return cos, sin
 
+    def sinusoids(self, t: V, channels: int, *, scale: float = 1.0, max_period: float = 10000.0) -> V:
+        """`[cos(scale · t f) ‖ sin(scale · t f)]`, `f_i = max_period^(−i/half)`: times `[B]` → f32 `[B, channels]`.
+
+        They are taken in f32 whatever the program computes in.
+        """
+        return self.add_node(hir.Sinusoids(channels, scale, max_period), t)
+
     def rope(
         self,
         x: V,

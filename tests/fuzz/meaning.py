@@ -388,6 +388,14 @@ def rope_rows(op: hir.RopeRows, positions: Array) -> tuple[Array, ...]:
     return tuple(np.frombuffer(data, np.float32).reshape(-1, op.width)[positions] for data in (op.cos, op.sin))
 
 
+def sinusoids(op: hir.Sinusoids, t: Array) -> Array:
+    """Cosines, then sines, of frequencies that fall by a constant ratio; an odd channel is 0."""
+    half = op.channels // 2
+    angles = op.scale * t[:, None] * op.max_period ** (-np.arange(half) / half)
+    odd = np.zeros((len(t), op.channels % 2))
+    return np.concatenate([np.cos(angles), np.sin(angles), odd], axis=1)
+
+
 def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, ...]:
     """Write the new keys and values, then attend over the cache up to each query's own position."""
     q, k, v, cache_k, cache_v, start, lengths = operands
@@ -464,6 +472,7 @@ HIR: dict[type[Op], Meaning] = {
     ].transpose(2, 0, 1)[None],
     hir.RopeAngles: rope_table,
     hir.RopeRows: rope_rows,
+    hir.Sinusoids: sinusoids,
     hir.Rope: rotate,
     hir.Attention: attend,
     hir.CachedAttention: cached_attention,

@@ -27,6 +27,7 @@ from rlx_jax.ir.hir.sequence import Positions as Positions
 from rlx_jax.ir.hir.sequence import Rope as Rope
 from rlx_jax.ir.hir.sequence import RopeAngles as RopeAngles
 from rlx_jax.ir.hir.sequence import RopeRows as RopeRows
+from rlx_jax.ir.hir.sequence import Sinusoids as Sinusoids
 from rlx_jax.ir.hir.sequence import attention as attention
 from rlx_jax.ir.hir.token_wise import Embed as Embed
 from rlx_jax.ir.hir.token_wise import GatedFfn as GatedFfn
@@ -38,6 +39,6 @@ from rlx_jax.ir.hir.token_wise import Split as Split
 BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
-    LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias,
+    LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
 )  # fmt: skip
 """Every block."""
