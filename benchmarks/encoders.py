@@ -5,8 +5,8 @@
     python benchmarks/encoders.py --tiny         small shapes: checks the script
 
 Ours is `rlx.compile(recipe, weights)` under the profile that it chooses by itself. By hand: the fastest of four layouts
-of `handwritten_encoders.py`, each held to our numbers first. Times are medians of interleaved calls. Exits with 1 if ours
-takes over 1.03 x the hand-written time on a CPU, or on a GPU more than 1 / 1.3 of torch's.
+of `handwritten_encoders.py`, each held to our numbers first. Times are medians of interleaved calls. Exits with 1 if
+ours takes over 1.03 x the hand-written time on a CPU, or on a GPU more than 1 / 1.3 of torch's.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
      "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "Conv", "ConvTranspose", "Pool", "Resize",
      "GridSample", "Standardize", "Patches", "GridPositions", "Switch",
      "While", "Scan", "CustomVjp", "FakeQuantize",
-     "Sample", "FusedAttentionBlock", "FusedTransformerLayer"), NO_PASS,
+     "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 

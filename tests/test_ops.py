@@ -20,7 +20,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
@@ -101,6 +101,7 @@ from tests.oracles.op_formulas import (
     running,
     scatter,
     scatter_nd,
+    sinusoids,
     softmax,
     transformer_layer,
 )
@@ -353,6 +354,8 @@ def sequence_samples() -> Iterator[Sample]:
     ):
         yield Sample(op, (positions,), lambda p, o=op: rope_table(p, o.inv_freq, o.factor, o.axes), below=50,
                      tolerance=1e-5)  # fmt: skip
+    for table, times in ((SinusoidTable(5, 3.0, 500.0), "f32 batch"), (SinusoidTable(4), "i32 batch")):
+        yield Sample(table, (times,), lambda t, o=table: sinusoids(t, o.channels, o.scale, o.max_period))
     for cache in ("f32 batch keys 3", "f32 batch keys 2 3"):
         new = cache.replace("keys", "4")
         yield Sample(CacheUpdate(), (cache, new, "i32 batch", "i32 batch"), cache_update, below=5)
@@ -764,6 +767,8 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("a bias of rank 3", AttentionOp(2, 2, extra=("bias",)), ("f32 1 2 8",) * 3 + ("f32 2 2 2",), ShapeError),
     ("batches that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 3 2 8", "f32 3 2 8"), ShapeError),
     ("float positions", RopeTable((1.0,)), ("f32 1 4",), GraphError),
+    ("times of rows", SinusoidTable(4), ("f32 1 4",), ShapeError),
+    ("one channel", SinusoidTable(1), ("f32 4",), GraphError),
     ("rows of coordinates for one", RopeTable((1.0,)), ("i32 1 4 2",), ShapeError),
     ("one position for several coordinates", RopeTable((1.0,), axes=(0,)), ("i32 1 4",), ShapeError),
     ("a coordinate too far", RopeTable((1.0,), axes=(2,)), ("i32 1 4 2",), ShapeError),

@@ -38,6 +38,7 @@ OP_FACTS: dict[str, tuple[str, int | None, bool, bool, bool]] = {
     "RingStep": ("state", 0, False, False, True),
     "RopeOp": ("movement", 1, False, False, True),
     "RopeTable": ("movement", None, False, False, True),
+    "SinusoidTable": ("movement", None, False, False, True),
     "JaxFn": ("compute", None, True, True, False),
     "ElementwiseRegion": ("elementwise", None, False, False, True),
     "FusedMatMulBiasAct": ("compute", None, False, True, True),

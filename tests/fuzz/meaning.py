@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.ir import hir
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
@@ -257,6 +257,11 @@ def region(op: ElementwiseRegion, *operands: Array) -> Array:
     return values[-1]
 
 
+def sinusoids(op: SinusoidTable | hir.Sinusoids, t: Array) -> Array:
+    """Waves of a few times."""
+    return formula.sinusoids(t, op.channels, op.scale, op.max_period)
+
+
 def rope_table(op: RopeTable | hir.RopeAngles, positions: Array) -> tuple[Array, Array]:
     """cos and sin of position · frequency."""
     return formula.rope_table(positions, op.inv_freq, op.factor, op.axes)
@@ -356,6 +361,7 @@ MIR: dict[type[Op], Meaning] = {
     RepeatHeads: repeat_heads,
     AttentionOp: attend,
     RopeTable: rope_table,
+    SinusoidTable: sinusoids,
     RopeOp: rotate,
     CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     RingStep: lambda op, *arrays: formula.ring_step(*arrays),
@@ -386,14 +392,6 @@ def split(op: hir.Split | SplitLast, x: Array) -> tuple[Array, ...]:
 def rope_rows(op: hir.RopeRows, positions: Array) -> tuple[Array, ...]:
     """Rows of two given tables."""
     return tuple(np.frombuffer(data, np.float32).reshape(-1, op.width)[positions] for data in (op.cos, op.sin))
-
-
-def sinusoids(op: hir.Sinusoids, t: Array) -> Array:
-    """Cosines, then sines, of frequencies that fall by a constant ratio; an odd channel is 0."""
-    half = op.channels // 2
-    angles = op.scale * t[:, None] * op.max_period ** (-np.arange(half) / half)
-    odd = np.zeros((len(t), op.channels % 2))
-    return np.concatenate([np.cos(angles), np.sin(angles), odd], axis=1)
 
 
 def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, ...]:

@@ -230,6 +230,13 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int, n_rot: 
     return out
 
 
+def sinusoids(t: np.ndarray, channels: int, scale: float, max_period: float) -> np.ndarray:
+    """Cosines, then sines, of frequencies that fall by a constant ratio; an odd channel is 0."""
+    half = channels // 2
+    angles = scale * t[:, None] * max_period ** (-np.arange(half) / half)
+    return np.concatenate([np.cos(angles), np.sin(angles), np.zeros((len(t), channels % 2))], axis=1)
+
+
 def rope_table(
     positions: np.ndarray, inv_freq: Sequence[float], factor: float = 1.0, axes: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
-from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, check_heads, check_scores, check_window
+from rlx_jax.ir.ops.attention import (
+    AttentionOp,
+    RopeOp,
+    RopeTable,
+    SinusoidTable,
+    check_heads,
+    check_scores,
+    check_window,
+)
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, FullLike, Unary
-from rlx_jax.ir.ops.shape import Concat, Narrow, RepeatHeads, Reshape, Slice
+from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, Slice
 from rlx_jax.ir.traits import BLOCK, TABLES
 from rlx_jax.ir.types import TensorType
 
@@ -74,11 +79,7 @@ class RopeRows(Hir):
 
 @dataclass(frozen=True)
 class Sinusoids(Hir):
-    """`[cos(scale · t f) ‖ sin(scale · t f)]` of times t `[B]`, frequencies `f_i = max_period^(−i/half)`, i < half =
-    channels // 2: `[B]` → f32 `[B, channels]`; an odd last channel is 0 (Ho et al. 2020, cosines first).
-
-    Angles are taken in f32 whatever the program computes in: bf16 would be off by radians.
-    """
+    """Cosines and sines of times `[B]`: f32 `[B, channels]`, whatever the program computes in. See `SinusoidTable`."""
 
     traits = TABLES
 
@@ -86,25 +87,8 @@ class Sinusoids(Hir):
     scale: float = 1.0
     max_period: float = 10000.0
 
-    def check(self, *operands: TensorType) -> None:
-        check_arity("sinusoids", len(operands), 1)
-        if operands[0].rank != 1:
-            raise ShapeError(f"sinusoids: times are [B], got {operands[0]}")
-        if self.channels < 2:
-            raise GraphError(f"sinusoids: channels are at least 2, got {self.channels}")
-
     def expand(self, b: Builder, *operands: Value) -> Value:
-        half = self.channels // 2
-        exponent = np.float32(-math.log(self.max_period)) * np.arange(half, dtype=np.float32) / np.float32(half)
-        (t,) = operands
-        wide = t if b.type(t).dtype == np.float32 else b(CastTo(np.dtype(np.float32)), t)
-        scaled = b(Binary("mul"), wide, b.leaf(constant(self.scale, np.float32)))
-        row = b.leaf(constant(np.exp(exponent)[None], np.float32))
-        angles = b(Binary("mul"), b(Slice(((None, None, None), None)), scaled), row)
-        parts = [b(Unary("cos"), angles), b(Unary("sin"), angles)]
-        if self.channels % 2:
-            parts.append(b(FullLike(0.0, np.dtype(np.float32)), b(Narrow(1, 0, 1), angles)))
-        return b(Concat(1), *parts)
+        return b(SinusoidTable(self.channels, self.scale, self.max_period), *operands)
 
     def text(self) -> str:
         return f"sinusoids({self.channels}, scale={self.scale:g})"

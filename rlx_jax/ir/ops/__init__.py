@@ -1,7 +1,7 @@
 """MIR: tensor ops, each defined once. `eval` is the meaning, and the shape rule unless `infer` is written."""
 
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
@@ -48,7 +48,7 @@ OPS: tuple[type[Mir], ...] = (
     Switch, While, Scan, CustomVjp,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
-    AttentionOp, RopeTable, RopeOp, CacheUpdate, RingStep, Overwrite,
+    AttentionOp, RopeTable, SinusoidTable, RopeOp, CacheUpdate, RingStep, Overwrite,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     FusedAttentionBlock, FusedTransformerLayer, Patches, GridPositions, JaxFn,
 )  # fmt: skip

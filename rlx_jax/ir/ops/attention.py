@@ -263,6 +263,40 @@ class RopeTable(Mir):
         return f"rope_table(n_rot={2 * len(self.inv_freq)}{f', axes={1 + max(self.axes)}' if self.axes else ''})"
 
 
+@dataclass(frozen=True)
+class SinusoidTable(Mir):
+    """`[cos(scale · t f) ‖ sin(scale · t f)]` of times t `[B]`, in f32: `[B]` → f32 `[B, channels]`.
+
+    `f_i = max_period^(−i/half)` for i < half = channels // 2; an odd last channel is 0. Ho et al. 2020, cosines first.
+    """
+
+    traits = replace(TOKENS, bytes=each_once)
+
+    channels: int
+    scale: float = 1.0
+    max_period: float = 10000.0
+
+    def check(self, *operands: TensorType) -> None:
+        (t,) = operands
+        if t.rank != 1 or t.dtype.kind == "b":
+            raise ShapeError(f"sinusoid_table: times are numbers [B], got {t}")
+        if self.channels < 2 or self.max_period <= 0:
+            raise GraphError(
+                f"sinusoid_table: {self.channels} channels of periods up to {self.max_period:g}; expected 2 channels "
+                "at least, and a period over 0"
+            )
+
+    def eval(self, t: Array) -> Array:
+        half = self.channels // 2
+        falling = jnp.arange(half, dtype=jnp.float32) * jnp.float32(-math.log(self.max_period) / half)
+        angles = (t.astype(jnp.float32) * jnp.float32(self.scale))[:, None] * jnp.exp(falling)[None, :]
+        odd = jnp.zeros((t.shape[0], self.channels % 2), jnp.float32)
+        return jnp.concatenate([jnp.cos(angles), jnp.sin(angles), odd], axis=1)
+
+    def text(self) -> str:
+        return f"sinusoid_table({self.channels}, scale={self.scale:g})"
+
+
 ROPE_STYLES = ("half", "interleaved")
 """Which columns of a head a rotation pairs: (i, i + R/2), as NeoX and Llama do, or (2i, 2i + 1), as GPT-J does."""
 
