@@ -104,6 +104,7 @@ from rlx_jax.blocks.vision import EndTokenPool as EndTokenPool
 from rlx_jax.blocks.vision import LayerKeys as LayerKeys
 from rlx_jax.blocks.vision import LayerScale as LayerScale
 from rlx_jax.blocks.vision import PreNormLayerSpec as PreNormLayerSpec
+from rlx_jax.blocks.vision import Similarity as Similarity
 from rlx_jax.blocks.vision import VisionEmbed as VisionEmbed
 from rlx_jax.blocks.vision import VisionSwiGluFfn as VisionSwiGluFfn
 from rlx_jax.blocks.vision import VitSelfAttn as VitSelfAttn
@@ -129,5 +130,6 @@ FlowStage = (
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
+    | Similarity
 )  # fmt: skip
 """Every stage."""

@@ -407,3 +407,35 @@ class EndTokenPool:
             found = emit.min(emit.where(emit.eq(ids, end), places, behind), 1)
             at = emit.where(emit.eq(found, behind), emit.zeros_like(found), found)
             return emit.first_token(emit.last_token(x, at))
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """`exp(s) · t̂ îᵀ [+ b]` for texts t, the active value `[T, E]`, and images i, the stream `images` `[I, E]`, both
+    divided by their lengths: `[T, I]`.
+
+    Weights: `scale_key` and `bias_key`, one number each (CLIP: Radford et al. 2021; SigLIP: Zhai et al. 2023). The
+    vectors of unit length are the side outputs `text_embeds` and `image_embeds`.
+    """
+
+    scale_key: str
+    bias_key: str | None = None
+    images: str = "images"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        texts, images = emit.require(value, "Similarity"), emit.stream(self.images)
+        if texts.ndim != 2 or images.ndim != 2 or texts.shape[1] != images.shape[1]:
+            raise ShapeError(
+                f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
+            )
+        with emit.scope("similarity"):
+            texts, images = _unit(emit, texts), _unit(emit, images)
+            emit.output("text_embeds", texts)
+            emit.output("image_embeds", images)
+            scores = texts @ images.T * emit.exp(emit.param(self.scale_key).reshape(1, 1))
+            return scores if self.bias_key is None else scores + emit.param(self.bias_key).reshape(1, 1)
+
+
+def _unit(emit: Emit, x: FlowValue) -> FlowValue:
+    """Rows divided by their lengths; a row of zeros stays."""
+    return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))

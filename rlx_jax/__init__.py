@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlx_jax import losses as losses
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
+from rlx_jax.encode.dual import DualEncoder as DualEncoder
 from rlx_jax.encode.encoder import Encoder as Encoder
 from rlx_jax.encode.images import ImageProcessor as ImageProcessor
 from rlx_jax.encode.vision import VisionEncoder as VisionEncoder
@@ -23,6 +24,7 @@ from rlx_jax.ir.packed import Packed as Packed
 from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow
+from rlx_jax.models.clip import ClipFlow as ClipFlow
 from rlx_jax.models.dinov2 import Dinov2Flow as Dinov2Flow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
@@ -36,6 +38,7 @@ from rlx_jax.models.nomic import NomicFlow as NomicFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
 from rlx_jax.models.roberta import RobertaFlow as RobertaFlow
+from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
 from rlx_jax.models.vit import ViTFlow as ViTFlow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.compiling import compile as compile

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rlx_jax.compiler.executable import Progress
+from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import load_pipeline
@@ -31,8 +32,8 @@ def load(
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
-    """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder` or a `VisionEncoder`;
-    `config.json` decides.
+    """A Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
+    `DualEncoder`; `config.json` decides.
 
     Args:
         profile: else `auto`.
@@ -66,12 +67,25 @@ def load(
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
     if pretrained.kind == "vision":
         return VisionEncoder(flow, processor=load_processor(folder, pretrained.images), **common)
+    if pretrained.kind == "dual":
+        return load_dual(folder, own if recipe is None else rebound(recipe, own), pretrained.images, common)
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
     common |= {"tokenizer": tokenizer, "max_positions": pretrained.max_positions}
     if pretrained.kind == "encoder":
         return Encoder(flow, pipeline=pipeline, **common)
     eos, bos = special_ids(folder, tokenizer, pretrained.vocab_size)
     return CausalLM(flow, eos_ids=eos, bos_id=bos, **common)
+
+
+def load_dual(folder: Folder, recipe: Any, images: str, common: dict[str, Any]) -> DualEncoder:
+    """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
+    tokenizer, padding = load_tokenizer(folder), recipe.padding
+    if padding is not None and tokenizer is not None and tokenizer.pad_id is not None:
+        padding = padding[0], tokenizer.pad_id
+    return DualEncoder(
+        recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=tokenizer,
+        processor=load_processor(folder, images), padding=padding, **common,
+    )  # fmt: skip
 
 
 def special_ids(folder: Folder, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[tuple[int, ...], int | None]:

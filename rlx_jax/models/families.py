@@ -26,11 +26,28 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.models import bert, dinov2, flux2, gemma, gpt2, llama, mistral, mpnet, nomic, qwen2, qwen3, roberta, vit
+from rlx_jax.models import (
+    bert,
+    clip,
+    dinov2,
+    flux2,
+    gemma,
+    gpt2,
+    llama,
+    mistral,
+    mpnet,
+    nomic,
+    qwen2,
+    qwen3,
+    roberta,
+    siglip,
+    vit,
+)
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
+from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.vision import VisionFlow, placed
+from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
@@ -41,7 +58,7 @@ class Pretrained:
     tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`."""
 
     recipe: ModelRecipe
-    kind: Literal["causal", "encoder", "denoiser", "vision"]
+    kind: Literal["causal", "encoder", "denoiser", "vision", "dual"]
     vocab_size: int = 0
     max_positions: int | None = None
     images: str = ""
@@ -77,8 +94,20 @@ class Family:
         """A vision tower. `images`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            made = placed(recipe(recipe.config_type.from_hf(config), recipe.layouts[0]), source)
+            made = recipe(recipe.config_type.from_hf(config), recipe.layouts[0]).stored_in(source)
             return Pretrained(replace(made, weights=checked(source, made.shapes(), made)), "vision", images=images)
+
+        return Family(opener, architectures)
+
+    @staticmethod
+    def dual(recipe: type[DualFlow[Any]], images: str, *architectures: str) -> Family:
+        """A tower of texts and one of images. `images`: see `Pretrained`."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            c = recipe.config_type.from_hf(config)
+            made = recipe(c)
+            bound = replace(made, weights=checked(source, made.shapes(), made))
+            return Pretrained(bound, "dual", c.text.vocab_size, c.text.max_position_embeddings, images)
 
         return Family(opener, architectures)
 
@@ -141,6 +170,10 @@ FAMILIES: dict[str, Family] = {
         "Dinov2WithRegistersForImageClassification",
         "Dinov2WithRegistersBackbone",
     ),
+    "clip": Family.dual(clip.ClipFlow, "CLIP", "CLIPModel"),
+    "clip_vision_model": Family.vision(clip.ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "siglip": Family.dual(siglip.SiglipFlow, "Siglip", "SiglipModel"),
+    "siglip_vision_model": Family.vision(siglip.SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "Flux2Transformer2DModel": Family(_flux2, ("Flux2Transformer2DModel",)),
 }
 """The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other

@@ -182,6 +182,14 @@ class VisionFlow(Generic[C]):
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
+    def stored_in(self, source: WeightSource) -> Self:
+        """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it
+        has none, as it is."""
+        choices = [(layout, prefix) for layout in self.layouts for prefix in self.prefixes]
+        there = (found for found in choices if source.has(f"{found[1]}{found[0].patch}.weight"))
+        layout, prefix = next(there, (self.layout, self.prefix))
+        return replace(self, layout=layout, prefix=prefix)
+
     def spec(self, index: int) -> PreNormLayerSpec:
         """The spec of a layer, which holds the layer's keys."""
         c, prefix = self.config, self.prefix + self.layout.layers.format(index)
@@ -194,8 +202,8 @@ class VisionFlow(Generic[C]):
         """The family's own layer."""
         return pre_norm_layer(spec)
 
-    def pool(self) -> BlockStage:
-        """What makes one vector of the hidden states: the class token."""
+    def pool(self) -> BlockStage | None:
+        """What makes one vector of the hidden states: the class token. None: nothing does."""
         return ClsTokenPool()
 
     def pool_shapes(self) -> WeightShapes:
@@ -208,6 +216,17 @@ class VisionFlow(Generic[C]):
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
+        flow = ModelFlow(self.name, profile=self.hooks.profile)
+        flow = flow.with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
+        return self.tower(flow)
+
+    def tower(self, flow: ModelFlow) -> ModelFlow:
+        """The tower as a flow's own: its input, its stages and its outputs."""
+        flow, pool = self.body(flow), self.pool()
+        return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
+
+    def body(self, flow: ModelFlow) -> ModelFlow:
+        """The input, and the stages up to the hidden states."""
         c, where, p = self.config, self.layout, self.prefix
         embed = VisionEmbed(
             f"{p}{where.patch}.weight",
@@ -225,16 +244,12 @@ class VisionFlow(Generic[C]):
             for n in (where.before, where.after)
         )
         return (
-            ModelFlow(self.name, profile=self.hooks.profile)
-            .with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
-            .input("pixel_values", ("batch", c.num_channels, "height", "width"))
+            flow.input("pixel_values", ("batch", c.num_channels, "height", "width"))
             .bind(batch=self.batch)
             .stage(embed, *before)
             .patch(self.hooks.stack(c.num_hidden_layers, self.spec, self.stage))
             .stage(*after)
             .patch(self.hooks.edit)
-            .stage(SideOutput(POOLED, self.pool()))
-            .output("hidden_states")
         )
 
     def left(self) -> tuple[str, ...]:
@@ -273,15 +288,3 @@ def norm_shapes(name: str, width: int) -> WeightShapes:
 def specs_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
     """float32 arrays of these shapes."""
     return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
-
-
-R = TypeVar("R", bound=VisionFlow[Any])
-
-
-def placed(recipe: R, source: WeightSource) -> R:
-    """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it has
-    none, with those that it has."""
-    choices = [(layout, prefix) for layout in recipe.layouts for prefix in recipe.prefixes]
-    there = (found for found in choices if source.has(f"{found[1]}{found[0].patch}.weight"))
-    layout, prefix = next(there, (recipe.layout, recipe.prefix))
-    return replace(recipe, layout=layout, prefix=prefix)

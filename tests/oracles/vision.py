@@ -58,6 +58,55 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ),
     "vit": Checkpoint("ViTModel", sizes(18, 6, 2, 20, 5) | {"intermediate_size": 29, "qkv_bias": False}, seed=5),
 }
+
+
+def towers(projection: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """Both configs of a dual model; its tokenizer has ids up to 60."""
+    texts = sizes(16, 2, 2, 0, 0) | {"vocab_size": 61, "intermediate_size": 27, "max_position_embeddings": 12}
+    texts = {k: v for k, v in texts.items() if v} | {"bos_token_id": 1, "eos_token_id": 60, "pad_token_id": 0} | text
+    images = sizes(18, 3, 2, 16, 4) | {"intermediate_size": 25} | vision
+    return {"text_config": texts, "vision_config": images, **projection}
+
+
+DUAL: dict[str, Checkpoint] = {
+    "clip": Checkpoint("CLIPModel", towers({"projection_dim": 14}, {}, {"layer_norm_eps": 1e-3}), seed=6),
+    # a config that says nothing ends a text, as the first ones did
+    "clip_oldest": Checkpoint("CLIPModel", towers({"projection_dim": 9}, {"eos_token_id": 2}, {}), seed=7),
+    "siglip": Checkpoint("SiglipModel", towers({}, {"projection_size": 18}, {}), seed=8),
+}
+TEXTS = ("w3 w17 w5", "w44", "w9 w9 w30 w12 w21 w2 w8", "w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14")
+"""The last one is longer than the models read."""
+
+
+def write_tokenizer(directory: Path, name: str) -> None:
+    """Words `w0` to `w56`, an id each. CLIP's texts stand between two ids of their own, SigLIP's have one behind."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<unk>": 2} | {f"w{i}": 3 + i for i in range(57)} | {"<eos>": 60}
+    end = {"SpecialToken": {"id": "<eos>", "type_id": 0}}
+    begin = [] if name == "siglip" else [{"SpecialToken": {"id": "<bos>", "type_id": 0}}]
+    ids = {token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]} for token in ("<bos>", "<eos>")}
+    file = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "decoder": None,
+        "added_tokens": [
+            {"id": vocabulary[t], "content": t, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+            for t in ("<pad>", "<bos>", "<unk>", "<eos>")
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [*begin, {"Sequence": {"id": "A", "type_id": 0}}, end],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": ids,
+        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }  # fmt: skip
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 12, "pad_token": "<pad>",
+        "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>",
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(file) + "\n", "utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "dinov2": {
         "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 34},
@@ -73,6 +122,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "feature_extractor_type": "ViTFeatureExtractor", "size": 20, "do_normalize": True, "do_resize": True,
         "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "resample": 2,
     },
+    "clip": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16},
+    "clip_oldest": {"feature_extractor_type": "CLIPFeatureExtractor", "size": 18, "crop_size": 16, "resample": 3},
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}},
 }  # fmt: skip
 """`preprocessor_config.json` as transformers 4 wrote it, in the new spelling and in the oldest."""
 
@@ -150,6 +202,41 @@ def record(name: str) -> None:
     np.savez_compressed(VISION / f"{name}.npz", **found)
 
 
+def record_dual(name: str) -> None:
+    """Write one model of two towers and its numbers."""
+    checkpoint, directory = DUAL[name], VISION / "dual" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    write(checkpoint, directory, PROCESSORS[name])
+    write_tokenizer(directory, name)
+    pictures = images(4, (21, 30), (40, 17))
+    found: dict[str, Any] = {f"picture.{i}": picture for i, picture in enumerate(pictures)}
+    found |= compared(directory, checkpoint, list(TEXTS), pictures)
+    np.savez_compressed(directory.with_suffix(".npz"), **found)
+
+
+def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures: list[Any]) -> dict[str, Floats]:
+    """Vectors before they are divided by their lengths, hidden states of both towers, and logits of each text."""
+    torch, transformers = _modules()
+    cls = getattr(transformers, checkpoint.architecture)
+    model = cls.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    fixed = checkpoint.architecture == "SiglipModel"
+    padding = {"padding": "max_length" if fixed else True, "truncation": True}
+    asked = tokenizer(texts, return_tensors="pt", **padding)
+    asked = {k: v for k, v in asked.items() if k == "input_ids" or (k == "attention_mask" and not fixed)}
+    pixels = torch.from_numpy(np.stack(processed(directory, pictures, "pil")))
+    with torch.no_grad():
+        out = model(pixel_values=pixels, **asked)
+        words = model.get_text_features(**asked).pooler_output
+        seen = model.get_image_features(pixel_values=pixels).pooler_output
+    found = {
+        "pixels": pixels, "ids": asked["input_ids"], "texts": words, "images": seen, "logits": out.logits_per_text,
+        "text_embeds": out.text_embeds, "image_embeds": out.image_embeds,
+        "hidden": out.vision_model_output.last_hidden_state,
+    }  # fmt: skip
+    return {name: value.numpy() for name, value in found.items()}
+
+
 # -- random configurations ---------------------------------------------------------------------
 
 
@@ -171,6 +258,29 @@ def random_vision(architecture: str, seed: int) -> Checkpoint:
     return replace(Checkpoint(architecture, config, seed=seed, **storage), spelling="v5")
 
 
+def random_dual(architecture: str, seed: int) -> Checkpoint:
+    """A model of two towers drawn from `seed`."""
+    draw = random.Random(seed)
+    patch = draw.randint(2, 5)
+
+    def tower() -> dict[str, Any]:
+        heads = draw.choice([1, 2, 3])
+        return {
+            "hidden_size": heads * draw.randint(4, 9),
+            "num_attention_heads": heads,
+            "num_hidden_layers": draw.randint(1, 3),
+            "intermediate_size": draw.randint(10, 40),
+            "layer_norm_eps": draw.choice([1e-6, 1e-3]),
+            "hidden_act": draw.choice(["quick_gelu", "gelu", "gelu_pytorch_tanh"]),
+        }
+
+    vision = tower() | {"image_size": patch * draw.randint(2, 4), "patch_size": patch}
+    siglip = architecture == "SiglipModel"
+    text = {"projection_size": vision["hidden_size"]} if siglip else {"eos_token_id": draw.choice([2, 60])}
+    config = towers({} if siglip else {"projection_dim": draw.randint(5, 20)}, tower() | text, vision)
+    return Checkpoint(architecture, config, seed=seed, dtype=draw.choice(["float32", "bfloat16"]))
+
+
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     name: functools.partial(random_vision, name)
     for name in (
@@ -182,6 +292,6 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
 
 
 if __name__ == "__main__":
-    VISION.mkdir(parents=True, exist_ok=True)
-    for chosen in sys.argv[1:] or CHECKPOINTS:
-        record(chosen)
+    (VISION / "dual").mkdir(parents=True, exist_ok=True)
+    for chosen in sys.argv[1:] or [*CHECKPOINTS, *DUAL]:
+        (record if chosen in CHECKPOINTS else record_dual)(chosen)

@@ -1,0 +1,123 @@
+"""SigLIP (Zhai et al. 2023): two towers, or the vision tower alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
+from rlx_jax.blocks.vision import CLIP_KEYS, attention_pool_shapes
+from rlx_jax.errors import ConfigError
+from rlx_jax.models.config import Fields
+from rlx_jax.models.dual import TEXT, DualConfig, DualFlow, TextConfig, finish_towers, text_fields, tower_group
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields, tower_fields
+
+GELU, EPS = "gelu_pytorch_tanh", 1e-6
+LAYOUT = VisionLayout(
+    patch="embeddings.patch_embedding",
+    position="embeddings.position_embedding.weight",
+    layers="encoder.layers.{}",
+    keys=CLIP_KEYS,
+    after="post_layernorm",
+    flat=True,
+    left=("embeddings.position_ids",),
+)
+
+
+@dataclass(frozen=True)
+class SiglipVisionConfig(VisionConfig):
+    """Sizes of SigLIP's vision tower, and whether it has a pooling head."""
+
+    head: bool = True
+
+    inert: ClassVar[tuple[str, ...]] = ("initializer_factor", "tie_word_embeddings")
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return cls(
+            **tower_fields(c, activation=GELU, eps=EPS),
+            **image_fields(c),
+            intermediate_size=c.whole("intermediate_size", 3072),
+            head=c.flag("vision_use_head", True),
+        )
+
+
+@dataclass(frozen=True)
+class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
+    """The recipe of SigLIP's vision tower: see `VisionFlow`. `pooled` is what its attention head makes of all patches;
+    without a head there is none."""
+
+    layout: VisionLayout = LAYOUT
+    prefix: str = "vision_model."
+    name: str = "siglip_vision"
+
+    config_type = SiglipVisionConfig
+    prefixes = ("vision_model.", "")
+    layouts = (LAYOUT,)
+
+    def pool(self) -> BlockStage | None:
+        c = self.config
+        if not c.head:
+            return None
+        return AttentionPool(f"{self.prefix}head", c.num_attention_heads, c.layer_norm_eps, c.activation)
+
+    def pool_shapes(self) -> WeightShapes:
+        c = self.config
+        return attention_pool_shapes(f"{self.prefix}head", c.hidden_size, c.intermediate_size) if c.head else {}
+
+
+@dataclass(frozen=True)
+class SiglipConfig(DualConfig[SiglipVisionConfig]):
+    """Both towers of SigLIP."""
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
+        sizes = text_fields(text, 64, GELU, EPS, hidden=768, heads=12, vocab=32000)
+        width = text.whole_or_null("projection_size", None) or sizes["hidden_size"]
+        made = cls(
+            TextConfig(
+                **sizes,
+                intermediate_size=text.whole("intermediate_size", 3072),
+                width=width,
+                pad_id=text.whole("pad_token_id", 1, low=0),
+            ),
+            SiglipVisionConfig.read(vision),
+        )
+        if width != made.vision.hidden_size:
+            raise ConfigError(
+                f"{c.where}: vectors of texts are {width} wide (projection_size), and those of images "
+                f"{made.vision.hidden_size} (hidden_size of vision_config)"
+            )
+        finish_towers(text, vision)
+        return made
+
+
+@dataclass(frozen=True)
+class SiglipFlow(DualFlow[SiglipConfig]):
+    """The recipe of SigLIP: see `DualFlow`. A text's vector is that of its last token, padding or not, through a linear
+    layer: texts are padded to `max_position_embeddings`, as the model was trained. The logits' sigmoid is the
+    probability that a text and an image belong together."""
+
+    name: str = "siglip"
+
+    config_type = SiglipConfig
+    bias = True
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        return self.config.text.max_position_embeddings, self.config.text.pad_id
+
+    def vision(self) -> VisionFlow[Any]:
+        return SiglipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.hooks)
+
+    def pool(self) -> BlockStage:
+        c = self.config.text
+        head = Linear(
+            f"{TEXT}head.weight", bias_key=f"{TEXT}head.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
+        )
+        return Sequence((GatherLastToken(), ClsTokenPool(), head))
+
+    def pool_shapes(self) -> WeightShapes:
+        c = self.config.text
+        return {f"{TEXT}head.weight": (c.width, c.hidden_size), f"{TEXT}head.bias": (c.width,)}

@@ -1,0 +1,263 @@
+"""CLIP and SigLIP against `transformers`: recorded by default, live under the mark `oracle`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.models.clip import ClipConfig, ClipVisionConfig
+from rlx_jax.models.siglip import SiglipConfig
+from tests.oracles import checkpoints
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+from tests.oracles.vision import TEXTS, VISION
+
+DUAL = VISION / "dual"
+NAMES = sorted(file.stem for file in DUAL.glob("*.npz"))
+
+
+@functools.cache
+def record(name: str) -> Mapping[str, npt.NDArray[Any]]:
+    """The numbers of a recorded checkpoint."""
+    return load_record(DUAL / name)
+
+
+@functools.cache
+def dual(name: str) -> rlx.DualEncoder:
+    """A recorded checkpoint, loaded once."""
+    loaded: rlx.DualEncoder = rlx.load(DUAL / name)
+    return loaded
+
+
+def pictures(name: str) -> list[npt.NDArray[np.uint8]]:
+    """The recorded images."""
+    return [record(name)[f"picture.{i}"] for i in range(2)]
+
+
+def cases(*quick: str) -> list[Any]:
+    """Every recorded checkpoint; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
+
+
+# -- the recorded numbers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases("clip", "siglip"))
+def test_vectors_and_similarity(name: str) -> None:
+    """Of texts of several lengths, one of which is cut, and of images; alone as in a batch."""
+    both, want = dual(name), record(name)
+    assert_close(both.embed(list(TEXTS)), want["texts"])
+    assert_close(both.embed(TEXTS[1]), want["texts"][1])
+    assert_close(both.embed_images(pictures(name)), want["images"])
+    assert_close(both.embed_images(want["pixels"]), want["images"])
+    assert_close(both.similarity(list(TEXTS), pictures(name)), want["logits"])
+    assert_close(both.similarity(TEXTS[0], pictures(name)[1]), want["logits"][:1, 1:])
+    assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
+
+
+def test_ids_are_texts() -> None:
+    """CLIP's own ids, padded or not."""
+    ids = record("clip")["ids"]
+    assert_close(dual("clip").embed([row.tolist() for row in ids]), record("clip")["texts"])
+    assert_close(dual("clip").embed([ids[1, :3].tolist()]), record("clip")["texts"][1:2])
+
+
+@pytest.mark.parametrize("name", cases("clip_oldest"))
+def test_one_program_of_both(name: str) -> None:
+    """The recipe as it is: logits and vectors of unit length, as the model's forward."""
+    model, want = rlx.compile(rlx.recipe_for(DUAL / name)), record(name)
+    out: Any = model(want["pixels"], want["ids"])
+    assert_close(out["logits_per_text"], want["logits"])
+    assert_close(out["text_embeds"], want["text_embeds"])
+    assert_close(out["image_embeds"], want["image_embeds"])
+
+
+def test_what_differs_shows() -> None:
+    """Other numbers without the scale, with another end of a text, or where padding is hidden from SigLIP."""
+    model: Any = rlx.compile(rlx.recipe_for(DUAL / "clip").of("similarity"))
+    vectors = record("clip")["texts"], record("clip")["images"]
+    plain = np.asarray(
+        model.replace(params={**model.params, "logit_scale": np.float32(0)})(*vectors)["logits_per_text"]
+    )
+    assert np.abs(plain).max() <= 1 and np.abs(plain - record("clip")["logits"]).max() > 1e-3
+    recipe = rlx.recipe_for(DUAL / "siglip")
+    model = rlx.compile(recipe.of("text"))
+    ids = record("siglip")["ids"]
+    hidden = np.asarray(model(ids, attention_mask=(ids != 0).astype(np.int32))["pooled"])
+    assert np.abs(hidden - record("siglip")["texts"]).max() > 1e-2
+
+
+def test_vision_tower_alone(tmp_path: Path) -> None:
+    """The towers' own configs; SigLIP's without a head has hidden states and no vectors."""
+    for name, kind, architecture in (
+        ("clip", "clip_vision_model", "CLIPVisionModelWithProjection"),
+        ("siglip", "siglip_vision_model", "SiglipVisionModel"),
+    ):  # fmt: skip
+        directory = checkpoints.copy(DUAL / name, tmp_path / name)
+        config = {"model_type": kind, "architectures": [architecture], **towers_config(directory)["vision_config"]}
+        config |= {"projection_dim": 14} if name == "clip" else {}
+        (directory / "config.json").write_text("{}", "utf-8")
+        checkpoints.edit_json(directory / "config.json", config)
+        checkpoints.edit_tensors(
+            directory, lambda tensors: {k: v for k, v in tensors.items() if k.startswith(("vision_model.", "visual_"))}
+        )
+        vision = rlx.load(directory)
+        assert isinstance(vision, rlx.VisionEncoder)
+        assert_close(vision.embed(pictures(name)), record(name)["images"])
+    checkpoints.edit_json(tmp_path / "siglip" / "config.json", {"vision_use_head": False})
+    checkpoints.edit_tensors(
+        tmp_path / "siglip", lambda tensors: {k: v for k, v in tensors.items() if ".head." not in k}
+    )
+    headless = rlx.load(tmp_path / "siglip")
+    assert_close(headless.hidden_states(record("siglip")["pixels"]), record("siglip")["hidden"])
+    with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
+        headless.embed(pictures("siglip"))
+
+
+def towers_config(directory: Path) -> Any:
+    """What `config.json` says."""
+    return json.loads((directory / "config.json").read_text("utf-8"))
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+def test_requests_that_are_refused() -> None:
+    """By name, before anything runs."""
+    both = dual("clip")
+    for texts, match in (
+        ([], "there are none"),
+        ([[]], r"texts\[0\] has no token ids"),
+        (5, "expected a string, token ids, or a list of them, got int"),
+    ):
+        with pytest.raises(errors.RequestError, match=match):
+            both.embed(texts)
+    with pytest.raises(
+        errors.TokenIdError, match=r"texts\[0\]\[1\]: id 61 is not in \[0, 61\)|texts\[0\]: id 61 is not"
+    ):
+        both.embed([[1, 61]])
+    with pytest.raises(errors.SequenceLengthError, match="13 positions, the model knows 12"):
+        both.embed([[5] * 13])
+    with pytest.raises(errors.RequestError, match=r"images\[0\]: expected uint8"):
+        both.similarity("w3", [np.zeros((4, 4, 3))])
+
+
+def test_towers_of_your_own() -> None:
+    """Flows with outputs `pooled`; without a flow for it, the similarity is the cosine; what is missing is named."""
+    rng = np.random.default_rng(0)
+    weights = {"e": rng.normal(size=(9, 4)).astype("f4"), "p": rng.normal(size=(3, 4)).astype("f4")}
+
+    def words(emit: Any, x: Any) -> Any:
+        emit.output("pooled", x.mean(axis=1))
+        return x
+
+    def shades(emit: Any, x: Any) -> Any:
+        emit.output("pooled", x.mean(axis=(2, 3)) @ emit.param("p"))
+        return x
+
+    texts = rlx.ModelFlow("words").input("ids", ("batch", "seq"), dtype="int32").embed("e").custom(words)
+    images = rlx.ModelFlow("shades").input("pixels", ("batch", 3, "height", "width")).custom(shades)
+    processor = rlx.ImageProcessor(size=(2, 2))
+    both = rlx.DualEncoder(texts, images, weights, processor=processor, padding=(3, 8))
+    picture = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
+    t, i = weights["e"][[2, 5, 8]].mean(0), (picture / 255).mean((0, 1)) @ weights["p"]
+    assert_close(both.embed([[2, 5]])[0], t)
+    want = np.array([[t @ i / np.linalg.norm(t) / np.linalg.norm(i)]], np.float32)
+    assert_close(both.similarity([[2, 5]], picture), want, tolerance=1e-5)
+    with pytest.raises(errors.RequestError, match="strings need a tokenizer"):
+        both.embed("red")
+    with pytest.raises(
+        errors.GraphError, match="declares no input 'attention_mask' .* that hides padding; pass padding="
+    ):
+        rlx.DualEncoder(texts, images, weights)
+    with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
+        rlx.DualEncoder(
+            rlx.ModelFlow("plain").input("ids", ("batch", "seq"), dtype="int32").embed("e"),
+            images,
+            weights,
+            padding=(3, 8),
+        )
+    for padding, match in (
+        ((3,), "expected .tokens, id."),
+        ((0, 1), "at least 1"),
+        ((3, 9), "id 9 is not in"),
+        (4, "expected"),
+    ):
+        with pytest.raises(errors.RequestError, match=match):
+            rlx.DualEncoder(texts, images, weights, padding=padding)  # type: ignore[arg-type]
+
+
+# -- configs -----------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {"text_config": {}, "vision_config": {}}
+
+
+def test_defaults_and_old_spellings() -> None:
+    """What is left out is OpenAI's base model, and Google's; the towers' second configs count where there are any."""
+    clip, siglip = ClipConfig.from_hf({}), SiglipConfig.from_hf(PLAIN)
+    assert (clip.text.hidden_size, clip.vision.patch_size, clip.vision.width, clip.text.end_id) == (
+        512,
+        (32, 32),
+        512,
+        49407,
+    )
+    assert (siglip.text.hidden_size, siglip.vision.patch_size, siglip.text.activation) == (768, (16, 16), "gelu_tanh")
+    old = ClipConfig.from_hf(
+        {"text_config": {"hidden_size": 64}, "text_config_dict": {"hidden_size": 32, "eos_token_id": 2, "num_beams": 1}}
+    )
+    assert (old.text.hidden_size, old.text.end_id) == (32, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "match"),
+    [
+        (ClipConfig, {"text_config": {"rope": 1}}, "field 'rope' is '1'; it may change the computation"),
+        (ClipConfig, {"vision_config": {"patch_size": 0}}, "expected at least 1"),
+        (ClipConfig, {"text_config": 3}, "expected an object"),
+        (ClipConfig, {"towers": 3}, "field 'towers' is '3'"),
+        (
+            SiglipConfig,
+            {"text_config": {"projection_size": 5}},
+            "vectors of texts are 5 wide .* and those of images 768",
+        ),
+        (ClipVisionConfig, {"hidden_size": 7}, "is not a multiple of num_attention_heads"),
+    ],
+)
+def test_configs_that_are_refused(config: Any, changes: dict[str, Any], match: str) -> None:
+    """By field, with the value."""
+    with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):
+        config.from_hf(changes)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("architecture", ["CLIPModel", "SiglipModel"])
+def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> None:
+    """Vectors, logits and hidden states of two towers."""
+    from tests.oracles import vision as oracle
+
+    checkpoint = oracle.random_dual(architecture, seed)
+    side = checkpoint.config["vision_config"]["image_size"]
+    family = "siglip" if architecture == "SiglipModel" else "clip"
+    processor = oracle.PROCESSORS[family] | {"size": {"height": side, "width": side}, "crop_size": side}
+    oracle.write(checkpoint, tmp_path, processor)
+    oracle.write_tokenizer(tmp_path, family)
+    found = oracle.images(seed, (side + 5, side + 9), (2 * side, side))
+    want = oracle.compared(tmp_path, checkpoint, list(TEXTS), found)
+    both = rlx.load(tmp_path)
+    assert_close(both.embed(list(TEXTS)), want["texts"])
+    assert_close(both.embed_images(found), want["images"])
+    assert_close(both.similarity(list(TEXTS), found), want["logits"])
+    assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
