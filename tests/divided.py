@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import rlx_jax as rlx
+from rlx_jax.models import dinov2
 
 V = 61
 SIZES = {
@@ -42,6 +43,19 @@ ENCODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mpnet": (rlx.MPNetFlow, {k: v for k, v in BERT.items() if k != "type_vocab_size"}),
     "nomic": (rlx.NomicFlow, BERT | {"hidden_act": "silu"}),
 }
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "image_size": 12, "patch_size": 4}
+WIDE = TOWER | {"intermediate_size": 48}
+WORDS = {k: v for k, v in WIDE.items() if k not in ("image_size", "patch_size")}
+WORDS |= {"vocab_size": V, "max_position_embeddings": 16, "eos_token_id": 7}
+REGISTERS = {"model_type": "dinov2_with_registers", "num_register_tokens": 2, "use_swiglu_ffn": True}
+IMAGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "vit": (rlx.ViTFlow, WIDE, {}),
+    "dinov2": (rlx.Dinov2Flow, TOWER | REGISTERS, {}),
+    "dinov2 original": (rlx.Dinov2Flow, TOWER, {"layout": dinov2.ORIGINAL}),
+    "clip": (rlx.ClipFlow, {"text_config": WORDS, "vision_config": WIDE, "projection_dim": 24}, {}),
+    "siglip": (rlx.SiglipFlow, {"text_config": WORDS, "vision_config": WIDE}, {}),
+}
+"""Those that read images: the recipe, its config, and what else it is given."""
 KINDS = ("data", "fsdp", "tensor", "data tensor", "fsdp tensor", "data fsdp tensor")
 
 
@@ -50,6 +64,9 @@ def recipe(family: str, **changes: Any) -> Any:
     if family in ENCODERS:
         encoder, sizes = ENCODERS[family]
         return encoder.for_prefill(sizes | changes)
+    if family in IMAGES:
+        tower, config, given = IMAGES[family]
+        return tower(tower.config_type.from_hf(config), **given)
     flow, own = DECODERS[family]
     return flow.for_prefill((own if family == "gpt2" else SIZES | own) | changes)
 
@@ -60,8 +77,8 @@ def weights(family: str, *changes: tuple[str, Any]) -> dict[str, np.ndarray]:
     made = recipe(family, **dict(changes))
     specs = made.shapes()
     rng = np.random.default_rng(0)
-    normal = {k: rng.normal(0.0, s.shape[-1] ** -0.5, s.shape) for k, s in specs.items()}
-    return {k: (0.3 * v + 1 if v.ndim == 1 else 1.5 * v).astype(np.float32) for k, v in normal.items()}
+    normal = {k: rng.normal(0.0, (s.shape or (1,))[-1] ** -0.5, s.shape) for k, s in specs.items()}
+    return {k: np.asarray(0.3 * v + 1 if np.ndim(v) < 2 else 1.5 * v, np.float32) for k, v in normal.items()}
 
 
 def mesh(kinds: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:

@@ -23,7 +23,7 @@ SLOW = {"adding-a-family", "devices", "generation", "programs", "recipes", "trai
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY = {"llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "bert": FIXTURES / "bert" / "bare_v5"}
-TINY |= {"dinov2": FIXTURES / "vision" / "dinov2"}
+TINY |= {"dinov2": FIXTURES / "vision" / "dinov2", "clip": FIXTURES / "vision" / "dual" / "clip"}
 
 
 def python_blocks(page: str) -> Iterator[str]:

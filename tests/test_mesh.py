@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from tests.divided import DECODERS, ENCODERS, KINDS, SIZES, V, mesh, recipe, weights
+from tests.divided import DECODERS, ENCODERS, IMAGES, KINDS, SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import TOLERANCE, assert_close
 
 RNG = np.random.default_rng(1)
@@ -96,6 +96,31 @@ def test_encoder(family: str, kinds: str, devices: int) -> None:
     for rows in (4, 1, 3):
         want = np.asarray(one.hidden_states(IDS[:rows], LENGTHS[:rows]))
         assert_close(ours.hidden_states(IDS[:rows], LENGTHS[:rows]), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [
+        pytest.param(f, *g, marks=slow_but((f, *g) == ("dinov2 original", "fsdp tensor", 4)))
+        for f in IMAGES
+        for g in (("tensor", 8), ("data fsdp tensor", 8), ("fsdp tensor", 4))
+    ],
+)
+def test_images(family: str, kinds: str, devices: int) -> None:
+    """Hidden states and vectors of images, and how texts beside them fit, of rows that no axis divides."""
+    pixels = np.random.default_rng(2).normal(size=(3, 3, 12, 12)).astype(np.float32)
+    made, held, found = recipe(family), weights(family), []
+    for place in (None, mesh(kinds, devices)):
+        if family in ("clip", "siglip"):
+            towers = (made.of("text"), made.of("vision"))
+            both = rlx.DualEncoder(*towers, held, similarity=made.of("similarity"), padding=made.padding, mesh=place)
+            scores = both.similarity([[3, 5, 7], [9, 7], [1, 2, 3, 4, 7]], pixels)
+            found.append((both.images.hidden_states(pixels), both.embed_images(pixels), scores))
+        else:
+            encoder = rlx.VisionEncoder(made, held, mesh=place)
+            found.append((encoder.hidden_states(pixels), encoder.embed(pixels), encoder.embed(pixels[:1])))
+    for one, ours in zip(*found, strict=True):
+        assert_close(ours, np.asarray(one))
 
 
 MESHES = [pytest.param(*g, marks=slow_but(g == ("data tensor", 4))) for g in (*MIXED, ("data tensor", 4))]
