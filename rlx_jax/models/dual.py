@@ -35,7 +35,7 @@ from rlx_jax.models.vision import (
 )
 from rlx_jax.weights.source import WeightSource
 
-Part = Literal["both", "text", "vision", "similarity"]
+TowerPart = Literal["both", "text", "vision", "similarity"]
 """What a recipe assembles: all of it, one tower, or what compares two vectors."""
 
 TEXT, SCALE, BIAS = "text_model.", "logit_scale", "logit_bias"
@@ -136,7 +136,7 @@ class DualFlow(Generic[C]):
     """
 
     config: C
-    part: Part = "both"
+    part: TowerPart = "both"
     batch: int | None = None
     name: str = "dual"
     weights: WeightSource | None = field(default=None, repr=False)
@@ -169,7 +169,7 @@ class DualFlow(Generic[C]):
 
     # -- the recipe --------------------------------------------------------------------------
 
-    def of(self, part: Part) -> Self:
+    def of(self, part: TowerPart) -> Self:
         """The recipe of a part."""
         return replace(self, part=part)
 
