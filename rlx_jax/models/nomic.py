@@ -9,6 +9,7 @@ from typing import Any, Self
 from rlx_jax.blocks import (
     BlockStage,
     Embed,
+    Frequencies,
     GatherAdd,
     LayerNorm,
     NomicEncoderLayer,
@@ -16,7 +17,6 @@ from rlx_jax.blocks import (
     RopeTables,
 )
 from rlx_jax.errors import ConfigError
-from rlx_jax.ir.frequencies import Frequencies
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
 from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
 from rlx_jax.models.encoder import ACTIVATIONS, EMBEDDING, EncoderFlow, StoredShapes
