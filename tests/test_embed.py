@@ -18,6 +18,7 @@ from rlx_jax.encode.packing import COSTS, apart, plan, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import DeriveError, RequestError, SequenceLengthError, TokenIdError
 from rlx_jax.models.llama import Llama32Flow
+from tests.divided import mesh
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.test_ring import windowed
@@ -120,6 +121,21 @@ def test_vectors_are_those_of_each_text_alone(bert: Any) -> None:
     assert bert.report().compiles <= 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/first_v1"])
+@pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
+def test_families(name: str) -> None:
+    """Positions that are counted over what is no padding, a bias by distance, rotations: as in a row of their own."""
+    packed, rows = (rlx.load(checkpoints.FIXTURES / name) for _ in range(2))
+    rows.packing = "asked for"
+    padding = 1  # an id inside of a text, that RoBERTa and MPNet count no position for
+    ids = [[3, *one, padding, 5] for one in texts(9, 12, seed=8)]
+    assert packed.packing == ""
+    assert_same(
+        packed.embed([[i % 50 for i in one] for one in ids]), rows.embed([[i % 50 for i in one] for one in ids])
+    )
+
+
 def test_rows_of_their_own_give_the_same(bert: Any) -> None:
     """What `packing` forbids, and buckets ask for: one text in a row."""
     ids = texts(40, 16, seed=5)
@@ -198,6 +214,16 @@ def test_warm_up_without_buckets() -> None:
         encoder.embed(texts(1, 40))
     assert not events and encoder.report().recompiles == 0
     assert encoder.report().compiles == len(sizes_for(COSTS["cpu"], 40).blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["data", "data fsdp"])
+def test_over_devices(bert: Any, kinds: str) -> None:
+    """Rows are divided; the vectors are those of one device."""
+    ids = texts(40, 40, seed=7)
+    ours = rlx.load(BERT, mesh=mesh(kinds, 4))
+    assert_same(ours.embed(ids), bert.embed(ids))
+    assert ours.packing == "" and {dict(k.binding)["batch"] % 4 for k in ours.model.programs.executables} == {0}
 
 
 # -- the program -------------------------------------------------------------------------------

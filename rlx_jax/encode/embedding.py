@@ -89,6 +89,8 @@ class PackedForm:
         return apart(lengths, self.sizes)
 
     def lanes(self, block: Block) -> int:
+        if self.model.programs.division is not None:  # what devices send each other is in the order of the calls
+            return 1
         lanes = LANES.get(self.model.settings.target, 1)
         return lanes if self._program(block).is_compiled else 1  # compiled where the caller's settings of JAX are
 
