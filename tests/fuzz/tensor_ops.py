@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rlx_jax.ir.ops.attention import ROPE_STYLES, AttentionOp, CacheUpdate, RingStep, RopeOp, RopeTable
+from rlx_jax.ir.ops.attention import ROPE_STYLES, AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import Bound, CutAxis
 from rlx_jax.ir.ops.fused import (
@@ -458,6 +458,13 @@ def rope(s: Sketch) -> object:
     return s.one(RopeOp(dim, n_rot, s.choice(ROPE_STYLES)), x, *tables) if tables else None
 
 
+def overwrite(s: Sketch) -> object:
+    """All of an array of the state."""
+    new = floating(s, 1)
+    old = s.leaf(new.shape, new.type.dtype, kind="state")
+    return s.one(Overwrite(), old, new)
+
+
 def cache_update(s: Sketch) -> object:
     """New rows in a cache at each row's own slot."""
     batch, new, width = s.dims(1)[0], s.dim(), s.dim()
@@ -486,5 +493,5 @@ OPS: tuple[Grow, ...] = (
     unary, unary, unary, binary, binary, binary, compare, where, cast, cast, full_like, jax_fn, matmul,
     batch_matmul, fused_product, fused_swiglu, norm, reshape, reshape, transpose, narrow, split_last, slices,
     concat, cut, gather, take_row, iota, relative_buckets, expand, reduce, reduce, softmax, cumsum, repeat_heads, shard,
-    attention, rope_table, rope, cache_update, ring_step, fused_residual, fused_residual, region,
+    attention, rope_table, rope, cache_update, ring_step, overwrite, fused_residual, fused_residual, region,
 )  # fmt: skip
