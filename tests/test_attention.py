@@ -18,6 +18,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import choose
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
+from tests.oracles import checkpoints
 from tests.oracles import op_formulas as formula
 
 B, S, T, N, K, D, E = 2, 3, 5, 4, 2, 6, 3
@@ -41,7 +42,7 @@ def drawn(shape: tuple[Any, ...], dtype: str) -> np.ndarray:
         RNG.standard_normal(sizes).astype("f4"))  # fmt: skip
 
 
-ARRAYS = {name: drawn(*given) for name, given in TYPES.items()}
+ARRAYS: dict[str, Any] = {name: drawn(*given) for name, given in TYPES.items()}
 X: dict[str, Any] = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in ARRAYS.items()}
 
 
@@ -239,6 +240,46 @@ def test_layer_norms_without_weights() -> None:
     np.testing.assert_allclose(model(x), want, atol=3e-5)
     drawn = model.init(0)
     assert (np.asarray(drawn["a.g"]) == 1).all() and (np.asarray(drawn["b.b"]) == 0).all()
+
+
+def gpt2(layers: int, heads: int, width: int, words: int) -> rlx.ModelFlow:
+    """GPT-2 with `emit` alone: learned positions, fused projections stored `[in, out]`."""
+
+    def dense(emit: Any, x: Any, key: str) -> Any:
+        return emit.linear(x, f"{key}.weight", f"{key}.bias", transpose=False)
+
+    def norm(emit: Any, x: Any, key: str) -> Any:
+        return emit.layer_norm(x, f"{key}.weight", f"{key}.bias", 1e-5)
+
+    def layer(index: int) -> Any:
+        def block(emit: Any, x: Any) -> Any:
+            p = f"h.{index}"
+            q, k, v = emit.split(dense(emit, norm(emit, x, f"{p}.ln_1"), f"{p}.attn.c_attn"), [width] * 3)
+            x = x + dense(emit, emit.attention(q, k, v, heads=heads, causal=True), f"{p}.attn.c_proj")
+            inner = emit.gelu_tanh(dense(emit, norm(emit, x, f"{p}.ln_2"), f"{p}.mlp.c_fc"))
+            return x + dense(emit, inner, f"{p}.mlp.c_proj")
+
+        return blocks.Custom(block, "block")
+
+    def embed(emit: Any, ids: Any) -> Any:
+        return emit.embed("wte.weight", ids) + emit.embed("wpe.weight", emit.positions(ids))
+
+    made = rlx.ModelFlow("gpt2").input("tokens", ("batch", "seq"), dtype="int32").custom(embed)
+    made = made.repeat_layers(layers, layer).custom(lambda e, x: norm(e, x, "ln_f"))
+    return made.custom(lambda e, x: e.linear(x, "wte.weight"))
+
+
+def test_gpt2_from_scratch() -> None:
+    """What transformers recorded: logits, and greedy tokens of a ragged batch."""
+    path = checkpoints.FIXTURES / "gpt2" / "bare_v4"
+    with np.load(path.with_suffix(".npz")) as file:
+        record = dict(file)
+    masks = [f"h.{i}.attn.{name}" for i in range(2) for name in ("bias", "masked_bias")]  # of causality, no weights
+    lm = rlx.CausalLM(gpt2(2, 3, 30, 83).with_weights(path, leave=masks))
+    want = record["logits"]
+    assert np.abs(np.asarray(lm.logits(record["tokens"])) - want).max() <= 3e-5 * np.abs(want).max()
+    prompts = [row[:n].tolist() for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
+    assert lm.generate(prompts, max_new_tokens=record["greedy"].shape[1]) == record["greedy"].tolist()
 
 
 def test_a_mask_that_may_be_two_things() -> None:

@@ -72,7 +72,7 @@ def fused(x: np.ndarray) -> np.ndarray:
 def test_formula(keep: np.ndarray | None) -> None:
     """Three weights and one, stored either way; the mask is there or not. Heads over eight devices are the same."""
     want = fused(three(X.astype(float), keep))
-    given = {} if keep is None else {"keep": keep}
+    given: dict[str, Any] = {} if keep is None else {"keep": keep}
     meshes = (None, mesh("tensor", 8), mesh("fsdp tensor", 4)) if keep is None else (None,)
     for over in meshes:
         got = rlx.compile(flow(THREE, FUSED), WEIGHTS, mesh=over)(x=X, relative=BIAS, **given)

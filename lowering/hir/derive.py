@@ -215,6 +215,10 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     """
     op = node.op
     assert isinstance(op, hir.Attention)
+    q, k, v, *_ = inputs
+    t = b.type(k)
+    if symbol("seq") in b.type(q).shape and "seq" not in t.symbols:
+        raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if not op.causal:
         raise DeriveError(
             f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
@@ -225,8 +229,6 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             f"attention reads the operand {op.extra[0]!r}; {d.program} masks by {own}, "
             "make the mask an optional input (default=None)"
         )
-    q, k, v = inputs
-    t = b.type(k)
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
