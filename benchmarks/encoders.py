@@ -123,13 +123,21 @@ def waited(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
     return function(*args).block_until_ready()
 
 
-def peer(case: Case, inputs: Mapping[str, Numbers], gpu: bool) -> Callable[[], Any]:
-    """transformers, eager, in the same dtype."""
+def hidden(outputs: jax.Array | dict[str, jax.Array]) -> jax.Array:
+    """The hidden states among a model's outputs."""
+    return outputs["hidden_states"] if isinstance(outputs, dict) else outputs
+
+
+def peer(case: Case, inputs: Mapping[str, Numbers], gpu: bool) -> Callable[[], Any] | None:
+    """transformers, eager, in the same dtype; None where it is too old to have the model."""
     import torch
     import transformers
 
     kind = dict(case.config)
-    config = transformers.AutoConfig.for_model(kind.pop("model_type"), **kind)
+    model_type = kind.pop("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        return None
+    config = transformers.AutoConfig.for_model(model_type, **kind)
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     model = transformers.AutoModel.from_config(config).to(device, dtype).eval()
     given = {k: torch.from_numpy(v).to(device) for k, v in inputs.items()}
@@ -151,7 +159,7 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
     weights, inputs = weights_of(case, ml_dtypes.bfloat16 if gpu else np.float32), case.inputs()
     model = rlx.compile(case.recipe(case.config), weights)
     given = {k: jax.device_put(v) for k, v in inputs.items()}
-    calls: dict[str, Callable[[], Any]] = {"ours": lambda: model(**given).block_until_ready()}
+    calls: dict[str, Callable[[], Any]] = {"ours": lambda: hidden(jax.block_until_ready(model(**given)))}
     hands = by_hand(case, weights, inputs, dtype)
     keep = inputs.get("attention_mask", np.ones((case.batch, 1))) > 0
     got = np.asarray(calls["ours"](), np.float32)
@@ -162,8 +170,9 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
         errors[name] = float(np.abs(got - want)[keep].max() / np.abs(want[keep]).max())
     goals.at_most(f"{case.name}: ours - by hand", max(errors.values()), 6e-2 if gpu else 3e-5)
     calls |= hands
-    if torch_too:
-        calls["torch"] = peer(case, inputs, gpu)
+    theirs = peer(case, inputs, gpu) if torch_too else None
+    if theirs is not None:
+        calls["torch"] = theirs
     interleaved(calls, 3)
     times = interleaved(calls, rounds, budget)
     ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
@@ -171,7 +180,9 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
     ratio = median_ratio(times["ours"], times[best])
     verdict = goals.at_most(f"{case.name}: ours / {best}", ratio, CPU_GOAL) if not gpu else ""
     row = [case.name, f"{ms['ours']:.2f}", f"{ms[best]:.2f}", f"{ratio:.3f} {verdict}"]
-    if torch_too:
+    if torch_too and theirs is None:
+        row += ["none", ""]
+    if theirs is not None:
         other = median_ratio(times["ours"], times["torch"])
         verdict = goals.at_most(f"{case.name}: ours / torch", other, GPU_GOAL) if gpu else ""
         row += [f"{ms['torch']:.2f}", f"{other:.3f} {verdict}"]
