@@ -27,7 +27,7 @@ from tests.oracles.recorded import load_record
 
 FAMILIES = tuple(encoders.CHECKPOINTS)
 NAMES = [f"{family}/{name}" for family, made in encoders.CHECKPOINTS.items() for name in made]
-SLOW = ("mpnet/masked_lm_v4",)
+SLOW = ("mpnet/masked_lm_v4", "nomic_bert/first_v1")
 ROBERTA, XLM, MPNET, NOMIC, FIRST = (
     checkpoints.FIXTURES / name
     for name in ("roberta/bare_v5", "roberta/xlm_v4", "mpnet/bare_v5", "nomic_bert/bare_v5", "nomic_bert/first_v1")
