@@ -545,6 +545,8 @@ def test_the_report_names_the_reason() -> None:
         ({"causal": False}, (4, 6), "bf16", ""),
         ({}, (4, 4), "f32", "cuDNN takes bf16 and f16, not f32"),
         ({"softcap": 3.0}, (4, 4), "bf16", "cuDNN has no softcap"),
+        ({"causal": False, "window": 2, "ahead": 1}, (4, 4), "bf16", "windows that end with the query's own key"),
+        ({"width": 24}, (4, 4), "bf16", "values as wide as keys, not 24 and 16"),
         ({}, (4, 6), "bf16", "4 queries and 6 keys"),
         ({"heads": 8}, (4, 4), "bf16", "head widths that 8 divides, up to 128, not 4"),
         ({"precision": "highest"}, (4, 4), "bf16", "products are pinned to highest"),
@@ -555,9 +557,11 @@ def test_the_report_names_the_reason() -> None:
 )
 def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason: str) -> None:
     heads, differentiable = options.get("heads", 4), "extra" not in options  # programs with a cache are not
-    op = AttentionOp(**{"heads": heads, "kv_heads": heads // 2, "causal": True, **options})
-    q, kv = (tensor_type((2, n, w), dtype, "t") for n, w in zip(sizes, (32, 16), strict=True))
-    choice = attention.choose((op, (q, kv, kv)), DEVICES["cuda"], "auto", differentiable)
+    fields = {name: value for name, value in options.items() if name != "width"}
+    op = AttentionOp(**{"heads": heads, "kv_heads": heads // 2, "causal": True, **fields})
+    widths = (32, 16, options.get("width", 16))
+    q, k, v = (tensor_type((2, n, w), dtype, "t") for n, w in zip((*sizes, sizes[1]), widths, strict=True))
+    choice = attention.choose((op, (q, k, v)), DEVICES["cuda"], "auto", differentiable)
     assert choice.implementation == ("xla" if reason else "cudnn") and re.search(reason, choice.reason)
 
 
