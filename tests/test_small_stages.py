@@ -209,3 +209,17 @@ def test_rope_tables() -> None:
         for name, want in (("rope_cos", np.cos(angles)), ("rope_sin", np.sin(angles))):
             stage = blocks.Custom(functools.partial(register, name))
             assert_close(run(blocks.Sequence([tables, stage])), want[None, :3].astype("f4"))
+
+
+def test_vit_self_attn() -> None:
+    """Two heads over all tokens, q, k and v out of one weight, with biases and the output projection."""
+    w = drawn(p__attn__qkv__weight=(12, 4), p__attn__qkv__bias=(12,), p__attn__proj__weight=(4, 4),
+              p__attn__proj__bias=(4,))  # fmt: skip
+    v = {key.removeprefix("p.attn."): value.astype("f8") for key, value in w.items()}
+    q, k, u = np.split(X @ v["qkv.weight"].T + v["qkv.bias"], 3, axis=-1)
+    heads = [
+        softmax(q[..., i : i + 2] @ np.swapaxes(k[..., i : i + 2], 1, 2) / math.sqrt(2)) @ u[..., i : i + 2]
+        for i in (0, 2)
+    ]
+    want = np.concatenate(heads, -1) @ v["proj.weight"].T + v["proj.bias"]
+    assert_close(run(blocks.VitSelfAttn.dinov2("p", 4, 2), w), want.astype("f4"))
