@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -66,7 +67,7 @@ def recipe(family: str, **changes: Any) -> Any:
         return encoder.for_prefill(sizes | changes)
     if family in IMAGES:
         tower, config, given = IMAGES[family]
-        return tower(tower.config_type.from_hf(config), **given)
+        return dataclasses.replace(tower.for_prefill(config), **given)
     flow, own = DECODERS[family]
     return flow.for_prefill((own if family == "gpt2" else SIZES | own) | changes)
 

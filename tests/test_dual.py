@@ -196,6 +196,20 @@ def test_towers_of_your_own() -> None:
             rlx.DualEncoder(texts, images, weights, padding=padding)  # type: ignore[arg-type]
 
 
+def test_layers_of_both_towers_are_edited() -> None:
+    """Hooks see the layers of texts and of images; layers of one tower are one region."""
+    seen: list[str] = []
+
+    def look(ctx: Any) -> Any:
+        seen.append(ctx.spec.prefix)
+        return ctx.default_stage()
+
+    recipe = rlx.ClipFlow.for_prefill(towers_config(DUAL / "clip")).layer(look)
+    recipe.assemble().build()
+    assert {p.partition(".")[0] for p in seen} == {"text_model", "vision_model"}
+    assert rlx.compile(recipe).report().refusals == ()
+
+
 # -- configs -----------------------------------------------------------------------------------
 
 PLAIN: dict[str, Any] = {"text_config": {}, "vision_config": {}}

@@ -134,7 +134,8 @@ class DualEncoder:
             block[i, : len(row)] = row
             keep[i, : len(row)] = 1
         keep[len(rows) :, 0] = 1  # a row that is padding holds one token
-        found = self.texts(block, **({MASK: keep} if self.hides else {}))
+        hidden: dict[str, Any] = {MASK: keep} if self.hides else {}
+        found = self.texts(block, **hidden)
         vectors: Vectors = np.asarray(jax.device_get(found[POOLED] if isinstance(found, dict) else found))[: len(rows)]
         return vectors
 

@@ -148,6 +148,14 @@ class DualFlow(Generic[C]):
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
+    @classmethod
+    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
+        """The forward program of both towers, bound to a number of images if one is given; `config` may be the content
+        of `config.json`."""
+        known: Any = config
+        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        return cls(read, batch=batch)
+
     # -- what families say -------------------------------------------------------------------
 
     def vision(self) -> VisionFlow[Any]:

@@ -94,7 +94,7 @@ class Family:
         """A vision tower. `images`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            made = recipe(recipe.config_type.from_hf(config), recipe.layouts[0]).stored_in(source)
+            made = recipe.for_prefill(recipe.config_type.from_hf(config)).stored_in(source)
             return Pretrained(replace(made, weights=checked(source, made.shapes(), made)), "vision", images=images)
 
         return Family(opener, architectures)
@@ -105,7 +105,7 @@ class Family:
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             c = recipe.config_type.from_hf(config)
-            made = recipe(c)
+            made = recipe.for_prefill(c)
             bound = replace(made, weights=checked(source, made.shapes(), made))
             return Pretrained(bound, "dual", c.text.vocab_size, c.text.max_position_embeddings, images)
 

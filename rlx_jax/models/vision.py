@@ -182,6 +182,14 @@ class VisionFlow(Generic[C]):
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
 
+    @classmethod
+    def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:
+        """The forward program of a tower, bound to a number of rows if one is given; `config` may be the content of
+        `config.json`."""
+        known: Any = config
+        read: Any = known if isinstance(known, cls.config_type) else cls.config_type.from_hf(known)
+        return cls(read, cls.layouts[0], cls.prefixes[0], batch)
+
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe with the layout and the prefix that a checkpoint keeps the weights of its patches under; where it
         has none, as it is."""

@@ -1,6 +1,6 @@
 """Tiny random vision checkpoints made by `transformers`, what it computes from them, and the record of that.
 
-Run by hand, with the `oracle` extra and torchvision installed, from the root of the repository:
+Run by hand, with the `oracle` extra and Pillow installed, from the root of the repository:
 
     python -m tests.oracles.vision [name …]
 
@@ -176,11 +176,21 @@ def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
     return found
 
 
-def processed(directory: Path, pictures: list[Any], backend: str) -> list[Floats]:
-    """What transformers' image processor makes of pictures, `pil` or `torchvision`."""
+def processed(directory: Path, pictures: list[Any]) -> list[Floats]:
+    """What transformers' image processor makes of pictures, with Pillow."""
     _, transformers = _modules()
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend=backend)
+    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
     return [np.asarray(processor(picture, return_tensors="np")["pixel_values"][0]) for picture in pictures]
+
+
+def resized(picture: npt.NDArray[np.uint8], height: int, width: int, resample: int) -> npt.NDArray[np.uint8]:
+    """What torchvision, and so a fast image processor, makes of a picture: torch's own resampling of uint8."""
+    torch, _ = _modules()
+    mode = {2: "bilinear", 3: "bicubic"}[resample]
+    pixels = torch.from_numpy(picture).permute(2, 0, 1)[None]
+    out = torch.nn.functional.interpolate(pixels, (height, width), mode=mode, align_corners=False, antialias=True)
+    found: npt.NDArray[np.uint8] = out[0].permute(1, 2, 0).numpy()
+    return found
 
 
 def record(name: str) -> None:
@@ -198,7 +208,7 @@ def record(name: str) -> None:
     if name in PROCESSORS:
         pictures = images(3, (37, 53), (64, 41), (18, 25))
         found |= {f"picture.{i}": picture for i, picture in enumerate(pictures)}
-        found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures, "pil"))}
+        found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures))}
     np.savez_compressed(VISION / f"{name}.npz", **found)
 
 
@@ -224,7 +234,7 @@ def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures
     padding = {"padding": "max_length" if fixed else True, "truncation": True}
     asked = tokenizer(texts, return_tensors="pt", **padding)
     asked = {k: v for k, v in asked.items() if k == "input_ids" or (k == "attention_mask" and not fixed)}
-    pixels = torch.from_numpy(np.stack(processed(directory, pictures, "pil")))
+    pixels = torch.from_numpy(np.stack(processed(directory, pictures)))
     with torch.no_grad():
         out = model(pixel_values=pixels, **asked)
         words = model.get_text_features(**asked).pooler_output
