@@ -412,6 +412,9 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "numbers of axes": (lambda m, x: m.dot_general(x, x, ((2,), (2,))), ShapeError, "contracted of lhs"),
     "a step of 0": (lambda m, x: m.arange(0, 3, 0), GraphError, "step is 0"),
     "a shift that is none": (lambda m, x: m.roll(x, 1.5, 1), ShapeError, "whole number for each axis"),
+    "unequal parts": (lambda m, x: m.split(x, 2, 1), ShapeError, "2 equal parts do not make up axis 1"),
+    "parts of a symbolic axis": (lambda m, x: m.split(x, 2, 0), ShapeError, "2 equal parts do not make up axis 0"),
+    "a constant over 4 bits": (lambda m, x: m.constant([8], "i4"), DTypeError, "i4 cannot hold 8"),
     "64 bits": (lambda m, x: m.cast(x, "i64"), DTypeError, "i64"),
 }  # fmt: skip
 

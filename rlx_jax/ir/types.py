@@ -57,14 +57,19 @@ DTYPE_NAMES: dict[str, str] = {
     "u32": "uint32",
     "i64": "int64",
     "u64": "uint64",
+    "i4": "int4",
+    "u4": "uint4",
     "f8_e4m3": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2",
+    "f8_e4m3fnuz": "float8_e4m3fnuz",
+    "f8_e5m2fnuz": "float8_e5m2fnuz",
     "bf16": "bfloat16",
     "f16": "float16",
     "f32": "float32",
     "f64": "float64",
     "c64": "complex64",
 }
+FROM_ML_DTYPES = ("bfloat", "float8", "int4", "uint4")
 _SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
 
@@ -78,7 +83,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     if isinstance(dtype, str):
         if dtype not in _BY_NAME:
             raise DTypeError(f"unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME)}")
-        dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(("bfloat", "float8")) else long
+        dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long
     try:
         found: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:
@@ -104,6 +109,11 @@ def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is a real floating type, bf16 and f8 included."""
     return bool(jax.numpy.issubdtype(dtype, np.floating))
+
+
+def is_whole(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is one of whole numbers, those of 4 bits included."""
+    return bool(jax.numpy.issubdtype(dtype, np.integer))
 
 
 def widens(narrow: np.dtype[Any], wide: np.dtype[Any]) -> bool:

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rlx_jax.errors import GraphError, LevelError, shown
+from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
+from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
+from rlx_jax.ir.types import is_static
 from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.weight_part import WeightKey, WeightPart
@@ -248,9 +250,20 @@ class Builders(Attending[V]):
         """The first token of each row: x `[B, S, H]` → `[B, H]`."""
         return self.add_node(hir.FirstToken(), x)
 
-    def split(self, x: V, sizes: Sequence[int]) -> tuple[V, ...]:
-        """Cut the last axis into consecutive `sizes`."""
-        return self.add_all(hir.Split(items_of(sizes, f"{self.path}: split", "a list of sizes")), x)
+    def split(self, x: V, sizes: int | Sequence[int], axis: int = -1) -> tuple[V, ...]:
+        """Cut `axis` into consecutive `sizes`, or into that many equal parts."""
+        at, found = self._axis(x, axis), self.type_of(x)
+        whole = found.shape[at]
+        if isinstance(sizes, int) and not isinstance(sizes, bool):
+            if not is_static(whole) or sizes < 1 or whole % sizes:
+                raise ShapeError(f"{self.path}: split: {sizes} equal parts do not make up axis {at} of {found}")
+            sizes = (whole // sizes,) * sizes
+        parts = items_of(sizes, f"{self.path}: split", "a list of sizes, or a number of equal parts")
+        if at == found.rank - 1 and self.level == GraphStage.HIR:
+            return self.add_all(hir.Split(parts), x)
+        turned = x if at == found.rank - 1 else self.swapaxes(x, at, -1)
+        made = self.add_all(SplitLast(parts), turned)
+        return made if at == found.rank - 1 else tuple(self.swapaxes(part, at, -1) for part in made)
 
     # -- whole layers, and tensor ops as blocks ----------------------------------------------
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import GraphError, shown
@@ -105,7 +106,8 @@ class Pointwise(Writer[V]):
     def bitwise_not(self, x: V) -> V:
         """The bits that x does not have."""
         dtype = self.type_of(x).dtype
-        return self.bitwise_xor(x, int(np.iinfo(dtype).max) if dtype.kind == "u" else True if dtype.kind == "b" else -1)
+        unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+        return self.bitwise_xor(x, int(jnp.iinfo(dtype).max) if unsigned else True if dtype == np.bool_ else -1)
 
     def left_shift(self, a: V | int, b: V | int) -> V:
         """a · 2ᵇ, the higher bits dropped."""

@@ -15,7 +15,7 @@ from rlx_jax.errors import DTypeError, GraphError, shown
 from rlx_jax.ir.captured import MAX_CAPTURED, is_consumed
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant, first_line, types_of
 from rlx_jax.ir.traits import Types, product_traits
-from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, path_text, short_name
+from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_whole, path_text, short_name
 
 Array = jax.Array
 
@@ -60,7 +60,7 @@ def small_constant(value: Any, dtype: Any = None) -> Constant:
     if given.size * given.itemsize > MAX_CAPTURED:
         raise GraphError(f"a constant of {given.size * given.itemsize} bytes, {_limit()}")
     whole = given.dtype == object and all(isinstance(v, int) for v in given.flat)  # beyond 64 bits
-    if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc"):
+    if not (whole or is_float(given.dtype) or given.dtype.kind in "biuc" or is_whole(given.dtype)):
         raise GraphError(f"a constant is a number or an array of them, got {shown(value)}")
     asked = given.dtype if dtype is None and not whole else as_dtype("i32" if dtype is None else dtype)
     wanted = device_dtype(asked)
@@ -88,7 +88,8 @@ def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[An
         wide = given.astype(np.float64)
         held = wide.astype(dtype).astype(np.complex128 if dtype.kind == "c" else np.float64)
         return np.asarray(np.isfinite(wide) & ~np.isfinite(held))
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    info = None if dtype.kind == "b" else jax.numpy.iinfo(dtype)  # NumPy has none of 4-bit numbers
+    low, high = (0, 1) if info is None else (int(info.min), int(info.max))
     if given.dtype.kind in "biuO":
         return np.asarray(~((given >= low) & (given <= high)), bool)
     wide = given.astype(np.float64)

@@ -186,7 +186,7 @@ class Scatter(Mir):
 
     The kinds are `set`, `add`, `mul`, `min` and `max`. Indices and updates have one shape, of x's rank and no longer
     than x on the other axes. Negative indices count from the end; others out of range are dropped. What `set` writes
-    twice to one place is one of the two.
+    twice to one place is one of the two. `mul` has no gradient in JAX.
     """
 
     traits = replace(MOVEMENT, widens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +100,27 @@ class Pool(Mir):
         )  # fmt: skip
         return found
 
+    def _of_shifted(self, x: Array, least: Any, pairs: list[tuple[int, int]]) -> Array:
+        """The largest of one slice for each place in the window: JAX has no gradient of windows with gaps."""
+        wide = lax.pad(x, np.asarray(least, x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pairs)])
+        found = None
+        for place in itertools.product(*map(range, self.window)):
+            cut = wide
+            for axis, (k, d, window, stride) in enumerate(
+                zip(place, self.dilation, self.window, self.strides, strict=True), 2
+            ):
+                span = wide.shape[axis] - d * (window - 1)  # where a first entry of a window may stand
+                cut = lax.slice_in_dim(cut, k * d, k * d + span, stride, axis)
+            found = cut if found is None else jnp.maximum(found, cut)
+        assert found is not None
+        return found
+
     def eval(self, x: Array) -> Array:
         pairs = self._pairs(x.shape[2:])
         if self.kind == "max":
             least = -np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min
-            return self._over(x, least, lax.max, pairs)
+            apart = any(d > 1 for d in self.dilation)
+            return self._of_shifted(x, least, pairs) if apart else self._over(x, least, lax.max, pairs)
         wide = x.astype(jnp.float32) if is_float(x.dtype) else x
         if self.kind == "lp":
             total = self._over(jnp.abs(wide) ** self.p, 0, lax.add, pairs)
