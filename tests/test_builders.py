@@ -125,7 +125,7 @@ CALLS: dict[str, Call] = {
     "scan": lambda m, i: m.scan(lambda c, v: (m.add(c, v), (m.mul(c, i.b), v)), i.b, i.w),
     "fori_loop": lambda m, i: m.fori_loop(1, 4, lambda k, v: m.mul(v, m.cast(k, "f32")), i.x),
     "custom_vjp": lambda m, i: m.custom_vjp(m.round, lambda v, out, g: g, i.x),
-    "stop_gradient": lambda m, i: m.stop_gradient(i.x),
+    "stop_gradient": lambda m, i: m.stop_gradient(i.x), "sinusoids": lambda m, i: m.sinusoids(i.b, 8),
     # products by named axes, and of whole numbers
     "einsum": lambda m, i: m.einsum("bsh,hk->bks", i.x, i.w),
     "dot_general": lambda m, i: m.dot_general(i.x, i.y, (((2,), (2,)), ((0,), (0,)))),

@@ -1074,8 +1074,8 @@ GRADIENTS = [
                     TakeAlongAxis, GatherNd, Scatter, ScatterNd, Resize, GridSample, Pool)
       for s in BY_CLASS[cls][:9]
       if s.operands[0].startswith("f32") and getattr(s.op, "kind", "") != "mul"),  # JAX has no gradient of that
-    *(s for s in BY_CLASS[Reduce] if s.op.kind in ("var", "std", "logsumexp") and s.operands[0].startswith("f32")),
-    *(s for s in BY_CLASS[Unary] if s.op.kind in SMOOTH and s.operands[0].startswith("f32")),
+    *(s for s in BY_CLASS[Reduce] if getattr(s.op, "kind", "") in ("var", "std", "logsumexp") and s.operands[0].startswith("f32")),
+    *(s for s in BY_CLASS[Unary] if getattr(s.op, "kind", "") in SMOOTH and s.operands[0].startswith("f32")),
 ]  # fmt: skip
 
 
