@@ -9,7 +9,7 @@ texts are laid out at each width, and the cheapest is taken.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FINE, COARSE = (64, 128, 256, 512), (128, 512, 2048, 8192)
@@ -67,6 +67,12 @@ class BlockSizes:
         """The rows of blocks of one width, the largest first."""
         return sorted((rows for rows, w in self.blocks if w == width), reverse=True)
 
+    def cost_of_rows(self, rows: Mapping[int, Sequence[tuple[int, ...]]]) -> float:
+        """Of rows by width, in calls that are full."""
+        return sum(
+            len(found) * self.cost(self.of(width)[0], width) / self.of(width)[0] for width, found in rows.items()
+        )
+
     def slots(self, width: int) -> int:
         """Texts that a row of this width may hold."""
         return max(1, width // self.costs.slot)
@@ -101,7 +107,8 @@ def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[
     while present:
         width = room = next(w for w in widths if w >= present[-1])
         texts: list[int] = []
-        while len(texts) < sizes.slots(width) and (at := bisect_right(present, room) - 1) >= 0:
+        slots = sizes.slots(width)
+        while len(texts) < slots and (at := bisect_right(present, room) - 1) >= 0:
             length = present[at]
             texts.append(waiting[length].pop())
             room -= length
@@ -125,14 +132,20 @@ def blocks_of(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) ->
     return made
 
 
+SAMPLE = 512
+"""Texts that the narrowest width is chosen by, where there are more."""
+
+
 def plan(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     """The cheapest calls for texts of these lengths: laid out in rows of each width and wider ones where needed."""
     if not lengths:
         return []
+    tried = [first for first, width in enumerate(sizes.widths) if not first or width <= sizes.tokens]
+    if len(lengths) > SAMPLE and sum(lengths) > 4 * sizes.tokens:  # of many calls, what the last ones spare is little
+        sample = lengths[:: -(-len(lengths) // SAMPLE)]
+        tried = [min(tried, key=lambda first: sizes.cost_of_rows(fill(sample, sizes, first)))]
     plans = []
-    for first, width in enumerate(sizes.widths):
-        if first and width > sizes.tokens:
-            break
+    for first in tried:
         rows = fill(lengths, sizes, first)
         blocks = [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
         plans.append((sum(sizes.cost(b.rows, b.width) for b in blocks), first, blocks))
