@@ -1063,7 +1063,8 @@ def test_padding_is_not_written() -> None:
 
 SMOOTH = (
     "square", "reciprocal", "cbrt", "expm1", "log1p", "exp2", "log2", "asin", "acos", "sinh", "cosh", "asinh", "acosh",
-    "atanh", "erf", "erfc", "selu", "mish", "log_sigmoid", "soft_sign", "hard_silu", "quick_gelu",
+    "atanh", "erf", "erfc", "selu", "mish", "log_sigmoid", "soft_sign", "hard_silu", "quick_gelu", "var", "std",
+    "logsumexp",
 )  # fmt: skip
 GRADIENTS = [
     *(s for s in BY_CLASS[AttentionOp][:-1:3] if "bf16 2 5 8" not in s.operands),
@@ -1074,8 +1075,8 @@ GRADIENTS = [
                     TakeAlongAxis, GatherNd, Scatter, ScatterNd, Resize, GridSample, Pool)
       for s in BY_CLASS[cls][:9]
       if s.operands[0].startswith("f32") and getattr(s.op, "kind", "") != "mul"),  # JAX has no gradient of that
-    *(s for s in BY_CLASS[Reduce] if getattr(s.op, "kind", "") in ("var", "std", "logsumexp") and s.operands[0].startswith("f32")),
-    *(s for s in BY_CLASS[Unary] if getattr(s.op, "kind", "") in SMOOTH and s.operands[0].startswith("f32")),
+    *(s for cls in (Reduce, Unary) for s in BY_CLASS[cls]
+      if getattr(s.op, "kind", "") in SMOOTH and s.operands[0].startswith("f32")),
 ]  # fmt: skip
 
 
