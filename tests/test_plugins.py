@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import DeriveError, GraphError, NameCollisionError, PluginError, UnsupportedError
+from rlx_jax.errors import GraphError, NameCollisionError, PluginError, UnsupportedError
 from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Binary
@@ -361,7 +361,7 @@ def test_a_new_norm_by_hooks_trains_and_generates() -> None:
     check_gradient(model, "extra.1", TOKENS)
 
 
-def test_a_cross_attention_layer_by_hooks_trains() -> None:
+def test_a_cross_attention_layer_by_hooks_trains_and_generates() -> None:
     extra: dict[str, tuple[int, ...]] = {
         "x.q.weight": (6, H),
         "x.k.weight": (6, 4),
@@ -378,8 +378,13 @@ def test_a_cross_attention_layer_by_hooks_trains() -> None:
     model = rlx.compile(hooked, weights)
     context = np.random.default_rng(5).normal(size=(2, 5, 4)).astype("f4")
     check_gradient(model, "x.k.weight", TOKENS, context)
-    with pytest.raises(DeriveError):  # its keys stand outside of the sequence
-        rlx.compile(hooked, weights, program="extend")
+    lm = rlx.CausalLM(hooked, weights)
+    ids = np.zeros((2, 7), np.int32)  # one size: what stands behind a token does not change it
+    ids[:, :4] = TOKENS[:, :4]
+    for at in range(4, 7):
+        ids[:, at] = np.argmax(np.asarray(model(ids, context))[:, at - 1], axis=-1)
+    got = lm.generate(TOKENS[:, :4].tolist(), max_new_tokens=3, inputs={"context": context})
+    assert got == ids[:, 4:].tolist()
 
 
 def check_gradient(model: Any, key: str, *inputs: Any) -> None:
