@@ -397,7 +397,8 @@ def test_configs_that_are_refused(config: Any, changes: dict[str, Any], match: s
 def test_from_a_config_alone() -> None:
     """Random weights, of what `config.json` holds; a number of rows is compiled for ahead."""
     config = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8, "patch_size": 4}
-    for flow in (rlx.ViTFlow, rlx.Dinov2Flow):
+    families: tuple[Any, ...] = (rlx.ViTFlow, rlx.Dinov2Flow)
+    for flow in families:
         recipe = flow.for_prefill(config, batch=2)
         assert recipe == flow.for_prefill(flow.config_type.from_hf(config), 2) and recipe.assemble().binding == {
             "batch": 2
