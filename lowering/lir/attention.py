@@ -23,13 +23,13 @@ from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 AnyArray = Any
 
 
-def choose(call: Call, device: Device, wanted: str, differentiable: bool = True) -> Choice:
+def choose(call: Call, device: Device, wanted: str) -> Choice:
     """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn."""
     if wanted == "xla":
         return Choice("xla", "asked for")
     if wanted == "auto" and device.kind == "cpu" and all_against_all(call):
         return Choice("heads_first", "faster on a CPU")
-    refusal = why_not_cudnn(call, device, differentiable)
+    refusal = why_not_cudnn(call, device)
     return Choice("xla", refusal) if refusal else Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
 
 
@@ -39,7 +39,7 @@ def all_against_all(call: Call) -> bool:
     return q.shape[1] == k.shape[1] and int(q.shape[1]) > 1
 
 
-def why_not_cudnn(call: Call, device: Device, differentiable: bool) -> str:
+def why_not_cudnn(call: Call, device: Device) -> str:
     """Why cuDNN cannot compute this attention, or does not gain; empty if it can."""
     op, (q, k, v, *_) = call
     assert isinstance(op, AttentionOp)
@@ -66,8 +66,6 @@ def why_not_cudnn(call: Call, device: Device, differentiable: bool) -> str:
         return f"cuDNN does not gain where {queries} queries stand at positions of their own"
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
-    if differentiable and (queries % 2 or keys % 2):
-        return f"cuDNN has a gradient for even lengths; there are {queries} queries and {keys} keys"
     return ""
 
 
@@ -76,17 +74,15 @@ def attentions(graph: Graph) -> dict[str, Call]:
     return {path_text(n.origin.path): call_of(g, n) for g, n in graph.walk() if isinstance(n.op, AttentionOp)}
 
 
-def choose_attention(graph: Graph, device: Device, wanted: str, differentiable: bool = True) -> dict[Call, Choice]:
+def choose_attention(graph: Graph, device: Device, wanted: str) -> dict[Call, Choice]:
     """The implementation of every attention of a program with static sizes.
-
-    `differentiable`: whether someone may take its gradient, which programs with a state do not need.
 
     Raises:
         UnsupportedError: `wanted` is cudnn and one cannot have it; names its block and the reason.
     """
     choices: dict[Call, Choice] = {}
     for path, call in attentions(graph).items():
-        choice = choices[call] = choose(call, device, wanted, differentiable)
+        choice = choices[call] = choose(call, device, wanted)
         if wanted not in ("auto", choice.implementation):
             raise UnsupportedError(
                 f"{path}: attention.implementation = '{wanted}' cannot be had: {choice.reason}; "
@@ -101,20 +97,29 @@ def heads_first(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: A
 
 
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
-    """The op by cuDNN's flash attention. Operands as in `AttentionOp`; `rest` is nothing or the positions `[B|1,1]`."""
+    """The op by cuDNN's flash attention. Operands as in `AttentionOp`; `rest` is nothing or the positions `[B|1,1]`.
+
+    cuDNN has a gradient for even lengths: without positions, one more token is put behind an odd number of them.
+    """
     batch, queries, width = q.shape
-    heads = (batch, queries, op.heads, width // op.heads)
-    keys = (batch, k.shape[1], op.kv_heads, heads[3])
+    masked = op.causal or op.window is not None
     # One query at position p reads keys 0 … p: the first p + 1.
     valid = jnp.broadcast_to(rest[0][:, 0] + 1, (batch,)).astype(jnp.int32) if rest else None
+    if valid is None and k.shape[1] % 2 and not masked:  # a causal mask hides the key that is put behind
+        valid = jnp.full((batch,), k.shape[1], jnp.int32)
+
+    def heads(x: AnyArray, count: int) -> AnyArray:
+        even = x if rest or x.shape[1] % 2 == 0 else jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+        return even.reshape(*even.shape[:2], count, width // op.heads)
+
     out = jax.nn.dot_product_attention(
-        q.reshape(heads),
-        k.reshape(keys),
-        v.reshape(keys),
+        heads(q, op.heads),
+        heads(k, op.kv_heads),
+        heads(v, op.kv_heads),
         scale=op.scale,
-        is_causal=valid is None and (op.causal or op.window is not None),
+        is_causal=not rest and masked,
         key_value_seq_lengths=valid,
         local_window_size=None if op.window is None else (op.window - 1, 0),
         implementation="cudnn",
     )
-    return out.reshape(q.shape)
+    return out[:, :queries].reshape(q.shape)

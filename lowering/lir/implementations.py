@@ -29,15 +29,13 @@ CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct)
 """The ops that may have a choice."""
 
 
-def choose_all(
-    graph: Graph, device: Device, attention: str, products: str, differentiable: bool = True
-) -> dict[Call, Choice]:
+def choose_all(graph: Graph, device: Device, attention: str, products: str) -> dict[Call, Choice]:
     """The implementation of every attention of a program with static sizes, and of products where `eval` loses.
 
     Raises:
         UnsupportedError: see `choose_attention`.
     """
-    chosen = choose_attention(graph, device, attention, differentiable)
+    chosen = choose_attention(graph, device, attention)
     return chosen | choose_products(graph, device, products)
 
 

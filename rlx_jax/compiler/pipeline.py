@@ -184,9 +184,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     plan = replace(
         make_plan(settings),
         donate_inputs=reusable_inputs(graph, settings.donate_inputs),
-        choices=choose_all(
-            graph, settings.device, settings.attention, settings.products, differentiable=not template.state
-        ),
+        choices=choose_all(graph, settings.device, settings.attention, settings.products),
     )
     return Lir(graph, plan)
 
