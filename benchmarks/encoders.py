@@ -99,6 +99,9 @@ def dinov2(tiny: bool, gpu: bool) -> Case:
                 qkv="encoder.layer.{i}.attention.attention")  # fmt: skip
 
 
+CASES = {"minilm": minilm, "nomic": nomic, "dinov2": dinov2}
+
+
 def weights_of(case: Case, dtype: Any) -> dict[str, Numbers]:
     """Random weights by checkpoint key."""
     model = rlx.compile(case.recipe(case.config))
@@ -193,6 +196,7 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
 def main() -> None:
     parser = argparse.ArgumentParser(description="encoders beside hand-written JAX and torch")
     parser.add_argument("--torch", action="store_true", help="transformers too")
+    parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), help="some models")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for a model")
@@ -200,7 +204,7 @@ def main() -> None:
     gpu = jax.default_backend() == "gpu"
     emit(jax=jax.__version__, device=jax.devices()[0].device_kind)
     goals = Goals()
-    made = [make(args.tiny, gpu) for make in (minilm, nomic, dinov2)]
+    made = [CASES[name](args.tiny, gpu) for name in args.only]
     rows = [run(case, args.torch, gpu, args.rounds, args.budget, goals) for case in made]
     head = ["ms a call", "rlx_jax", "by hand", "ratio"] + (["torch", "ratio"] if args.torch else [])
     print(table(head, rows))
