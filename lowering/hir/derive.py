@@ -28,7 +28,7 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.region import Repeat, unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
-from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.ir.types import Path, TensorType, path_text, symbol
 from rlx_jax.lowering.hir import packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.request import Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
@@ -95,6 +95,8 @@ def derive(
     if program == "explicit":
         graph = unroll(graph, types)  # every layer has inputs and outputs of its own
     check_inputs(graph, program)
+    if program in CACHED_PROGRAMS:
+        check_last_tokens(graph)
     try_slices(graph, types)
     d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
     brought = request_of(graph) if program in CACHED_PROGRAMS else Brought()
@@ -162,6 +164,28 @@ def check_fixed_keys(node: Node) -> None:
             "attention reads keys of another sequence, causally or in a window: those that a token reads would hang on "
             "how many tokens there are; use a mask"
         )
+
+
+def check_last_tokens(graph: Graph) -> None:
+    """What is read of the last token of a row goes to outputs alone: in `extend` another token is the last one.
+
+    Raises:
+        DeriveError: a node reads it beside every token.
+    """
+    for inner in dict.fromkeys(g for g, _ in graph.walk()):
+        behind: set[int] = set()
+        for number, node in enumerate(inner.nodes):
+            reads = [v for v in node.inputs if v.node in behind]
+            beside = any("seq" in inner.type(v).symbols for v in node.inputs if v.node not in behind)
+            if reads and beside and isinstance(node.op, hir.Attention):
+                reads = reads if node.op.last else []  # else its rule refuses it, and says more
+            elif reads and beside:
+                raise DeriveError(
+                    f"{path_text(node.origin.path)}: {node.op.text()} reads the last token of each row beside every "
+                    "token: an earlier one would read a later one"
+                )
+            if isinstance(node.op, hir.LastToken) or reads:
+                behind.add(number)
 
 
 def check_inputs(graph: Graph, program: str) -> None:
