@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.encode import embedding as embedding_module
 from tests.oracles import checkpoints, numpy_reference, texts
 from tests.oracles.comparing import assert_close
 
@@ -107,6 +108,14 @@ def test_what_is_no_text(minilm: Any, bad: Any) -> None:
     """Anything but strings or lists of ids is a request error."""
     with pytest.raises(errors.RequestError):
         minilm.embed(bad)
+
+
+def test_a_bad_text_of_a_later_chunk(minilm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is named by its number among all."""
+    monkeypatch.setattr(embedding_module, "CHUNK", 2)
+    for source in (list, iter):
+        with pytest.raises(errors.RequestError, match=r"texts\[3\]: half of a surrogate pair"):
+            minilm.embed(source(["one", "two", "three", "lone \ud800 surrogate"]))
 
 
 # -- the files around an encoder ---------------------------------------------------------------
