@@ -418,7 +418,7 @@ def test_names_and_values_of_others() -> None:
         with pytest.raises(DanglingRefError):
             m.set_outputs([wrong])
     with pytest.raises(GraphError, match="value of this module"):
-        m.relu(2.0)  # type: ignore[arg-type]
+        m.relu(2.0)
     with pytest.raises(GraphError, match="no outputs"):
         m.lower()
 
