@@ -486,7 +486,7 @@ REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
         UnsupportedError,
         "leaf 'key' is a random key; store",
     ),
-    "a dtype": ({"a": jnp.zeros(3, jnp.int4)}, UnsupportedError, "leaf 'a' cannot be stored: .*int4"),
+    "a dtype": ({"a": jnp.zeros(3, jnp.int2)}, UnsupportedError, "leaf 'a' cannot be stored: .*int2"),
     "objects": ({"a": np.array([None])}, UnsupportedError, "object"),
     "a large number": ({"a": 2**70}, UnsupportedError, "leaf 'a' cannot be stored"),
     "a name that is no text": ({"\ud800": 1}, UnsupportedError, "text of at most"),

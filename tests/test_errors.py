@@ -371,7 +371,7 @@ CONFIG: dict[str, Row] = {
         ("quantization_config", {"bits": 4}, UnsupportedError, ("not handled",)),
         ("a_new_field", 1, UnsupportedError, ("not handled",)),
         ("model_type", "lama", UnsupportedError, ("'lama'", "did you mean 'llama'")),
-        ("model_type", "gpt2", UnsupportedError, ("'gpt2'", "known are llama, mistral")),
+        ("model_type", "mamba", UnsupportedError, ("'mamba'", "known are llama, mistral")),
         ("model_type", REMOVED, ConfigError, ("missing",)),
         ("architectures", ["LlamaForSequenceClassification"], UnsupportedError, ("LlamaForCausalLM",)),
         ("architectures", "x", ConfigError, ("a list of strings",)),
@@ -734,7 +734,8 @@ CALLS: dict[str, Row] = {
     "logits of bools": row(lambda t: logits_of("bool"), DTypeError, "tiny", "floating", "bool"),
     "whole logits": row(lambda t: logits_of("int32"), DTypeError, "tiny", "floating", "int32"),
     "a flow that needs more than ids": row(
-        lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]), GraphError, "'y'", "default",
+        lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]).generate([[1]]), RequestError,
+        "the flow reads 'y'", "inputs={'y'",
     ),
     "a flow without an embedding": row(lambda t: rlx.CausalLM(mlp(), W), GraphError, "'x'", "embedding"),
     "an end token": row(lambda t: rlx.CausalLM(*tokens(), eos_ids=[99]), TokenIdError, "eos_ids[0]", "99", "[0, 11)"),
@@ -879,7 +880,7 @@ MODULES: dict[str, Row] = {
         lambda t: x_of(lambda m, x: m.param("w", 4)), GraphError, "m: parameter 'w'", "list of sizes", "got 4",
     ),
     "a parameter without a key": row(lambda t: x_of(lambda m, x: m.param(THREE, (4,))), GraphError, "m: ", "key", "3"),
-    "pieces that are one size": row(lambda t: x_of(lambda m, x: m.split(x, 2)), GraphError, "m: split", "got 2"),
+    "pieces that are not equal": row(lambda t: x_of(lambda m, x: m.split(x, 3)), ShapeError, "m: split", "3 equal"),
     "a scale that is none": row(
         lambda t: x_of(lambda m, x: m.fused_residual_rms_norm(x, x, m.param("g", (4,)), eps=NONE)), GraphError, "m: ",
         "eps is None", "expected float",
