@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma2", "final_logit_softcapping": 0.7}),
     "gemma3": (rlx.GemmaFlow, GELU | WINDOW | {"model_type": "gemma3_text"}),
 }
-QUICK = {"llama", "gemma2"}
+QUICK = {"gemma2"}
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
 LENGTHS = np.array([13, 2, 7, 1], np.int32)

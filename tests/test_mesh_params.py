@@ -421,6 +421,7 @@ def test_inputs_and_transformations() -> None:
             assert_close(ours.apply(params, IDS), want)
 
 
+@pytest.mark.slow
 def test_one_mesh_around_a_whole_request() -> None:
     """Everything under `jax.set_mesh`: loading, reading, generating."""
     want = rlx.CausalLM(recipe("llama"), weights("llama")).generate([[1, 2, 3], [4]], max_new_tokens=3)
