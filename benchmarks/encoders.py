@@ -4,7 +4,7 @@
     python benchmarks/encoders.py --torch        transformers eager too, in the same process
     python benchmarks/encoders.py --tiny         small shapes: checks the script
 
-Ours is `rlx.compile(recipe, weights)`, on a GPU with products merged, as `rlx.load` merges them. By hand: the fastest of
+Ours is `rlx.compile(recipe, weights)`, on a GPU with products merged, as by `rlx.load`. By hand: the fastest of
 four layouts of `handwritten_encoders.py`, each held to our numbers first. Times are medians of interleaved calls. Exits
 with 1 if ours takes over 1.03 x the hand-written time on a CPU, or on a GPU more than 1 / 1.3 of torch's.
 """
