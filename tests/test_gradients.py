@@ -18,10 +18,12 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import (
+    Activation,
     AttnMask,
     BertEncoderLayer,
     BertEncoderLayerSpec,
     BindDecodeInputs,
+    BlockAsLayer,
     ClsTokenPool,
     Custom,
     DecodeRopeParams,
@@ -54,21 +56,27 @@ from rlx_jax.blocks import (
     ResidualSave,
     RmsNorm,
     RopeTables,
+    SelfAttention,
     SelfAttnDecode,
     SelfAttnPrefill,
     SelfAttnPrefillSpec,
     Sequence,
+    SideOutput,
+    Similarity,
     StoreStream,
     SwiGlu,
     ZeroBeta,
+    bind_inputs_to_streams,
     gemma_attn_spec,
     gemma_decode_layer,
     gemma_prefill_layer_composed,
     gemma_prefill_layer_kv,
     llama_prefill_layer_composed,
+    nomic_vision_layer_fused,
     qwen3_prefill_layer_composed,
     qwen3_prefill_layer_fused,
 )
+from rlx_jax.models import dinov2
 
 B, S, H, F, V, D = 2, 4, 8, 12, 9, 4
 Arrays = Mapping[str, Any]
@@ -82,11 +90,22 @@ BIAS[0, 0, 1] = -np.inf
 
 @dataclass(frozen=True)
 class Case:
-    """Stages over inputs, with the shapes of their weights. The first input is the active value."""
+    """Stages over inputs, with the shapes of their weights. The first input is the active value.
+
+    `units` are of inputs that the model multiplies by much: their leaf is the input divided by its unit, so that a
+    step of finite differences is as small for them as for the others.
+    """
 
     inputs: Arrays
     stages: tuple[Any, ...]
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    units: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(recipe: Any, units: Mapping[str, float] | None = None, /, **inputs: Any) -> Case:
+        """The stages of a whole model, and the weights that they read."""
+        flow, shapes = recipe.assemble(), recipe.shapes()
+        return Case(inputs, flow.stages, {key: shapes[key].shape for key in flow.build().keys_read}, units or {})
 
     def flow(self) -> rlx.ModelFlow:
         flow = rlx.ModelFlow("case")
@@ -99,9 +118,9 @@ class Case:
         rng = np.random.default_rng(1)
         drawn = {key: rng.standard_normal(shape) for key, shape in self.weights.items()}
         for key, value in drawn.items():
-            centre = 0.0 if value.ndim > 1 or "bias" in key else 1.0
-            drawn[key] = centre + value / math.sqrt(value.shape[-1])
-        return {key: value.astype(np.float32) for key, value in drawn.items()}
+            centre = 0.0 if np.ndim(value) > 1 or "bias" in key else 1.0
+            drawn[key] = centre + value / math.sqrt((np.shape(value) or (1,))[-1])
+        return {key: np.asarray(value, np.float32) for key, value in drawn.items()}
 
 
 def with_biases(shapes: Mapping[str, tuple[int, ...]], names: str = "") -> dict[str, tuple[int, ...]]:
@@ -185,6 +204,39 @@ def decode(*stages: Any, weights: Mapping[str, tuple[int, ...]], **inputs: Any) 
     past = {f"past_{n}_0": np.random.default_rng(5).standard_normal((B, 3, 2 * D)).astype(np.float32) for n in "kv"}
     return Case({"x": X, **past, **inputs}, stages, weights)
 
+
+def nomic_vision() -> Case:
+    """A layer of Nomic's vision encoder."""
+    halves: dict[str, tuple[int, ...]] = {"attn.Wqkv": (3 * H, H), "attn.out_proj": (H, H), "mlp.fc2": (H, F)}
+    halves |= {"mlp.fc11": (F, H), "mlp.fc12": (F, H), "mlp.norm": (F,), "norm1": (H,), "norm2": (H,)}
+    parts = "Wqkv out_proj fc11 fc12 fc2 norm norm1 norm2"
+    weights = with_biases({f"layers.0.{n}": s for n, s in halves.items()}, parts)
+    return Case({"x": X}, (nomic_vision_layer_fused(0, H, 2),), weights)
+
+
+WORDS = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": F}
+WORDS |= {"vocab_size": V, "max_position_embeddings": 8}
+GPT2 = {"vocab_size": V, "n_embd": H, "n_inner": F, "n_layer": 2, "n_head": 2, "n_positions": 8}
+TOWER = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 6, "patch_size": 3}
+TOWER |= {"num_channels": 2}
+PIXELS = RNG.standard_normal((B, 2, 7, 9)).astype(np.float32)
+"""Two rows of three patches, where the table of positions is of two by two."""
+REGISTERS = {"model_type": "dinov2_with_registers", "num_register_tokens": 2, "use_swiglu_ffn": True}
+TOWERS = {
+    "vision_config": TOWER | {"intermediate_size": F},
+    "text_config": WORDS | {"num_hidden_layers": 1, "eos_token_id": 7},
+}
+TEXTS = {"input_ids": np.array([[3, 7, 1, 7], [1, 2, 7, 5], [4, 4, 4, 0]], np.int32)}
+TEXTS |= {"attention_mask": np.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]], np.int32)}
+TEXTS |= {"position_ids": np.array([[0, 1, 2, 3], [3, 2, 5, 0], [1, 1, 1, 1]], np.int32)}
+"""Texts with an end, two ends and none."""
+FLUX2 = {
+    "in_channels": 5, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 4, "num_attention_heads": 2,
+    "joint_attention_dim": 3, "timestep_guidance_channels": 6, "mlp_ratio": 1.5, "axes_dims_rope": [2, 2],
+}  # fmt: skip
+PLACES = {"img_ids": np.array([[[0, 0], [1, 2], [3, 1]]], np.int32), "txt_ids": np.array([[[0, 1], [0, 2]]], np.int32)}
+MOMENTS = {"timestep": np.array([0.0004, 0.0017], np.float32), "guidance": np.array([0.0012, 0.0007], np.float32)}
+"""The model multiplies both by 1000."""
 
 ATTENTION = with_biases({"q": (4 * D, H), "k": (2 * D, H), "v": (2 * D, H)}, "q k v")
 ROPE = {"rope_cos": np.cos(X[0, :, :2]), "rope_sin": np.sin(X[0, :, :2])}
@@ -292,6 +344,63 @@ CASES = {
     "bert": Case(
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
     ),
+    "a block as a layer": Case(
+        {"x": X},
+        (BlockAsLayer(Linear("w")), SideOutput("side", Linear("t")), Activation("silu")),
+        {"w": (F, H), "t": (D, F)},
+    ),
+    "self-attention": Case(
+        {"x": X, "keep": KEEP},
+        (
+            SelfAttention(
+                ("q.weight", "k.weight", "v.weight"),
+                "o.weight",
+                4,
+                2,
+                D,
+                ("q.bias", "k.bias", "v.bias"),
+                "o.bias",
+                window=(2, 1),
+                mask_input="keep",
+                scale=0.7,
+                softcap=5.0,
+                rope_theta=30.0,
+                n_rot=2,
+                rope_style="interleaved",
+            ),
+        ),
+        ATTENTION | with_biases({"o": (H, 4 * D)}, "o"),
+    ),
+    "gpt-2": Case.of(rlx.Gpt2Flow.for_prefill(GPT2 | {"scale_attn_by_inverse_layer_idx": True}), input_ids=IDS),
+    "nomic": Case.of(
+        rlx.NomicFlow.for_prefill(WORDS),
+        input_ids=IDS,
+        attention_mask=KEEP,
+        token_type_ids=IDS % 2,
+        position_ids=IDS[::-1],
+    ),
+    "mpnet": Case.of(rlx.MPNetFlow.for_prefill(WORDS), input_ids=IDS, attention_mask=KEEP),
+    "dinov2": Case.of(rlx.Dinov2Flow.for_prefill(TOWER | {"mlp_ratio": 2}), pixel_values=PIXELS),
+    "dinov2, gated": Case.of(
+        dataclasses.replace(rlx.Dinov2Flow.for_prefill(TOWER | REGISTERS), layout=dinov2.ORIGINAL),
+        pixel_values=PIXELS,
+    ),
+    "nomic vision": nomic_vision(),
+    "clip": Case.of(rlx.ClipFlow.for_prefill(TOWERS | {"projection_dim": 6}), pixel_values=PIXELS, **TEXTS),
+    "siglip": Case.of(rlx.SiglipFlow.for_prefill(TOWERS), pixel_values=PIXELS, **TEXTS),
+    "similarity": Case(
+        {"texts": X[0], "images": X[1, :3]},
+        (bind_inputs_to_streams([("images", "images")]), Linear("w"), Similarity("scale", "bias")),
+        {"w": (H, H), "scale": (), "bias": (1,)},
+    ),
+    "flux 2": Case.of(
+        rlx.Flux2Flow.for_config(FLUX2),
+        {"timestep": 0.001, "guidance": 0.001},
+        hidden_states=RNG.standard_normal((B, 3, 5)).astype(np.float32),
+        encoder_hidden_states=RNG.standard_normal((B, 2, 3)).astype(np.float32),
+        **MOMENTS,
+        **PLACES,
+    ),
 }
 SLOW_CASES = (
     "llama",  # the default suite has it in QUICK_PLANS
@@ -308,6 +417,16 @@ SLOW_CASES = (
     "qwen, decode",
     "attention, decode",
     "gemma, tap",
+    "self-attention",
+    "gpt-2",
+    "nomic",
+    "mpnet",
+    "dinov2",
+    "dinov2, gated",
+    "nomic vision",
+    "clip",
+    "siglip",
+    "flux 2",
 )
 PLANS = [f"{roll} {remat}" for roll in ("scan", "unroll") for remat in ("none", "layer", "dots")]
 QUICK_PLANS = ("scan layer", "unroll dots")
@@ -321,11 +440,13 @@ def model_of(case: Case, **tables: Any) -> Any:
 
 def differentiable(case: Case, model: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """`f(leaves) → output` and its point: the parameters and the float inputs by name."""
-    floats = {f"input {n}": v for n, v in case.inputs.items() if v.dtype == np.float32}
+    units = {n: np.float32(case.units.get(n, 1)) for n, v in case.inputs.items() if v.dtype == np.float32}
+    floats = {f"input {n}": case.inputs[n] / unit for n, unit in units.items()}
 
     def f(leaves: Arrays) -> Any:
         params = {n: leaves[n] for n in model.params}
-        outputs = model.apply(params, **{n: leaves.get(f"input {n}", v) for n, v in case.inputs.items()})
+        moved = {n: leaves[f"input {n}"] * unit for n, unit in units.items()}
+        outputs = model.apply(params, **{**case.inputs, **moved})
         return jnp.concatenate([v.ravel() for v in outputs.values()]) if isinstance(outputs, dict) else outputs
 
     return jax.jit(f), {n: np.asarray(v) for n, v in model.params.items()} | floats
@@ -412,6 +533,7 @@ def stages_in(stage: Any) -> Iterator[type]:
     """The stage's class and those of the stages inside it."""
     yield type(stage)
     inner = {Named: lambda s: [s.inner], Sequence: lambda s: s.stages, Repeat: lambda s: [s.stage_for_index(0)]}
+    inner |= {SideOutput: lambda s: [s.inner], BlockAsLayer: lambda s: [s.block]}
     for part in inner.get(type(stage), lambda s: [])(stage):
         yield from stages_in(part)
 
