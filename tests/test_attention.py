@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "a number as mask": (lambda e, i: run(e, i, mask=1.0), GraphError, "mask is 1.0"),
     "a number as bias": (lambda e, i: run(e, i, bias=2), GraphError, "bias is 2"),
     "a bias of bools": (lambda e, i: run(e, i, bias=i.pair), RlxError, "no floating one"),
+    "a word for causal": (lambda e, i: run(e, i, causal="no"), GraphError, "True or False"),
     "a window of 0": (lambda e, i: run(e, i, window=0), GraphError, "at least 1 key"),
     "a window of text": (lambda e, i: run(e, i, window="3"), GraphError, "(before, behind)"),
     "a window of three": (lambda e, i: run(e, i, window=(1, 2, 3)), GraphError, "(before"),

@@ -135,6 +135,9 @@ CASES: dict[str, OpCase] = {
                          lambda x, i, u: np.stack([x[0], np.maximum(np.maximum(x[1], u[0]), u[1])])),
     "segment_sum": OpCase(lambda m, x, i: m.segment_sum(x, i, 4), [X[0], np.array([0, 3, 3, 0, 9])], symbolic=False,
                           want=lambda x, i: np.stack([x[0] + x[3], 0 * x[0], 0 * x[0], x[1] + x[2]])),
+    "segment_sum of negative ids": OpCase(
+        lambda m, x, i: m.segment_sum(x, i, 200), [X[0], np.array([0, -1, 2, -128, -3], np.int8)], symbolic=False,
+        want=lambda x, i: np.stack([x[0], 0 * x[0], x[2], *[0 * x[0]] * 197])),
     "one_hot": OpCase(lambda m, i: m.one_hot(i, 4, axis=0), [IDS],
                       lambda i: (i[None] == np.arange(4)[:, None, None]) * 1.0),
     "one_hot of whole numbers": OpCase(lambda m, i: m.one_hot(i, 3, "i8"), [IDS],

@@ -207,11 +207,13 @@ class Attending(Ops[V]):
             rope: turns q and k: what `rotary` made, or (cos, sin) for as many columns as they have, in halves.
             layout: "heads" for q, k and v with an axis of heads, `[B, S, N, D]`; so is the result.
             head_dim, mask_value: of the form by the name of a mask kind (`attention_kind`), which is causal unless it
-                says otherwise.
+                says otherwise: `head_dim=` without `mask=` and `causal=` makes attention causal.
 
         Raises:
             ShapeError, DTypeError: what does not fit, with the shapes that would. GraphError: options that contradict.
         """
+        if not (causal is None or isinstance(causal, bool | np.bool_)):
+            raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
         if mask is None and causal is None and head_dim is not None:
             mask = hir.MaskKind.CAUSAL
         if isinstance(mask, hir.MaskKind | str):

@@ -59,12 +59,18 @@ class Indexing(Shapes[V]):
         return self.add_node(ScatterNd(kind), x, indices, updates)
 
     def segment_sum(self, data: V, segment_ids: V, num_segments: int) -> V:
-        """`y[s] = Σ data[i]` over the i with `segment_ids[i] = s`: `[N, …]`, `[N]` integers → `[num_segments, …]`."""
+        """`y[s] = Σ data[i]` over the i with `segment_ids[i] = s`: `[N, …]`, `[N]` integers → `[num_segments, …]`.
+
+        Ids out of range belong to no segment, negative ones among them, as in `jax.ops.segment_sum`.
+        """
         found, ids = self.type_of(data), self.type_of(segment_ids)
         if not found.rank or ids.shape != found.shape[:1]:
             raise ShapeError(f"{self.path}: segment_sum: data is [N, …] and ids are [N], got {found} and {ids}")
         row = self.zeros_like(self.slice(data, np.s_[:1]))
         empty = self.tile(row, (num_segments, *(1,) * (found.rank - 1)))
+        if np.issubdtype(ids.dtype, np.signedinteger):  # scatter_nd counts them from the end
+            whole = self.cast(segment_ids, "i32")
+            segment_ids = self.where(self.lt(whole, 0), num_segments, whole)
         return self.scatter_nd(empty, self.expand_dims(segment_ids, -1), data, kind="add")
 
     def one_hot(self, x: V, num_classes: int, dtype: Any = "f32", *, axis: int = -1) -> V:
