@@ -80,7 +80,8 @@ def named(s: Sketch) -> object:
         down = parameter(s, *((6, WIDTH) if c == 0 else (WIDTH, 6)))
         return s.one(hir.SwiGLU((a, b, c)), x, weight(s, x, 6, a), weight(s, x, 6, b), down)
     weights = [parameter(s, WIDTH) for _ in range(1 + a)]
-    return s.one(hir.ResidualRmsNorm(s.choice(EPS)), x, sequence(s), *weights)
+    rest = sequence(s)
+    return s.one(hir.ResidualRmsNorm(s.choice(EPS)), x, rest if rest.shape == x.shape else x, *weights)
 
 
 def gated(s: Sketch) -> object:

@@ -7,6 +7,7 @@ what that changes is the error of the result. An integer or a bool must not chan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -298,6 +299,7 @@ class Sketch:
         out = []
         for r, t, change in zip(results, types, changes, strict=True):
             scale = float(np.abs(r).max(initial=0.0)) if is_float(t.dtype) else 0.0
+            scale = max(scale, before_gelu(op, types, operands))
             early, steps = (2, INNER_STEPS) if isinstance(op, COMPOSED) else (1, 1)
             error = early * change + steps * UNIT[t.dtype] * (scale + 1e-4) if is_float(t.dtype) else change
             if not error <= (CAP[t.dtype] * max(scale, 0.1) if is_float(t.dtype) else 0.0):
@@ -393,6 +395,16 @@ class Sketch:
         names = [f"o{i}" for i in range(len(outputs))]
         graph = self.b.finish([k.value for k in outputs], names)
         return Case(graph, self.feeds, tuple(outputs), dict(self.state), self.b.types)
+
+
+def before_gelu(op: Op, types: Sequence[TensorType], operands: Sequence[Known]) -> float:
+    """The largest number that an op's GELU is taken of: `1 + erf` rounds by one, however small the result is."""
+    if isinstance(op, Unary) and op.kind == "gelu":
+        return float(np.abs(operands[0].array).max(initial=0.0))
+    if getattr(op, "activation", "") != "gelu":
+        return 0.0
+    plain = dataclasses.replace(op, activation="")  # type: ignore[type-var]
+    return max(float(np.abs(r).max(initial=0.0)) for r in meaning.apply(plain, types, *(k.array for k in operands)))
 
 
 def difference(a: Array, b: Array) -> float:
