@@ -160,7 +160,7 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
     """Ours, by hand and torch's, as a row of the table."""
     dtype = "bfloat16" if gpu else "float32"
     weights, inputs = weights_of(case, ml_dtypes.bfloat16 if gpu else np.float32), case.inputs()
-    profile = rlx.CompileProfile().replace(backend={"cuda": {"merge": True}})  # as `load` does
+    profile = rlx.CompileProfile().replace(backend={"cuda": {"merge": True}}) if gpu else None
     model = rlx.compile(case.recipe(case.config), weights, profile=profile)
     given = {k: jax.device_put(v) for k, v in inputs.items()}
     calls: dict[str, Callable[[], Any]] = {"ours": lambda: hidden(jax.block_until_ready(model(**given)))}
