@@ -45,8 +45,8 @@ def caught(fault: Fault | None, where: str, compiled: bool, limit: int) -> tuple
                 programs = [form for case in cases for form in checks(case, Counter())[:2]]
                 if compiled:
                     check_compiled(programs)
-            except (Mismatch, RlxError, KeyError, IndexError, TypeError) as error:
-                if isinstance(error, TypeError) and not compiled:  # in JAX: shapes that do not fit
+            except (Mismatch, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
+                if isinstance(error, TypeError | ValueError) and not compiled:  # in JAX: shapes that do not fit
                     raise
                 return count, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return None
