@@ -46,7 +46,8 @@ def caught(fault: Fault | None, where: str, compiled: bool, limit: int) -> tuple
                 if compiled:
                     check_compiled(programs)
             except (Mismatch, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
-                if isinstance(error, TypeError | ValueError) and not compiled:  # in JAX: shapes that do not fit
+                of_jax = isinstance(error, TypeError | ValueError) and not isinstance(error, RlxError)
+                if of_jax and not compiled:  # shapes that do not fit
                     raise
                 return count, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return None
