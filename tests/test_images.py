@@ -22,6 +22,8 @@ X = RNG.standard_normal((2, 4, 6, 5))
 K = RNG.standard_normal((6, 2, 3, 2))
 T = RNG.standard_normal((4, 3, 3, 2))
 C, D = RNG.standard_normal((2, 4)) + 2
+Q = RNG.integers(-7, 8, (3, 5)).astype(np.int8)
+BLOCK_SCALE, BLOCK_ZERO = RNG.uniform(0.5, 1, (3, 3)), RNG.integers(-1, 2, (3, 3)).astype(np.int8)
 CORNERS = X[:1, :1, :2, :2]
 
 
@@ -196,6 +198,59 @@ CASES: dict[str, OpCase] = {
         lambda x: image.fake_quantize(x, None, 4, 1),
         symbolic=False,
     ),
+    "argmax_pool": OpCase(
+        lambda m, x: m.argmax_pool(x, (2, 3), window_strides=2, padding=((1, 0), (1, 1))),
+        [X],
+        lambda x: image.pool(x, "argmax", (2, 3), (2, 2), ((1, 0), (1, 1)), (1, 1)).astype(np.int32),
+    ),
+    **{
+        f"depth_to_space {mode}": OpCase(
+            lambda m, x, o=mode: m.depth_to_space(x, 2, o), [X], lambda x, o=mode: image.depth_to_space(x, 2, o)
+        )
+        for mode in ("DCR", "CRD")
+    },
+    "space_to_depth": OpCase(lambda m, x: m.space_to_depth(m.depth_to_space(x, 2), 2), [X], X),
+    **{
+        f"local_response_norm {size}": OpCase(
+            lambda m, x, n=size: m.local_response_norm(x, n, 0.3, 0.6, 1.5),
+            [X],
+            lambda x, n=size: image.local_response_norm(x, n, 0.3, 0.6, 1.5),
+        )
+        for size in (1, 2, 3)
+    },
+    "dequantize by block": OpCase(
+        lambda m, q, s, z: m.dequantize(q, s, z, axis=1, block=2),
+        [Q, BLOCK_SCALE, BLOCK_ZERO],
+        lambda q, s, z: image.dequantize_blocks(q, s, z, 1, 2),
+    ),
+    "quantize by block": OpCase(
+        lambda m, q, s, z: m.quantize(m.dequantize(q, s, z, axis=1, block=2), s, z, axis=1, block=2),
+        [Q, BLOCK_SCALE, BLOCK_ZERO],
+        Q,
+    ),
+    "quantized_matmul": OpCase(
+        lambda m, x, q, s, z: m.quantized_matmul(x, q, s, z, block=2),
+        [X[0, 0, :, :5], Q.T, BLOCK_SCALE.T, BLOCK_ZERO.T],
+        lambda x, q, s, z: x @ image.dequantize_blocks(q, s, z, 0, 2),
+        symbolic=False,
+    ),
+    "quantized_matmul by column": OpCase(
+        lambda m, x, q, s: m.quantized_matmul(x, q, s),
+        [X[0, 0, :, :5], Q.T, BLOCK_SCALE[:, 0]],
+        lambda x, q, s: x @ (q * s),
+        symbolic=False,
+    ),
+    "unpack_nibbles": OpCase(
+        lambda m, x: m.unpack_nibbles(x, (2, 3, 2)),
+        [np.array([[0x21, 0x43, 0xF5], [0x0A, 0xB0, 0x7F]], np.uint8)],
+        np.array([[[1, 2], [3, 4], [5, 15]], [[10, 0], [0, 11], [15, 7]]], np.uint8),
+        symbolic=False,
+    ),
+    "moving_scale": OpCase(
+        lambda m, x, s: m.moving_scale(x, s, decay=0.75, bits=4, axis=1),
+        [X, np.array([0.0, 0.5, 1.0, 2.0])],
+        lambda x, s: np.where(s == 0, 1, 0.25) * np.abs(x).max((0, 2, 3)) / 7 + 0.75 * s,
+    ),
 }
 RESULTS = evaluated(CASES)
 
@@ -220,6 +275,24 @@ def test_gradients_go_through_the_rounding(ste: str) -> None:
     dx, ds = jax.grad(lambda x, s: op.eval(x, s).sum(), (0, 1))(x, s)
     np.testing.assert_allclose(dx, want, atol=1e-6)
     assert ds == 0
+
+
+def test_gradient_of_a_learned_scale() -> None:
+    """By the formula of LSQ, summed over what shares the scale."""
+    x, s = np.array([[-9.0, -0.6, 0.3], [2.9, 3.1, 40.0]]), np.array([0.5, 2.0])
+    z = x / s[:, None]
+    psi = np.where(np.abs(z) <= 7, np.rint(z) - z, np.sign(z) * 7)
+    dy = np.array([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
+    for op, scale, want in (
+        (FakeQuantize(4, 0, learned=True), s, (psi * dy).sum(1)),
+        (
+            FakeQuantize(4, learned=True),
+            s[0],
+            (np.where(np.abs(x / 0.5) <= 7, np.rint(x / 0.5) - x / 0.5, np.sign(x) * 7) * dy).sum(),
+        ),
+    ):
+        got = jax.grad(lambda s, op=op: (op.eval(jnp.float32(x), s) * jnp.float32(dy)).sum())(jnp.float32(scale))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_what_is_drawn_follows_its_probabilities() -> None:
@@ -272,6 +345,19 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a rule": (lambda m, x, k: m.fake_quantize(x, ste="straight"), GraphError, "identity, clipped, tanh, hard_tanh"),
     "a scale of an axis": (lambda m, x, k: m.quantize(x, x), ShapeError, "has rank 0"),
     "quantised floats": (lambda m, x, k: m.quantize(x, 1.0, dtype="f16"), DTypeError, "whole numbers or 8 bits"),
+    "a scale that is learned": (lambda m, x, k: m.fake_quantize(x, learned=True), GraphError, "has to be given"),
+    "a block of nothing": (lambda m, x, k: m.quantize(x, x, axis=1, block=0), ShapeError, "at least 1 entry"),
+    "scales of blocks": (lambda m, x, k: m.quantize(x, x, axis=1, block=2), ShapeError, "2 entries on axis 1"),
+    "a block that does not divide": (lambda m, x, k: m.depth_to_space(x, 3), ShapeError, "3² does not divide"),
+    "an order of channels": (lambda m, x, k: m.depth_to_space(x, 2, "RCD"), GraphError, "DCR or CRD"),
+    "places that do not divide": (lambda m, x, k: m.space_to_depth(x, 4), ShapeError, "blocks of 4 do not divide"),
+    "a decay of 1": (lambda m, x, k: m.moving_scale(x, x, decay=1), GraphError, "from 0 to under 1"),
+    "nibbles of floats": (lambda m, x, k: m.unpack_nibbles(x, (2,)), DTypeError, "bytes"),
+    "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be a number"),
+    "a norm of a spectrum": (lambda m, x, k: m.fft(x, norm="both"), GraphError, "backward, ortho, forward"),
+    "a real spectrum": (lambda m, x, k: m.rfft(m.fft(x)), DTypeError, "needs floats"),
+    "a matrix that is none": (lambda m, x, k: m.inv(x), ShapeError, "matrices"),
+    "a side that does not fit": (lambda m, x, k: m.solve(m.eye(3), m.ones((2, 1))), ShapeError, "b is"),
     "a top_p": (lambda m, x, k: m.sample(x, 0, top_p=0), GraphError, "over 0 and at most 1"),
     "a temperature": (lambda m, x, k: m.sample(x, 0, temperature=-1), GraphError, "temperature is a number"),
     "a seed of rows": (lambda m, x, k: m.sample(x, x), ShapeError, "an integer of rank 0"),

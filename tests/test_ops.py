@@ -74,6 +74,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
@@ -103,6 +104,7 @@ from tests.oracles.op_formulas import (
     scatter_nd,
     sinusoids,
     softmax,
+    spectrum,
     transformer_layer,
 )
 
@@ -153,6 +155,8 @@ def random_array(rng: np.random.Generator, t: TensorType, positive: bool, below:
     if t.dtype.kind in "iu":
         return rng.integers(int(positive), below, t.shape).astype(t.dtype)
     x = rng.standard_normal(t.shape)
+    if t.dtype == np.complex64:
+        return (x + 1j * rng.standard_normal(t.shape)).astype(t.dtype)
     return (np.abs(x) + 0.1 if positive else x).astype(t.dtype)
 
 
@@ -575,7 +579,9 @@ def window_samples() -> Iterator[Sample]:
             pool = Pool(kind, (3, 2), (2, 2), pads, steps, ceil, kind == "mean", p)
             yield Sample(pool, (x,), pooled(pool))
         yield Sample(op := Pool(kind, (2,), (2,), ((1, 1),), (1,), True), ("f32 2 3 5",), pooled(op))
-        yield Sample(op := Pool(kind, (3,), (1,), "SAME", (1,)), ("f32 batch 2 seq",), pooled(op))
+        length = "5" if kind == "argmax" else "seq"
+        yield Sample(op := Pool(kind, (3,), (1,), "SAME", (1,)), (f"f32 batch 2 {length}",), pooled(op))
+    yield Sample(op := Pool("argmax", (2, 2), (1, 1), ((1, 1), (0, 0)), (2, 1)), ("i32 batch 2 3 3",), pooled(op))
     yield Sample(op := Pool("max", (2, 2), (1, 1), ((1, 1), (0, 0)), (1, 1)), ("i32 batch 2 3 3",), pooled(op))
     yield Sample(op := Pool("mean", (3,), (2,), ((1, 1),), (1,)), ("bf16 2 3 5",), pooled(op))
     for size in (
@@ -610,15 +616,34 @@ def window_samples() -> Iterator[Sample]:
         )
     yield Sample(FakeQuantize(3), ("f32 batch 4", "f32"), lambda x, s: image.fake_quantize(x, s, 3, None), True)
     yield Sample(FakeQuantize(4, 1), ("f32 batch 4", "f32 4"), lambda x, s: image.fake_quantize(x, s, 4, 1), True)
+    yield Sample(
+        FakeQuantize(3, 0, "tanh", True), ("f32 4 5", "f32 4"), lambda x, s: image.fake_quantize(x, s, 3, 0), True
+    )
     # of one class left there is nothing to draw
     yield Sample(SampleOp(0.0), ("f32 batch seq 8", "i32"), lambda x, s: x.argmax(-1))
     yield Sample(SampleOp(0.7, top_k=1), ("f32 batch 8", "u32"), lambda x, s: x.argmax(-1))
     yield Sample(SampleOp(2.0, top_p=1e-4), ("bf16 3 8", "i32"), lambda x, s: x.argmax(-1))
 
 
+def system_samples() -> Iterator[Sample]:
+    """Spectra by the matrix of the transform, systems by NumPy's float64."""
+    for kind in ("fft", "rfft", "ifft", "irfft"):
+        for n, axis, norm in ((None, -1, "backward"), (7, 1, "ortho"), (3, -2, "forward")):
+            real = kind in ("fft", "rfft")
+            means = lambda x, k=kind, n=n, a=axis, o=norm: spectrum(k, x, n, a, o)  # noqa: E731
+            yield Sample(Fft(kind, n, axis, norm), ("f32 batch 6 5" if real else "c64 batch 4 5",), means)
+    yield Sample(Fft("fft"), ("c64 6",), lambda x: spectrum("fft", x, None, -1, "backward"))
+    yield Sample(Fft("rfft"), ("bf16 3 6",), lambda x: spectrum("rfft", x, None, -1, "backward"))
+    yield Sample(Fft("ifft", 6), ("f32 batch 5",), lambda x: spectrum("ifft", x, 6, -1, "backward"))
+    square = lambda a: a + 3 * np.eye(a.shape[-1]) if a.shape[-1:] == a.shape[-2:-1] else a  # noqa: E731
+    for operands in (("f32 3 3", "f32 3"), ("f32 4 4", "f32 4 2"), ("f32 batch 3 3", "f32 batch 3 5")):
+        yield Sample(Solve(), operands, np.linalg.solve, draw=square, tolerance=1e-5)
+    yield Sample(Det(), ("f32 batch 4 4",), np.linalg.det, draw=square, tolerance=1e-5)
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
-    *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
+    *system_samples(), *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
     *control_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
@@ -863,12 +888,89 @@ def test_eval_is_the_formula(sample: Sample) -> None:
     wide = [a.astype(np.float64) if a.dtype in (F32, BF16) else a for a in arrays]
     want = sample.means(*wide)
     for got, expected in zip(out, want if isinstance(want, tuple) else (want,), strict=True):
-        exact = got.dtype not in (F32, BF16)
+        exact = got.dtype not in (F32, BF16, np.complex64)
         bound = 0.0 if exact else 0.03 if BF16 in [a.dtype for a in arrays] else sample.tolerance
-        expected = np.asarray(expected).astype(np.float64)
+        wide_as = np.complex128 if got.dtype == np.complex64 else np.float64
+        expected = np.asarray(expected).astype(wide_as)
         assert got.shape == expected.shape
-        worst = np.abs(np.asarray(got).astype(np.float64) - expected).max(initial=0.0)
+        worst = np.abs(np.asarray(got).astype(wide_as) - expected).max(initial=0.0)
         assert worst <= bound * max(1.0, np.abs(expected).max(initial=0.0)), worst
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+NO_SLOPE = {
+    "FakeQuantize": "its gradient is a rule of its own: see test_images.py",
+    "CustomVjp": "its gradient is what the caller says: see test_control.py",
+    "While": "how often it runs is known when it runs",
+    "JaxFn": "it is what the caller says",
+    "Sample": "a draw",
+}
+"""Ops that finite differences do not speak of, and why."""
+NO_SLOPE_KINDS = {
+    ("Unary", "stop_gradient"): "that is what it is for",
+    **dict.fromkeys([("Binary", kind) for kind in ("floor_div", "trunc_div", "mod", "rem")], "steps"),
+    ("Scatter", "mul"): "JAX has none where indices may repeat, and says so",
+    ("ScatterNd", "mul"): "as Scatter",
+}
+"""Kinds of the others."""
+
+
+def steep(sample: Sample) -> bool:
+    """Whether the sample has a slope: it takes f32 and gives f32 or c64."""
+    if (type(sample.op).__name__, getattr(sample.op, "kind", "")) in NO_SLOPE_KINDS:
+        return False
+    out = sample.op.infer(TypeCache(), *sample.types)
+    return F32 in [t.dtype for t in sample.types] and any(t.dtype in (F32, np.complex64) for t in out)
+
+
+@functools.cache
+def slopes(cls: Any) -> list[tuple[Sample, Any, Any]]:
+    """Of each such sample of a class: the derivative along a direction, and what the transpose says of it."""
+    rng = np.random.default_rng(7)
+    samples = [s for s in BY_CLASS[cls] if steep(s)]
+    points = [s.arrays() for s in samples]
+    ways = [[rng.standard_normal(a.shape).astype(np.float32) if a.dtype == F32 else None for a in p] for p in points]
+
+    def both(op: Mir, point: list[Any], way: list[Any]) -> tuple[Any, Any]:
+        moved = [i for i, w in enumerate(way) if w is not None]
+
+        def f(*floats: Any) -> list[Any]:
+            full = list(point)
+            for i, x in zip(moved, floats, strict=True):
+                full[i] = x
+            return [y for y in jax.tree.leaves(op.eval(*full)) if y.dtype in (F32, np.complex64)]
+
+        primals, tangents = [point[i] for i in moved], [way[i] for i in moved]
+        _, forward = jax.jvp(f, primals, tangents)
+        _, back = jax.vjp(f, *primals)
+        weights = [jnp.cos(jnp.arange(y.size, dtype=F32)).reshape(y.shape).astype(y.dtype) for y in forward]
+        there = sum(jnp.sum(w * y).real for w, y in zip(weights, forward, strict=True))
+        again = sum(jnp.sum(g * t) for g, t in zip(back(weights), tangents, strict=True))
+        return forward, (there, again)
+
+    found = jax.jit(lambda p, w: [both(s.op, *at) for s, *at in zip(samples, p, w, strict=True)])(points, ways)
+    return [(s, w, f) for s, w, f in zip(samples, ways, found, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [c for c in BY_CLASS if c.__name__ not in NO_SLOPE], ids=lambda c: c.__name__)
+def test_gradients_are_those_of_the_formula(cls: Any) -> None:
+    """Forward mode against central differences of the float64 formula; reverse mode is its transpose."""
+    for sample, way, (forward, (there, again)) in slopes(cls):
+        wide = [a.astype(np.float64) if a.dtype in (F32, BF16) else a for a in sample.arrays()]
+
+        def moved(sign: float, wide: Any = wide, way: Any = way, sample: Sample = sample) -> list[np.ndarray]:
+            at = [a if w is None else a + sign * w for a, w in zip(wide, way, strict=True)]
+            want = sample.means(*at)
+            return [np.asarray(y) for y in (want if isinstance(want, tuple) else (want,))]
+
+        want = [(a - b) / 2e-5 for a, b in zip(moved(1e-5), moved(-1e-5), strict=True) if a.dtype.kind in "fc"]
+        assert len(want) == len(forward), sample
+        for got, expected in zip(forward, want, strict=True):
+            worst = np.abs(np.asarray(got) - expected).max(initial=0.0)
+            assert worst <= 1e-3 * max(1.0, np.abs(expected).max(initial=0.0)), (str(sample), worst)
+        assert abs(there - again) <= 1e-3 * max(1.0, abs(there)), (str(sample), there, again)
 
 
 def test_round_is_half_to_even() -> None:

@@ -12,7 +12,7 @@ from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pool import Pool
 from rlx_jax.ir.ops.resize import GridSample, Resize
-from rlx_jax.ir.ops.shape import AxisOf, Reshape
+from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.products import Products
@@ -144,6 +144,20 @@ class Images(Products[V]):
         """The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end."""
         return self._pool("max", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
 
+    def argmax_pool(
+        self,
+        x: V,
+        window_dimensions: Counts,
+        *,
+        window_strides: Counts = 1,
+        padding: Padding = "VALID",
+        window_dilation: Counts = 1,
+        ceil_mode: bool = False,
+    ) -> V:
+        """Where the largest entry of each window stands, i32: an index into the flat spatial axes, as torch's
+        `return_indices`; the first of equal ones."""
+        return self._pool("argmax", x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+
     def avg_pool(
         self,
         x: V,
@@ -259,6 +273,39 @@ class Images(Products[V]):
         """x `[N, C, S…]` read at the places of `grid` `[N, O…, d]`, −1 to 1, the last axis first; see `GridSample`."""
         return self.add_node(GridSample(method, padding, align_corners), x, grid)
 
+    def depth_to_space(self, x: V, block: int, mode: str = "DCR") -> V:
+        """Channels laid out as places: `[N, C·b², H, W]` → `[N, C, H·b, W·b]`.
+
+        `mode` is the order of a channel's number: "DCR" (b, b, C), as ONNX and TensorFlow, or "CRD" (C, b, b), as
+        torch's pixel_shuffle.
+        """
+        b, channels = self._checked_block("depth_to_space", x, block), self.type_of(x).shape[1]
+        if mode not in ("DCR", "CRD"):
+            raise GraphError(f"{self.path}: depth_to_space: mode is DCR or CRD, got {shown(mode)}")
+        if not is_static(channels) or int(str(channels)) % (b * b):
+            raise ShapeError(f"{self.path}: depth_to_space: {b}² does not divide the channels of {self.type_of(x)}")
+        parts = (b, b, -1) if mode == "DCR" else (-1, b, b)
+        perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
+        laid = self.transpose(self.add_node(split_axis(4, 1, parts), x), perm)
+        return self.add_node(merge_axes(5, 3), self.add_node(merge_axes(6, 2), laid))
+
+    def space_to_depth(self, x: V, block: int) -> V:
+        """Places laid out as channels, the inverse of `depth_to_space` in the order DCR:
+        `[N, C, H·b, W·b]` → `[N, b²·C, H, W]`."""
+        b, found = self._checked_block("space_to_depth", x, block), self.type_of(x)
+        if any(not is_static(d) or int(str(d)) % b for d in found.shape[2:]):
+            raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {found}")
+        cut = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
+        laid = self.transpose(cut, (0, 3, 5, 1, 2, 4))
+        return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), laid))
+
+    def _checked_block(self, what: str, x: V, block: int) -> int:
+        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+            raise ShapeError(f"{self.path}: {what}: a block is an int of at least 1, got {shown(block)}")
+        if self.type_of(x).rank != 4:
+            raise ShapeError(f"{self.path}: {what}: expected [N, C, H, W], got {self.type_of(x)}")
+        return block
+
     # -- norms -------------------------------------------------------------------------------
 
     def standardize(self, x: V, axis: Axes = -1, epsilon: float = 1e-5, *, centre: bool = True) -> V:
@@ -305,6 +352,21 @@ class Images(Products[V]):
     def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """`standardize` of the channels of each place, then ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""
         return self._affine(self.standardize(x, 1, eps), gamma, beta)
+
+    def local_response_norm(self, x: V, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> V:
+        """`x / (k + α/size · Σ x²)^β`, the sum over `size` channels around each: x `[N, C, S…]`.
+
+        Of an even size the channel has ⌊(size − 1)/2⌋ before it and one more behind: ONNX's LRN.
+        """
+        found = self.type_of(x)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or found.rank < 3:
+            raise ShapeError(f"{self.path}: local_response_norm: a size of at least 1 and x [N, C, S…], "
+                             f"got {shown(size)} and {found}")  # fmt: skip
+        before = (size - 1) // 2
+        flat = self.add_node(Reshape((AxisOf(0), 1, AxisOf(1), -1)), self.square(x))
+        op = Pool("sum", (size, 1), (1, 1), ((before, size - 1 - before), (0, 0)), (1, 1))
+        total = self.reshape(self.add_node(op, flat), found.shape)
+        return self.div(x, self.pow(self.add(self.mul(total, alpha / size), k), beta))
 
     def lp_normalize(self, x: V, ord: float = 2, axis: Axes = -1) -> V:
         """x divided by its `norm` over `axis`; 0 where that is 0."""

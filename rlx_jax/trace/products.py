@@ -1,12 +1,15 @@
-"""Sums over products, as methods; `mm` and `linear` stand with the blocks."""
+"""Sums over products, spectra and linear systems, as methods; `mm` and `linear` stand with the blocks."""
 
 from __future__ import annotations
 
 import string
 from typing import Any
 
+import numpy as np
+
 from rlx_jax.errors import ShapeError, shown
 from rlx_jax.ir.ops.linalg import Einsum, product
+from rlx_jax.ir.ops.systems import Det, Fft, Solve, check_matrices
 from rlx_jax.ir.types import as_dtype
 from rlx_jax.trace.indexing import Indexing
 from rlx_jax.trace.writer import V
@@ -69,3 +72,36 @@ class Products(Indexing[V]):
         change = self.add_node(product(self.type_of(low), self.type_of(b)), low, b)
         whole = self.add_node(product(self.type_of(x), self.type_of(w)), x, w)
         return self.add(whole, self.mul(change, scale))
+
+    # -- spectra and systems: `jax.numpy.fft`, `jax.numpy.linalg` ----------------------------
+
+    def fft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
+        """The discrete Fourier transform along `axis`, c64, of floats or c64; see `Fft`."""
+        return self.add_node(Fft("fft", n, self._axis(x, axis), norm), x)
+
+    def ifft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
+        """The inverse of `fft`, c64."""
+        return self.add_node(Fft("ifft", n, self._axis(x, axis), norm), x)
+
+    def rfft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
+        """The first ⌊n/2⌋ + 1 entries of the transform of floats, c64: the others mirror them."""
+        return self.add_node(Fft("rfft", n, self._axis(x, axis), norm), x)
+
+    def irfft(self, x: V, n: int | None = None, axis: int = -1, norm: str = "backward") -> V:
+        """The inverse of `rfft`: n floats, 2(m − 1) of m entries unless given."""
+        return self.add_node(Fft("irfft", n, self._axis(x, axis), norm), x)
+
+    def solve(self, a: V, b: V) -> V:
+        """The x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or `[n]` beside one matrix."""
+        return self.add_node(Solve(), a, b)
+
+    def inv(self, a: V) -> V:
+        """The inverse of each matrix `[..., n, n]`; what it is multiplied with is better given to `solve`."""
+        found = self.type_of(a)
+        check_matrices("inv", found)
+        one = self.constant(np.eye(int(str(found.shape[-1]))), found.dtype)
+        return self.solve(a, one if found.rank == 2 else self.broadcast_to(one, found.shape))
+
+    def det(self, a: V) -> V:
+        """The determinant of each matrix: `[..., n, n]` → `[...]`."""
+        return self.add_node(Det(), a)

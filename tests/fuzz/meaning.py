@@ -55,6 +55,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.param import (
     Cast,
@@ -356,6 +357,9 @@ MIR: dict[type[Op], Meaning] = {
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
     ),
     FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
+    Fft: lambda op, x: formula.spectrum(op.kind, x, op.n, op.axis, op.norm),
+    Solve: lambda op, a, b: np.linalg.solve(a, b),
+    Det: lambda op, a: np.linalg.det(a),
     Sample: likeliest,
     ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
     RepeatHeads: repeat_heads,

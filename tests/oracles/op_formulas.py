@@ -418,3 +418,27 @@ def grid_positions(
     down = np.stack([bicubic(cells[:, c], rows, antialias) for c in range(grid[1])], axis=1)
     across = np.stack([bicubic(down[r], columns, antialias) for r in range(rows)])
     return across.reshape(1, rows * columns, -1)
+
+
+def spectrum(kind: str, x: np.ndarray, n: int | None, axis: int, norm: str) -> np.ndarray:
+    """The transform by its matrix. Of `irfft` the entries behind the half are the mirrored conjugates, and the first
+    (and, of an even n, the one in the middle) is real."""
+    rows = np.moveaxis(np.asarray(x, np.complex128), axis, -1)
+    size = n or (2 * (rows.shape[-1] - 1) if kind == "irfft" else rows.shape[-1])
+    if kind == "irfft":
+        half = np.zeros((*rows.shape[:-1], size // 2 + 1), np.complex128)
+        half[..., : rows.shape[-1]] = rows[..., : half.shape[-1]]
+        full = np.array([half[..., k] if k <= size // 2 else half[..., size - k].conj() for k in range(size)])
+        full[0] = full[0].real
+        full[size // 2] = full[size // 2].real if size % 2 == 0 else full[size // 2]
+        rows = np.moveaxis(full, 0, -1)
+    read = np.zeros((*rows.shape[:-1], size), np.complex128)
+    read[..., : rows.shape[-1]] = rows[..., :size]
+    j, inverse = np.arange(size), kind in ("ifft", "irfft")
+    matrix = np.exp((2j if inverse else -2j) * np.pi * np.outer(j, j) / size)
+    scale = {"ortho": size**-0.5, "backward": 1 / size if inverse else 1.0, "forward": 1.0 if inverse else 1 / size}[
+        norm
+    ]
+    out = read @ matrix * scale
+    out = out.real if kind == "irfft" else out[..., : size // 2 + 1] if kind == "rfft" else out
+    return np.moveaxis(out, -1, axis)

@@ -38,6 +38,7 @@ from rlx_jax.ir.ops.shape import (
     Tile,
     Transpose,
 )
+from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 
 OPS: tuple[type[Mir], ...] = (
@@ -47,6 +48,7 @@ OPS: tuple[type[Mir], ...] = (
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
     Switch, While, Scan, CustomVjp,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
+    Fft, Solve, Det,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
     AttentionOp, RopeTable, SinusoidTable, RopeOp, CacheUpdate, RingStep, Overwrite,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,

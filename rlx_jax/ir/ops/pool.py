@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,14 @@ from rlx_jax.ir.traits import REDUCTION
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
-POOLS = ("max", "mean", "sum", "lp")
+POOLS = ("max", "mean", "sum", "lp", "argmax")
 
 
 @dataclass(frozen=True)
 class Pool(Mir):
     """`max`, `mean`, `sum` or `lp` ((Σ|x|ᵖ)^(1/p)) over windows: x `[N, C, S…]` → `[N, C, S'…]`, sums in f32.
+
+    `argmax` is where the largest stands, the first of equal ones: an int32 into the flat spatial axes, as torch's.
 
     `padding`: pairs, or a name of `PADDINGS`; what is padded is not read. A mean counts the entries that it reads, or
     with `count_include_pad` the padding too. `ceil`: `S' = ⌈(S + padding − reach) / stride⌉ + 1` in place of ⌊…⌋, but
@@ -58,6 +61,8 @@ class Pool(Mir):
             raise DTypeError(f"{op}: needs floats, got {x}; cast it")
         if x.dtype == jnp.bool_:
             raise DTypeError(f"{op}: needs numbers, got {x}; cast it")
+        if self.kind == "argmax" and not all(is_static(d) for d in x.shape[2:]):
+            raise ShapeError(f"{op}: places need spatial sizes that are numbers, got {x}")
         if self.kind == "lp" and not self.p >= 1:
             raise GraphError(f"lp_pool: p is at least 1, got {self.p:g}")
         if self.ceil and isinstance(self.padding, str):
@@ -121,12 +126,32 @@ class Pool(Mir):
             least = -np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min
             apart = any(d > 1 for d in self.dilation)
             return self._of_shifted(x, least, pairs) if apart else self._over(x, least, lax.max, pairs)
+        if self.kind == "argmax":
+            return self._places(x, pairs)
         wide = x.astype(jnp.float32) if is_float(x.dtype) else x
         if self.kind == "lp":
             total = self._over(jnp.abs(wide) ** self.p, 0, lax.add, pairs)
             return (total ** (1 / self.p)).astype(x.dtype)
         total = self._over(wide, 0, lax.add, pairs)
         return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
+
+    def _places(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+        """Where the largest of each window stands. Padding is behind every place, and as small as a number can be."""
+        sizes, one = x.shape[2:], (1, 1)
+        at = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
+        least = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
+
+        def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+            return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+        found: Array
+        operands, starts = (lax.stop_gradient(x), at), (least, np.int32(2**31 - 1))
+        _, found = lax.reduce_window(
+            operands, starts, better, (*one, *self.window), (*one, *self.strides), [(0, 0), (0, 0), *pairs],
+            window_dilation=(*one, *self.dilation),
+        )  # fmt: skip
+        return found
 
     def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
         """How many entries each window has."""

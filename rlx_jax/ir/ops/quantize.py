@@ -25,7 +25,8 @@ class FakeQuantize(Mir):
     s is the second operand, of rank 0 or, with an `axis`, a number for each of its entries; without the operand it is
     max |x| / q, of all of x or along each entry of `axis`. The gradient goes straight through the rounding, by `ste`:
     dy (`identity`); dy where |x| ≤ q s, else 0 (`clipped`); dy (1 − tanh²(x/s)) (`tanh`); dy max(0, 1 − |x|/(q s))
-    (`hard_tanh`). s gets none.
+    (`hard_tanh`). s gets none, unless it is `learned` (LSQ, arXiv:1902.08153): then Σ dy ψ(x/s) over what shares it,
+    ψ(z) = round(z) − z where |z| ≤ q, else ±q.
     """
 
     traits = ELEMENTWISE
@@ -33,6 +34,7 @@ class FakeQuantize(Mir):
     bits: int = 8
     axis: int | None = None
     ste: str = "identity"
+    learned: bool = False
 
     def check(self, *operands: TensorType) -> None:
         x, *scale = operands
@@ -40,6 +42,8 @@ class FakeQuantize(Mir):
             raise GraphError(f"fake_quantize: bits are 2 to 16, got {self.bits!r}")
         if self.ste not in STE:
             raise GraphError(f"fake_quantize: ste is {self.ste!r}; expected one of {', '.join(STE)}")
+        if self.learned and not scale:
+            raise GraphError("fake_quantize: a scale that is learned has to be given")
         if self.axis is not None:
             check_axis("fake_quantize", self.axis, x)
         if not is_float(x.dtype) or any(s.dtype != x.dtype for s in scale):
@@ -57,7 +61,7 @@ class FakeQuantize(Mir):
             s = jnp.maximum(jnp.max(jnp.abs(wide), axis=rest, keepdims=True), 1e-12) / most
         else:
             s = jnp.expand_dims(scale.astype(jnp.float32), rest)
-        return _rounded(self.ste, most, wide, jax.lax.stop_gradient(s)).astype(x.dtype)
+        return _rounded(self.ste, most, wide, s if self.learned else jax.lax.stop_gradient(s)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -75,7 +79,10 @@ def _backward(ste: str, most: float, kept: tuple[Array, Array], dy: Array) -> tu
         "identity": lambda: jnp.ones_like(x), "clipped": lambda: (jnp.abs(x) <= most * s).astype(x.dtype),
         "tanh": lambda: 1 - jnp.tanh(x / s) ** 2, "hard_tanh": lambda: jnp.maximum(0.0, 1 - jnp.abs(x) / (most * s)),
     }[ste]()  # fmt: skip
-    return dy * slope, jnp.zeros_like(s)
+    z = x / s
+    by_scale = jnp.where(jnp.abs(z) <= most, jnp.round(z) - z, jnp.sign(z) * most)
+    shared = tuple(i for i in range(x.ndim) if s.ndim == 0 or s.shape[i] == 1)
+    return dy * slope, jnp.sum(dy * by_scale, axis=shared, keepdims=s.ndim > 0).reshape(s.shape)
 
 
 _rounded.defvjp(_forward, _backward)
