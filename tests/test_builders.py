@@ -47,6 +47,15 @@ WHOLE = (
 Call = Callable[[Any, Any], Any]
 
 
+
+def test_a_method_is_written_once() -> None:
+    """Topics stand on each other: a helper of one name in two of them would be taken for the other."""
+    for topic in TOPICS:
+        below = [c for c in topic.__mro__[1:] if c in TOPICS and c is not Writer]
+        for name in (n for n in vars(topic) if not n.startswith("__") and topic is not Writer):
+            assert not [c for c in below if name in vars(c)], f"{topic.__name__}.{name}"
+
+
 def each(names: tuple[str, ...], operands: Callable[[Any], tuple[Any, ...]], **options: Any) -> dict[str, Call]:
     """Calls of several methods with the same operands."""
 
