@@ -40,7 +40,8 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
      "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "Conv", "ConvTranspose", "Pool", "Resize",
      "GridSample", "Standardize", "Patches", "GridPositions", "Switch",
      "While", "Scan", "CustomVjp", "FakeQuantize", "Fft", "Solve", "Det",
-     "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids"), NO_PASS,
+     "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids",
+     "TokenScan", "Recurrent", "Carried"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 

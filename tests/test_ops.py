@@ -75,8 +75,10 @@ from rlx_jax.ir.ops.shape import (
     Transpose,
 )
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
+from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.serial import decode, encode
+from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
 from tests.fuzz import meaning
 from tests.oracles import image_formulas as image
@@ -641,10 +643,24 @@ def system_samples() -> Iterator[Sample]:
     yield Sample(Det(), ("f32 batch 4 4",), np.linalg.det, draw=square, tolerance=1e-5)
 
 
+def token_samples() -> Iterator[Sample]:
+    """A step over tokens: from rows' own states, from one for all, ragged, with every state, of one token."""
+    step = traced_step("decay", meaning.decay, [operand(text) for text in ("f32 4", "f32 4", "f32")])
+    for start in ("f32 batch 4", "f32 4", "f32"):
+        op = TokenScan(step, 1, 1)
+        yield Sample(op, (start, "f32 batch seq 4", "f32"), functools.partial(meaning.token_scan, op))
+    op = TokenScan(step, 1, 1, ragged=True, every=True, unroll=2)
+    yield Sample(
+        op, ("f32 batch 4", "bf16 batch seq 4", "bf16", "i32 batch"), functools.partial(meaning.token_scan, op), below=7
+    )
+    op = TokenScan(step, 1, 1, ragged=True)
+    yield Sample(op, ("f32 batch 4", "f32 batch 1 4", "f32", "i32 batch"), functools.partial(meaning.token_scan, op))
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
     *system_samples(), *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
-    *control_samples(),
+    *control_samples(), *token_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 
@@ -698,7 +714,7 @@ def test_infer_is_eval_shape_of_eval(sample: Sample) -> None:
         assert TypeCache().infer(sample.op, types) == traced(sample.op, types)
 
 
-@pytest.mark.parametrize("sample", [s for s in SAMPLES if not isinstance(s.op, JaxFn)], ids=str)
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.op.traits.stored], ids=str)
 def test_an_op_survives_json(sample: Sample) -> None:
     """Every attribute comes back as it was; a body of a loop, which is no value, is written alike."""
     again = decode(Op, json.loads(json.dumps(encode(sample.op))), "op")

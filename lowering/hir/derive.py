@@ -269,6 +269,25 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     return (out,)
 
 
+def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """block(x, …) → carried(block, x, …, state.slot …, state.length, lengths); state.slot := … for each slot"""
+    block: Any = node.op  # what `hir.CarriesState` says
+    x = b.type(inputs[0])
+    if d.behind is not None:
+        raise DeriveError(
+            f"{block.text()} carries a state, and explicit has keys and values alone as inputs: use prefill and extend"
+        )
+    if x.shape[:2] != (symbol("batch"), symbol("seq")):
+        raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
+    slots = block.slots(*(b.type(v) for v in inputs))
+    leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
+    op = hir.Carried(block, len(slots), fresh=d.program == "prefill")
+    made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
+    results = len(made) - len(slots)
+    b.writes += [(leaf, after) for (leaf, _), after in zip(leaves, made[results:], strict=True)]
+    return made[:results]
+
+
 def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
     """A flow that reads its cache itself is `explicit`, and stays as it is."""
     if d.behind is None:
@@ -308,6 +327,7 @@ RULES: dict[type[Op], Rule] = {
     hir.Attention: attention,
     hir.GrowingAttention: growing,
     hir.LastToken: last_token,
+    hir.Recurrent: carried,
 }
 """The blocks that know the sequence. Nothing else mentions a cache."""
 

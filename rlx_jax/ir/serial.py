@@ -47,6 +47,7 @@ from rlx_jax.ir.graph import (
     Value,
 )
 from rlx_jax.ir.ops import OPS, custom
+from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, spelled, tensor_type
 
@@ -99,6 +100,9 @@ def _encode_node(graph: Graph, node: Node, closure: Closure | None) -> dict[str,
             encoded = {"Repeat": fields}
         elif isinstance(op, custom.JaxFn) and closure is not None:
             encoded = {"JaxFn": {"fn": closure(op.fn, tuple(graph.type(v) for v in node.inputs)), "label": op.label}}
+        elif isinstance(op, TokenScan) and closure is not None:
+            more = {f: getattr(op, f) for f in ("states", "tokens", "ragged", "every", "unroll", "precision")}
+            encoded = {"TokenScan": {"step": op.step.digest, **more}}
         else:
             encoded = encode(op)
     except UnsupportedError as error:

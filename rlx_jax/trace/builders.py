@@ -21,14 +21,14 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
-from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.checks import items_of
+from rlx_jax.trace.recurrence import Recurring
 from rlx_jax.trace.weight_part import WeightKey, WeightPart
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
-class Builders(Attending[V]):
-    """Blocks, products and norms over the values `V` of whoever writes, and all of `Attending` and `Ops`."""
+class Builders(Recurring[V]):
+    """Blocks, products and norms over the values `V` of whoever writes, and all of `Recurring`."""
 
     @contextmanager
     def _block(self, label: str) -> Iterator[None]:

@@ -56,6 +56,7 @@ from rlx_jax.ir.ops.shape import (
     Transpose,
 )
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
+from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.param import (
     Cast,
@@ -290,6 +291,36 @@ TWINS: dict[Callable[..., Any], Meaning] = {
 """JAX functions that `JaxFn` nodes hold, and the same in NumPy."""
 
 
+def decay(h: Any, x: Any, a: Any) -> tuple[Any, Any]:
+    """A user's step."""
+    return a * h + x, 2 * h - x
+
+
+STEPS: dict[str, Meaning] = {"decay": decay}
+"""Steps that `TokenScan` and `Recurrent` hold, by their labels, as functions of rows."""
+
+
+def token_scan(op: TokenScan, *operands: Array) -> tuple[Array, ...]:
+    """Token after token of each row; a row that has ended keeps its state."""
+    count = len(op.step.given)
+    state, xs = list(operands[: op.states]), operands[op.states : op.states + op.tokens]
+    params, lengths = operands[op.states + op.tokens : count], operands[count:]
+    rows, tokens = xs[0].shape[:2]
+    ended = lengths[0] if lengths else np.full(rows, tokens)
+    shapes = [t.shape for t in op.step.given[: op.states]]
+    state = [s if s.ndim > len(t) else np.broadcast_to(s, (rows, *t)) for s, t in zip(state, shapes, strict=True)]
+    ys, every = [], []
+    for t in range(tokens):
+        made = STEPS[op.step.label](*state, *(x[:, t] for x in xs), *params)
+        live = t < ended
+        after = [np.where(live.reshape(-1, *[1] * (s.ndim - 1)), a, s) for a, s in zip(made, state, strict=False)]
+        state = after
+        ys.append(made[op.states :])
+        every.append(after)
+    columns = [[np.stack(column, 1) for column in zip(*stack, strict=True)] for stack in (ys, every)]
+    return (*columns[0], *state, *(columns[1] if op.every else ()))
+
+
 MIR: dict[type[Op], Meaning] = {
     Unary: lambda op, x: formula.UNARY_REFERENCE[op.kind](x),
     Binary: lambda op, a, b: formula.BINARY_REFERENCE[op.kind](a, b),
@@ -352,6 +383,7 @@ MIR: dict[type[Op], Meaning] = {
     While: repeated,
     Scan: scanned,
     CustomVjp: lambda op, *operands: body(op.forward, operands),
+    TokenScan: token_scan,
     Patches: lambda op, x: formula.patches(x, *op.patch),
     GridPositions: lambda op, table, x: formula.grid_positions(
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
@@ -456,6 +488,36 @@ def decoder_block(op: hir.LlamaDecoderBlock, *operands: Array) -> Array:
     return h + dense("down", activation("silu")(dense("gate", m)) * dense("up", m))
 
 
+def recurrent(
+    op: hir.Recurrent, *operands: Array, start: Sequence[Array] = (), lengths: Any = None, every: bool = False
+) -> tuple[Array, ...]:
+    """From the initial values, or from `start`."""
+    given = operands[: len(op.step.given) - len(op.state)]
+    begin = start or [initial(slot, operands) for slot in op.state]
+    more = () if lengths is None else (lengths,)
+    n = len(op.state)
+    made = token_scan(TokenScan(op.step, n, op.tokens, lengths is not None, every), *begin, *given, *more)
+    return made if start or lengths is not None else made[: len(op.step.results) - n]
+
+
+def initial(slot: hir.StateSlot, operands: Sequence[Array]) -> Array:
+    """Before the first token."""
+    if isinstance(slot.initial, int):
+        return operands[slot.initial]
+    return np.zeros(slot.type.shape) if slot.initial is None else wide(slot.initial.array)
+
+
+def carried(op: hir.Carried, *operands: Array) -> tuple[Array, ...]:
+    """A row that has read nothing starts from the initial value."""
+    own = len(operands) - op.states - 2
+    given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
+    block: Any = op.block
+    slots = [initial(slot, given) for slot in block.state]
+    fresh = np.ones(len(length), bool) if op.fresh else length == 0
+    start = [np.where(fresh.reshape(-1, *[1] * (v.ndim - 1)), i, v) for i, v in zip(slots, leaves, strict=True)]
+    return MEANING[type(block)](block, *given, start=start, lengths=lengths, every=op.every)
+
+
 HIR: dict[type[Op], Meaning] = {
     hir.Linear: linear,
     hir.LinearFused: linear,
@@ -482,6 +544,8 @@ HIR: dict[type[Op], Meaning] = {
     hir.LastToken: lambda op, x, *index: take_row(TakeRow(), x, *index) if index else x[:, -1:],
     hir.FirstToken: lambda op, x: x[:, 0],
     hir.LlamaDecoderBlock: decoder_block,
+    hir.Recurrent: recurrent,
+    hir.Carried: carried,
 }
 """What each block means."""
 

@@ -20,6 +20,12 @@ from rlx_jax.ir.hir.named import SharedLinearPair as SharedLinearPair
 from rlx_jax.ir.hir.named import SwiGLU as SwiGLU
 from rlx_jax.ir.hir.positions import CountedPositions as CountedPositions
 from rlx_jax.ir.hir.positions import RelativeBias as RelativeBias
+from rlx_jax.ir.hir.recurrent import BlockRun as BlockRun
+from rlx_jax.ir.hir.recurrent import Carried as Carried
+from rlx_jax.ir.hir.recurrent import CarriesState as CarriesState
+from rlx_jax.ir.hir.recurrent import Recurrent as Recurrent
+from rlx_jax.ir.hir.recurrent import StateSlot as StateSlot
+from rlx_jax.ir.hir.recurrent import initial_value as initial_value
 from rlx_jax.ir.hir.sequence import Attention as Attention
 from rlx_jax.ir.hir.sequence import FirstToken as FirstToken
 from rlx_jax.ir.hir.sequence import LastToken as LastToken
@@ -40,5 +46,6 @@ BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
+    Carried, Recurrent,
 )  # fmt: skip
 """Every block."""

@@ -39,6 +39,7 @@ from rlx_jax.ir.ops.shape import (
     Transpose,
 )
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
+from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 
 OPS: tuple[type[Mir], ...] = (
@@ -46,7 +47,7 @@ OPS: tuple[type[Mir], ...] = (
     MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp, Standardize,
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
-    Switch, While, Scan, CustomVjp,
+    Switch, While, Scan, CustomVjp, TokenScan,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Fft, Solve, Det,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,

@@ -115,15 +115,15 @@ def _inner(jaxpr: Any) -> Iterator[Any]:
 
 def _products(op: Any, operands: Types, results: Types) -> int:
     """Of the matrix products that the function traces to."""
-    return _flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
+    return jaxpr_flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
 
 
 def traced_flops(op: Any, operands: Types, results: Types) -> int:
     """Of the products and convolutions that an op's `eval` traces to."""
-    return _flops(jax.make_jaxpr(op.eval)(*(t.spec for t in operands)).jaxpr)
+    return jaxpr_flops(jax.make_jaxpr(op.eval)(*(t.spec for t in operands)).jaxpr)
 
 
-def _flops(jaxpr: Any) -> int:
+def jaxpr_flops(jaxpr: Any) -> int:
     """A loop counts as often as a scan says, once where its condition says; of branches the dearest."""
     total = 0
     for equation in jaxpr.eqns:
@@ -137,7 +137,7 @@ def _flops(jaxpr: Any) -> int:
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
         items = (item for v in params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
         jaxprs = (getattr(item, "jaxpr", item) for item in items)  # closed or open
-        inner = [_flops(j) for j in jaxprs if hasattr(j, "eqns")]
+        inner = [jaxpr_flops(j) for j in jaxprs if hasattr(j, "eqns")]
         total += max(inner, default=0) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
     return total
 

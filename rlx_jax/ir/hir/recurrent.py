@@ -1,0 +1,200 @@
+"""Blocks that carry a state along the sequence: one protocol for all of them, and a user's own step as one.
+
+A block that follows it says which slots its state has, and how it runs from a start. Its forward program, `prefill`,
+`extend` and ragged rows are made of these two; `derive` has one rule for all such blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rlx_jax.errors import GraphError
+from rlx_jax.ir.graph import Builder, Constant, Hir, Value
+from rlx_jax.ir.hir.masks import check_arity
+from rlx_jax.ir.ops.pointwise import CastTo, Compare, Where
+from rlx_jax.ir.ops.shape import Reshape, Slice
+from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.token_step import TokenStep
+from rlx_jax.ir.traits import BlockTraits
+from rlx_jax.ir.types import DimLike, TensorType
+
+F32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """One array of a block's state.
+
+    Attributes:
+        name: of the leaf, behind the block's path.
+        type: shape behind the batch, and dtype: f32 whatever the program computes in, or what holds no fractions.
+        roles: of the axes behind the batch.
+        initial: what it holds before the first token, without batch: the number of an operand of the block, or an
+            array; zeros where None.
+    """
+
+    name: str
+    type: TensorType
+    roles: Roles = ()
+    initial: int | Constant | None = None
+
+    def leaf(self, batch: DimLike) -> TensorType:
+        """With its rows."""
+        return TensorType((batch, *self.type.shape), self.type.dtype)
+
+    @property
+    def leaf_roles(self) -> Roles:
+        """Of all axes."""
+        return ("batch", *(self.roles or (None,) * self.type.rank))
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """What a block gives: its results; the state after the last valid token of each row, by slot; where asked for, the
+    state after every token, `[B, S, …]`, by slot."""
+
+    results: tuple[Value, ...]
+    after: tuple[Value, ...]
+    every: tuple[Value, ...] = ()
+
+
+class CarriesState(Protocol):
+    """A block `[B, S, …] → [B, S, …]` that reads the tokens up to each through a state.
+
+    Its first operand is `[B, S, …]`. `expand` is `expand_from` of nothing.
+    """
+
+    def text(self) -> str:
+        """As dumps print it."""
+        ...
+
+    def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
+        """The arrays of its state, from the types of its operands."""
+        ...
+
+    def expand_from(
+        self,
+        b: Builder,
+        operands: Sequence[Value],
+        start: Sequence[Value] | None = None,
+        lengths: Value | None = None,
+        every: bool = False,
+    ) -> BlockRun:
+        """The ops of the block, behind a state.
+
+        Args:
+            start: the state, `[B, …]` by slot; None: the initial values.
+            lengths: `[B]` int32. A token at or behind it is an identity step: the state stays as it is, and what the
+                block gives there means nothing.
+            every: whether the state after each token is wanted.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Carried(Hir):
+    """A block that carries a state, run behind what an earlier call left (written by `derive`, never by a stage).
+
+    Operands: those of the block, the state leaves `[B, …]` by slot, `state.length` `[B]` and `lengths` `[B]`.
+    Results: those of the block; the new leaves; with `every`, the leaves after each token `[B, S, …]`.
+    With `fresh` no token was read before. Else a row starts from its leaf, or where it has read nothing from the
+    initial value.
+    """
+
+    traits = BlockTraits(composite=False, keeps_f32=True, stored=False)
+
+    block: CarriesState
+    states: int
+    fresh: bool = False
+    every: bool = False
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        own = len(operands) - self.states - 2
+        given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
+        slots = self.block.slots(*(b.type(v) for v in given))
+        start = None
+        if not self.fresh:
+            start = [_entered(b, s, v, length, given) for s, v in zip(slots, leaves, strict=True)]
+        ran = self.block.expand_from(b, given, start, lengths, self.every)
+        for slot, leaf, after in zip(slots, leaves, ran.after, strict=True):
+            if b.type(after) != b.type(leaf):
+                raise GraphError(f"{self.block.text()}: slot {slot.name} is {b.type(leaf)}, and {b.type(after)} after")
+        return (*ran.results, *ran.after, *ran.every)
+
+    def text(self) -> str:
+        notes = [", fresh"] * self.fresh + [", every"] * self.every
+        return f"carried({self.block.text()}{''.join(notes)})"
+
+
+def _entered(b: Builder, slot: StateSlot, leaf: Value, length: Value, given: Sequence[Value]) -> Value:
+    """The state that a call starts from."""
+    if slot.initial is None:
+        return leaf
+    rank = slot.type.rank
+    start = initial_value(b, slot, given)
+    start = b(Slice((None, Ellipsis)), start)
+    none = b(Compare("eq"), length, b.scalar(0, length))
+    return b(Where(), b(Reshape((-1, *(1,) * rank)), none), start, leaf)
+
+
+def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Value:
+    """What a slot holds before the first token, without batch; of zeros, one number."""
+    if isinstance(slot.initial, int):
+        value = operands[slot.initial]
+        return value if b.type(value).dtype == slot.type.dtype else b(CastTo(slot.type.dtype), value)
+    if slot.initial is not None:
+        return b.leaf(slot.initial)
+    zero = np.zeros((), slot.type.dtype)
+    return b.leaf(Constant(zero.tobytes(), type=TensorType((), slot.type.dtype)))
+
+
+@dataclass(frozen=True)
+class Recurrent(Hir):
+    """A user's `state, y_t = step(state, x_t, *params)` along the tokens: see `TokenScan`.
+
+    Operands: `tokens` values `[B, S, …]`, the parameters of the step, then the initial values that are values. The step
+    computes in f32, as does the state; floating y come in the dtype of the first floating x.
+    """
+
+    traits = BlockTraits(composite=False, keeps_f32=False, stored=False)
+
+    step: TokenStep
+    state: tuple[StateSlot, ...]
+    tokens: int
+    unroll: int = 1
+
+    def check(self, *operands: TensorType) -> None:
+        learned = sum(isinstance(slot.initial, int) for slot in self.state)
+        check_arity("recurrent", len(operands), len(self.step.given) - len(self.state) + learned)
+
+    def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
+        """Those of the initial state."""
+        return self.state
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        return self.expand_from(b, operands).results
+
+    def expand_from(
+        self,
+        b: Builder,
+        operands: Sequence[Value],
+        start: Sequence[Value] | None = None,
+        lengths: Value | None = None,
+        every: bool = False,
+    ) -> BlockRun:
+        """See `CarriesState`."""
+        n = len(self.state)
+        given = operands[: len(self.step.given) - n]
+        begin = start or [initial_value(b, slot, operands) for slot in self.state]
+        op = TokenScan(self.step, n, self.tokens, lengths is not None, every, self.unroll)
+        made = b.add(op, *begin, *given, *([] if lengths is None else [lengths]))
+        ys = len(self.step.results) - n
+        return BlockRun(made[:ys], made[ys : ys + n], made[ys + n :])
+
+    def text(self) -> str:
+        return f"recurrent({self.step.label})"

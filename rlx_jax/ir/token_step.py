@@ -1,0 +1,134 @@
+"""A function of one token and one row, traced once: what `emit.recurrent` runs over a sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from rlx_jax.errors import GraphError
+from rlx_jax.ir.captured import is_consumed
+from rlx_jax.ir.ops.custom import captured_arrays
+from rlx_jax.ir.types import TensorType
+
+Flat = Callable[..., Sequence[Any]]
+_PRECISION = re.compile(r"^\s*precision=.*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TokenStep:
+    """`fn(*state, *x_t, *params) -> (*state, *y_t)` on arrays without batch and tokens, of the types `given`.
+
+    It is traced when it is made, and what was traced is what runs: a function that would compute something else when
+    it is traced again is refused. Two steps are equal if they compute the same from the same arrays that they captured.
+
+    Attributes:
+        label: what dumps and messages call it.
+        text, captured: what it computes, but for the precision of products.
+        results: the types of what it gives.
+    """
+
+    label: str
+    given: tuple[TensorType, ...]
+    text: str
+    captured: tuple[bytes, ...]
+    results: tuple[TensorType, ...] = field(compare=False)
+    fn: Flat = field(compare=False, repr=False)
+    traces: dict[str, Any] = field(compare=False, repr=False)  # by the precision of products
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What it captured."""
+        return tuple(captured_arrays(self.traces["default"]))
+
+    @property
+    def digest(self) -> str:
+        """Of what it computes."""
+        parts = (self.text.encode(), *self.captured)
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
+
+    @property
+    def jaxpr(self) -> Any:
+        """What it computes."""
+        return self.traces["default"].jaxpr
+
+    def function(self, precision: str) -> Callable[..., Sequence[Any]]:
+        """What runs: products in `precision`.
+
+        Raises:
+            GraphError: the function is not the one that was traced before.
+        """
+        if precision not in self.traces:
+            with jax.default_matmul_precision(precision):
+                self.traces[precision] = again = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
+            if _meaning(again) != (self.text, self.captured):
+                raise GraphError(_changed(self.label))
+        made: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
+        return made
+
+
+def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
+    """The step that a function is.
+
+    Raises:
+        GraphError: it has effects, calls back to Python, captures what another trace computes or an array that an
+            earlier call consumed, or is another function when it is traced again.
+    """
+    specs = tuple(t.spec for t in given)
+    try:
+        closed, again = (jax.make_jaxpr(lambda *a: fn(*a))(*specs) for _ in range(2))  # noqa: B023, PLW0108
+    except jax.errors.UnexpectedTracerError as error:
+        raise GraphError(_of_another_trace(label)) from error
+    for array in captured_arrays(closed):
+        if isinstance(array, jax.core.Tracer):
+            raise GraphError(_of_another_trace(label))
+        if is_consumed(array):
+            raise GraphError(f"step {label} captures an array that an earlier call consumed: it has no values any more")
+    outside = sorted({*map(str, closed.effects), *callbacks(closed.jaxpr)})
+    if outside:
+        raise GraphError(
+            f"step {label} has effects beside its results ({', '.join(outside)}): a step is a pure function of the "
+            "state, the token and the parameters"
+        )
+    if _meaning(closed) != _meaning(again):
+        raise GraphError(_changed(label))
+    text, captured = _meaning(closed)
+    results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
+    return TokenStep(label, tuple(given), text, captured, results, fn, {"default": closed})
+
+
+def callbacks(jaxpr: Any) -> set[str]:
+    """The primitives of a jaxpr, those inside of others included, that call Python when they run."""
+    found = {eqn.primitive.name for eqn in jaxpr.eqns if "callback" in eqn.primitive.name}
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(item, "jaxpr", item)  # closed or open
+                found |= callbacks(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+def _meaning(closed: Any) -> tuple[str, tuple[bytes, ...]]:
+    arrays = tuple(np.asarray(a).tobytes() for a in captured_arrays(closed) if not isinstance(a, jax.core.Tracer))
+    return _PRECISION.sub("", str(closed.jaxpr)), arrays
+
+
+def _of_another_trace(label: str) -> str:
+    return (
+        f"step {label} reads a value that another trace computes (a global of a jitted function, a value of jax.grad "
+        "or jax.vmap around the build): give it as one of the parameters"
+    )
+
+
+def _changed(label: str) -> str:
+    return (
+        f"step {label} is another function each time that it is traced: it reads or writes something beside its "
+        "arguments (a counter, a random number of NumPy), so that prefill and decode would not agree. Carry it in the "
+        "state, or give it as a parameter"
+    )

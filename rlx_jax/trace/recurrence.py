@@ -1,0 +1,157 @@
+"""What carries a state along the sequence, as methods: a step of one's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Constant, located
+from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.token_step import traced_step
+from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.trace.attention import Attending
+from rlx_jax.trace.weight_part import WeightPart
+from rlx_jax.trace.writer import V, is_number
+
+F32 = np.dtype(np.float32)
+
+
+def wide(t: TensorType, lead: int = 0) -> TensorType:
+    """What a step is given of a value: without its `lead` first axes, floats as f32."""
+    return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
+
+
+class Recurring(Attending[V]):
+    """Blocks that carry a state, and all of `Attending`."""
+
+    def recurrent(
+        self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int = 1, label: str = ""
+    ) -> Any:
+        """`state, y_t = step(state, x_t, *params)` for each token of each row, from `init`; every y, `[B, S, …]`.
+
+        The step is a JAX function of ONE row and ONE token, on arrays, and pure: it is traced once. It is given, and
+        its state is, f32 where a value is a narrower float; floating y come in the dtype of x.
+
+        Args:
+            x: a value `[B, S, …]`, or a tuple, list or dict of them; the step gets `x_t` in the same form.
+            params: weights by key or value, or values without batch and tokens, or pytrees of them.
+            init: the state before the first token: an array or number, a value without batch (a learned start), or a
+                pytree of them. Its form and types are those of every state.
+            unroll: steps that the loop over tokens takes at a time.
+            label: what dumps and messages call the step; its own name otherwise.
+
+        Raises:
+            GraphError: the step is not pure, gives a state of another form or type, or reads what another trace
+                computes; the message names the stage and the leaf.
+            ShapeError: an x is not `[B, S, …]`, or a parameter has the batch or the tokens as an axis.
+        """
+        name = label or getattr(step, "__name__", "step")
+        where = f"{self.path}: recurrent({name})"
+        if not callable(step):
+            raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")
+        if isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1:
+            raise GraphError(f"{where}: unroll is an int of at least 1, got {shown(unroll)}")
+        xs, x_form = jax.tree.flatten(x)
+        weights, weights_form = jax.tree.flatten(params)
+        starts, state_form = jax.tree_util.tree_flatten_with_path(init)
+        self._check_tokens(where, xs)
+        weights = [self.weight(w) if isinstance(w, str | WeightPart) else w for w in weights]
+        self._check_shared(where, "parameter", weights, xs[0])
+        slots, learned = self._slots(where, starts, xs[0], len(xs) + len(weights))
+        types = [self.type_of(v) for v in (*xs, *weights)]
+        given = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
+        form: list[Any] = []
+        fn = self.captured.own(step)
+
+        def flat(*arrays: Any) -> list[Any]:
+            n, m = len(slots), len(xs)
+            state = jax.tree.unflatten(state_form, arrays[:n])
+            made = fn(state, jax.tree.unflatten(x_form, arrays[n : n + m]),
+                      *jax.tree.unflatten(weights_form, arrays[n + m :]))  # fmt: skip
+            after, y = _pair(where, made)
+            form.append(jax.tree.structure(y))
+            return [*_same_state(where, state_form, slots, after), *jax.tree.leaves(y)]
+
+        with located(self.builder.here):
+            traced = traced_step(name, flat, given)
+        if not form[0].num_leaves:
+            raise GraphError(f"{where}: the step gives no y; it returns (state, y_t)")
+        block = hir.Recurrent(traced, slots, len(xs), unroll)
+        return jax.tree.unflatten(form[0], self.add_all(block, *xs, *weights, *learned))
+
+    def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
+        """What is read is values `[B, S, …]` of one batch and as many tokens."""
+        if not xs:
+            raise GraphError(f"{where}: x is a value [B, S, …], or a tuple or dict of them; there are none")
+        types = [self.type_of(v) for v in xs]
+        for t in types:
+            if t.rank < 2 or t.shape[:2] != types[0].shape[:2]:
+                raise ShapeError(f"{where}: x is [B, S, …], got {', '.join(map(str, types))}")
+
+    def _check_shared(self, where: str, what: str, values: Sequence[Any], x: Any) -> None:
+        """What every row and token reads has neither as an axis."""
+        lead = {str(d) for d in self.type_of(x).shape[:2] if not isinstance(d, int)}
+        for number, value in enumerate(values):
+            t = self.type_of(value)
+            if found := sorted(lead & t.symbols):
+                raise ShapeError(
+                    f"{where}: {what} {number} is {t}: every row and token reads the same one; give what has "
+                    f"{' and '.join(found)} as an axis as a part of x, [B, S, …]"
+                )
+
+    def _slots(
+        self, where: str, starts: Sequence[Any], x: Any, first: int
+    ) -> tuple[tuple[hir.StateSlot, ...], list[Any]]:
+        """The slots of a state that starts so, and the values among the starts; those are operands from `first` on."""
+        slots: list[hir.StateSlot] = []
+        learned: list[Any] = []
+        for path, start in starts:
+            name = re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state"
+            name = f"state_{name}" if name[0].isdigit() else name
+            if is_number(start) or isinstance(start, np.ndarray | jax.Array):
+                array = _start_array(f"{where}: init leaf {name}", start)
+                zeros = not array.array.any()
+                slots.append(hir.StateSlot(name, array.type, initial=None if zeros else array))
+            else:
+                self._check_shared(where, f"init leaf {name}, number", [start], x)
+                slots.append(hir.StateSlot(name, wide(self.type_of(start)), initial=first + len(learned)))
+                learned.append(start)
+        if not slots:
+            raise GraphError(f"{where}: init has no arrays; what carries no state treats tokens alone: use emit.jax")
+        return tuple(slots), learned
+
+
+def _start_array(where: str, start: Any) -> Constant:
+    """An initial value of the state, floats as f32."""
+    try:
+        found = small_constant(start)
+    except GraphError as error:
+        raise type(error)(f"{where}: {error}") from error
+    return small_constant(found.array, F32) if is_float(found.type.dtype) else found
+
+
+def _pair(where: str, made: Any) -> tuple[Any, Any]:
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise GraphError(f"{where}: the step returns (state, y_t), got {shown(made)}")
+    return made[0], made[1]
+
+
+def _same_state(where: str, form: Any, slots: Sequence[hir.StateSlot], after: Any) -> list[Any]:
+    """The leaves of the next state, which are what they were."""
+    if jax.tree.structure(after) != form:
+        raise GraphError(f"{where}: the state enters a step as {form} and leaves it as {jax.tree.structure(after)}")
+    leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(after)]
+    for slot, leaf in zip(slots, leaves, strict=True):
+        found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
+        if found != slot.type:
+            raise GraphError(
+                f"{where}: state leaf {slot.name} enters a step as {slot.type} and leaves it as {found}: a state keeps "
+                "its type; cast it, or begin with an init of that type"
+            )
+    return leaves
