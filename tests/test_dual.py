@@ -14,6 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.models.clip import ClipConfig, ClipVisionConfig
 from rlx_jax.models.siglip import SiglipConfig
 from tests.oracles import checkpoints
@@ -64,6 +65,20 @@ def test_vectors_and_similarity(name: str) -> None:
     assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
 
 
+def test_none_and_iterators() -> None:
+    """No text and no image is no vector; iterators are read as they go, more than one call of them."""
+    both, want = dual("clip"), record("clip")
+    for vectors in (both.embed([]), both.embed(iter([])), both.embed_images([]), both.embed_images(iter([]))):
+        assert vectors.shape == (0, 14) and vectors.dtype == np.float32
+    assert both.similarity([], pictures("clip")).shape == (0, 2)
+    many = both.embed((TEXTS[i % 4] for i in range(70)), max_tokens=64)
+    assert_close(many, want["texts"][np.arange(70) % 4])
+    seen = both.embed_images(pictures("clip")[i % 2] for i in range(70))
+    assert_close(seen, want["images"][np.arange(70) % 2])
+    with pytest.raises(errors.RequestError, match=r"images\[40\]: expected uint8, got float64"):
+        both.embed_images(pictures("clip")[0] if i < 40 else np.zeros((4, 4, 3)) for i in range(50))
+
+
 def test_ids_are_texts() -> None:
     """CLIP's own ids, padded or not."""
     ids = record("clip")["ids"]
@@ -96,31 +111,70 @@ def test_what_differs_shows() -> None:
     assert np.abs(hidden - record("siglip")["texts"]).max() > 1e-2
 
 
-def test_vision_tower_alone(tmp_path: Path) -> None:
-    """The towers' own configs; SigLIP's without a head has hidden states and no vectors."""
-    for name, kind, architecture in (
-        ("clip", "clip_vision_model", "CLIPVisionModelWithProjection"),
-        ("siglip", "siglip_vision_model", "SiglipVisionModel"),
-    ):  # fmt: skip
-        directory = checkpoints.copy(DUAL / name, tmp_path / name)
-        config = {"model_type": kind, "architectures": [architecture], **towers_config(directory)["vision_config"]}
-        config |= {"projection_dim": 14} if name == "clip" else {}
-        (directory / "config.json").write_text("{}", "utf-8")
-        checkpoints.edit_json(directory / "config.json", config)
-        checkpoints.edit_tensors(
-            directory, lambda tensors: {k: v for k, v in tensors.items() if k.startswith(("vision_model.", "visual_"))}
-        )
-        vision = rlx.load(directory)
-        assert isinstance(vision, rlx.VisionEncoder)
-        assert_close(vision.embed(pictures(name)), record(name)["images"])
-    checkpoints.edit_json(tmp_path / "siglip" / "config.json", {"vision_use_head": False})
-    checkpoints.edit_tensors(
-        tmp_path / "siglip", lambda tensors: {k: v for k, v in tensors.items() if ".head." not in k}
+ALONE = {
+    "clip vision": ("clip", "clip_vision_model", "CLIPVisionModelWithProjection", ("vision_model.", "visual_")),
+    "clip text": ("clip", "clip_text_model", "CLIPTextModelWithProjection", ("text_model.", "text_projection")),
+    "siglip vision": ("siglip", "siglip_vision_model", "SiglipVisionModel", ("vision_model.",)),
+    "siglip text": ("siglip", "siglip_text_model", "SiglipTextModel", ("text_model.",)),
+}
+
+
+def alone(which: str, directory: Path) -> str:
+    """Make the checkpoint of one tower; the name of both."""
+    name, kind, architecture, prefixes = ALONE[which]
+    checkpoints.copy(DUAL / name, directory)
+    config = {"model_type": kind, "architectures": [architecture]}
+    config |= towers_config(directory)[f"{which.split()[1]}_config"] | (
+        {"projection_dim": 14} if name == "clip" else {}
     )
-    headless = rlx.load(tmp_path / "siglip")
-    assert_close(headless.hidden_states(record("siglip")["pixels"]), record("siglip")["hidden"])
+    (directory / "config.json").write_text("{}", "utf-8")
+    checkpoints.edit_json(directory / "config.json", config)
+    checkpoints.edit_tensors(directory, lambda tensors: {k: v for k, v in tensors.items() if k.startswith(prefixes)})
+    return name
+
+
+@pytest.mark.parametrize("which", [name for name in ALONE if "vision" in name])
+def test_vision_tower_alone(which: str, tmp_path: Path) -> None:
+    """Its own config; SigLIP's without a head has hidden states and no vectors."""
+    name = alone(which, tmp_path / "tower")
+    vision = rlx.load(tmp_path / "tower")
+    assert isinstance(vision, rlx.VisionEncoder)
+    assert_close(vision.embed(pictures(name)), record(name)["images"])
+    if name == "clip":
+        return
+    checkpoints.edit_json(tmp_path / "tower" / "config.json", {"vision_use_head": False})
+    checkpoints.edit_tensors(
+        tmp_path / "tower", lambda tensors: {k: v for k, v in tensors.items() if ".head." not in k}
+    )
+    headless = rlx.load(tmp_path / "tower")
+    assert_close(headless.hidden_states(record(name)["pixels"]), record(name)["hidden"])
     with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
-        headless.embed(pictures("siglip"))
+        headless.embed(pictures(name))
+
+
+@pytest.mark.parametrize("which", [name for name in ALONE if "text" in name])
+def test_text_tower_alone(which: str, tmp_path: Path) -> None:
+    """Vectors as beside the other tower; a pipeline pools hidden states in their place. SigLIP's padding is read."""
+    name = alone(which, tmp_path / "tower")
+    text = rlx.load(tmp_path / "tower")
+    assert isinstance(text, rlx.Encoder) and "'pooled' is one vector for a row" in text.report().embedding
+    assert_close(text.embed(list(TEXTS)), record(name)["texts"])
+    assert_close(text.embed(TEXTS[1]), record(name)["texts"][1])
+    ids = record(name)["ids"]
+    assert text.hidden_states(ids).shape == (*ids.shape, 16)
+    own = rlx.Encoder(text.model, pipeline=SentencePipeline())
+    first = ids[:1, :5]
+    assert_close(own.embed(first), np.asarray(own.hidden_states(first)).mean(axis=1), tolerance=1e-5)
+
+
+def test_rows_of_few_sizes(tmp_path: Path) -> None:
+    """Texts whose padding is read are as long as they are padded to, whatever the profile's buckets; warm-up knows."""
+    alone("siglip text", tmp_path / "tower")
+    profile = rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
+    text = rlx.load(tmp_path / "tower", profile=profile)
+    text.warmup()
+    assert_close(text.embed(list(TEXTS)), record("siglip")["texts"])
+    assert text.report().recompiles == 0
 
 
 def towers_config(directory: Path) -> Any:
@@ -135,7 +189,6 @@ def test_requests_that_are_refused() -> None:
     """By name, before anything runs."""
     both = dual("clip")
     for texts, match in (
-        ([], "there are none"),
         ([[]], r"texts\[0\] has no token ids"),
         (5, "expected a string, token ids, or a list of them, got int"),
     ):
@@ -147,6 +200,8 @@ def test_requests_that_are_refused() -> None:
         both.embed([[1, 61]])
     with pytest.raises(errors.SequenceLengthError, match="13 positions, the model knows 12"):
         both.embed([[5] * 13])
+    with pytest.raises(errors.RequestError, match=r"texts\[1\]: expected a string, as texts\[0\] is"):
+        both.embed(["w3", [5]])
     with pytest.raises(errors.RequestError, match=r"images\[0\]: expected uint8"):
         both.similarity("w3", [np.zeros((4, 4, 3))])
 
@@ -176,7 +231,8 @@ def test_towers_of_your_own() -> None:
     with pytest.raises(errors.RequestError, match="strings need a tokenizer"):
         both.embed("red")
     with pytest.raises(
-        errors.GraphError, match="declares no input 'attention_mask' .* that hides padding; pass padding="
+        errors.GraphError,
+        match="declares no input 'attention_mask' .* that hides padding; declare it, or pass padding=",
     ):
         rlx.DualEncoder(texts, images, weights)
     with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
@@ -275,3 +331,19 @@ def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> 
     assert_close(both.embed_images(found), want["images"])
     assert_close(both.similarity(list(TEXTS), found), want["logits"])
     assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("architecture", ["CLIPTextModel", "CLIPTextModelWithProjection", "SiglipTextModel"])
+def test_random_text_towers(architecture: str, seed: int, tmp_path: Path) -> None:
+    """Vectors and hidden states of a text tower alone, as transformers saves it."""
+    from tests.oracles import vision as oracle
+
+    checkpoint = oracle.random_text(architecture, seed)
+    oracle.write(checkpoint, tmp_path)
+    oracle.write_tokenizer(tmp_path, "siglip" if "Siglip" in architecture else "clip")
+    want = oracle.embedded(tmp_path, checkpoint, list(TEXTS))
+    text = rlx.load(tmp_path)
+    assert_close(text.embed(list(TEXTS)), want["texts"])
+    assert_close(text.hidden_states(want["ids"], attention_mask=want.get("mask")), want["hidden"])

@@ -224,7 +224,6 @@ PLAIN = np.zeros((6, 5, 3), np.uint8)
         ([PLAIN[:, :, :2]], "1, 3 or 4 channels"),
         ([PLAIN[:0]], "0 × 5 pixels; expected at least one"),
         ([PLAIN[None]], r"got \[1, 6, 5, 3\]"),
-        ([], "there are none"),
         ("cat.png", "expected uint8 arrays"),
         (["cat.png"], r"images\[0\]: expected a uint8 array .* got 'cat.png'"),
         (None, "expected uint8 arrays"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 from rlx_jax.compiler.buckets import Buckets, smallest
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, apart, plan
+from rlx_jax.encode.pooled import Vectors, pooled_of
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -34,7 +35,6 @@ LANES = {"cpu": min(2, os.cpu_count() or 1)}
 a call not every op keeps all cores busy. Of 2 cores, a quarter of the time one stood still with one thread, with two a
 twentieth."""
 
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -137,27 +137,35 @@ class PaddedBlocks:
     model: CompiledModel
     buckets: Buckets
     max_positions: int | None
+    whole: bool = False
+    """Rows are as wide as they are to be: padding that is read stands in them already."""
 
     def sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and tokens of the program for so many."""
         batch = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, BATCH))
-        return batch, block_width(self.buckets, width, self.max_positions)
+        return batch, width if self.whole else block_width(self.buckets, width, self.max_positions)
 
-    def hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
-        """Hidden states `[rows, width, H]` of a block `[B, S]` and inputs like it, padded with tokens that no other
-        sees. A row that is padding holds one token."""
+    def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
+        """What the flow gives for a block `[B, S]` and inputs like it, padded to `[rows, width]` with tokens that no
+        other sees. A row that is padding holds one token."""
         if (rows, width) != block.shape:
             inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
-            inputs[MASK][block.shape[0] :, 0] = 1
-        return primary(self.model(padded_to(block, rows, width), **inputs))
+            if MASK in inputs:
+                inputs[MASK][block.shape[0] :, 0] = 1
+        return self.model(padded_to(block, rows, width), **inputs)
+
+    def hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
+        """Hidden states `[rows, width, H]`: see `outputs`."""
+        return primary(self.outputs(block, inputs, rows, width))
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """A row for each text, shortest first, `tokens` of a call at most, and one row at least."""
+    """A row for each text, shortest first, `tokens` of a call at most, and one row at least. Without a pipeline the
+    flow's output `pooled` is the vector."""
 
     padded: PaddedBlocks
-    pipeline: SentencePipeline
+    pipeline: SentencePipeline | None
     tokens: int | None
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
@@ -189,9 +197,12 @@ class RowForm:
         rows = [ids[text] for (text,) in block.texts]
         longest = max(map(len, rows))
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
-        hidden = self.padded.hidden(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
-        call = self.padded.model.programs.call
-        return call(Pooled(self.pipeline), hidden, padded_to(keep, block.rows, block.width))  # type: ignore[no-any-return]
+        hides = {} if self.padded.whole else {MASK: keep}
+        found = self.padded.outputs(pad_rows(rows, longest), hides, block.rows, block.width)
+        if self.pipeline is None:
+            return pooled_of(found)  # type: ignore[no-any-return]
+        call, kept = self.padded.model.programs.call, padded_to(keep, block.rows, block.width)
+        return call(Pooled(self.pipeline), primary(found), kept)  # type: ignore[no-any-return]
 
 
 # -- running -----------------------------------------------------------------------------------
@@ -265,10 +276,10 @@ class Stream:
             self.vectors = larger
 
 
-def chunks(items: Sequence[T] | Iterator[T]) -> Iterator[tuple[int, list[T]]]:
-    """Consecutive items, `CHUNK` at a time, and the number of the first."""
+def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, list[T]]]:
+    """Consecutive items, `size` at a time or `CHUNK`, and the number of the first."""
     source, first = iter(items), 0
-    while chunk := list(islice(source, CHUNK)):
+    while chunk := list(islice(source, size or CHUNK)):
         yield first, chunk
         first += len(chunk)
 

@@ -14,6 +14,7 @@ import numpy as np
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import MASK, Form, PackedForm, PaddedBlocks, RowForm, Stream, ahead, chunks
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
+from rlx_jax.encode.pooled import POOLED, check_padding, pooled_width
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import (
     DeriveError,
@@ -55,7 +56,10 @@ class Encoder:
 
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
-        tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline: mean pooling.
+        tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline a text's vector
+            is the flow's side output `pooled` `[batch, width]`, or the mean of its hidden states where there is none.
+        padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
+            None: padding is hidden by `attention_mask`.
         max_positions: the longest sequence the model knows, in tokens.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
@@ -67,6 +71,7 @@ class Encoder:
         *,
         tokenizer: Tokenizer | None = None,
         pipeline: SentencePipeline | None = None,
+        padding: tuple[int, int] | None = None,
         profile: CompileProfile | None = None,
         mesh: Any = None,
         strict: bool = True,
@@ -79,15 +84,19 @@ class Encoder:
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
+        self.pools = pipeline is None and POOLED in self.model.output_names
         self.pipeline = pipeline or SentencePipeline()
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
+        self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         flow = self.model.flow
-        if MASK not in [i.name for i in flow.inputs]:
-            raise GraphError(f"{flow.name}: an Encoder's flow declares the input {MASK!r} (default=None)")
-        template = self.model.template()
-        self.width = int(template.built.primary_shape[-1])
-        self.padded = PaddedBlocks(self.model, self.buckets, self.max_positions)
+        if padding is None and MASK not in [i.name for i in flow.inputs]:
+            raise GraphError(
+                f"{flow.name}: declares no input {MASK!r} (default=None) that hides padding; declare it, or pass "
+                "padding="
+            )
+        self.width = int(self.model.template().built.primary_shape[-1])
+        self.padded = PaddedBlocks(self.model, self.buckets, self.max_positions, whole=padding is not None)
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
@@ -144,7 +153,8 @@ class Encoder:
         rows, total, single = self._requests(texts)
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
-        stream = Stream(form, np.zeros((total or 0, self.width * len(self.pipeline.pooling)), np.float32))
+        width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
+        stream = Stream(form, np.zeros((total or 0, width), np.float32))
         try:
             for made, more in rows:
                 stream.add(made, more)
@@ -174,23 +184,33 @@ class Encoder:
         return ahead(chunks(all_), lambda chunk: self._ids(chunk[1], is_text, chunk[0])), len(all_), asked.single
 
     def _ids(self, items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
-        """Token ids of texts or of id lists; the first of them is number `first`."""
-        if is_text:
-            return self._tokenised(items, first)
+        """Token ids of texts or of id lists, padded if padding is read; the first of them is number `first`."""
+        rows = self._tokenised(items, first) if is_text else self._listed(items, first)
+        if self.padding is not None:
+            tokens, fill = self.padding
+            for i, row in enumerate(rows, first):
+                check_positions(len(row), tokens, f"texts[{i}]")
+            return [np.pad(row, (0, tokens - len(row)), constant_values=fill) for row in rows]
+        self._check_buckets([len(row) for row in rows], first)
+        return rows
+
+    def _listed(self, items: Sequence[Any], first: int) -> list[Ids]:
         rows = []
         for i, ids in enumerate(items, first):
             rows.append(np.array(id_list(ids, self.vocab_size, f"texts[{i}]"), np.int32))
             if not len(rows[-1]):
                 raise RequestError(f"texts[{i}] has no token ids")
             check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
-        self._check_buckets([len(row) for row in rows], first)
         return rows
 
     def _tokenised(self, texts: Sequence[str], first: int) -> list[Ids]:
         if self.tokenizer is None:
             raise RequestError("strings need a tokenizer: the checkpoint has no tokenizer.json; pass token ids")
         # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
-        limits = (self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions)
+        limits = (
+            self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions,
+            self.padding[0] if self.padding else None,
+        )  # fmt: skip
         longest = min((x for x in limits if x is not None), default=None)
         prompted = [self.pipeline.prompt + text for text in texts] if self.pipeline.prompt else texts
         lists = self.tokenizer.encode_batch(prompted, max_length=longest, first=first)
@@ -199,7 +219,6 @@ class Encoder:
             if not len(row) or row.max() >= self.vocab_size:
                 id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
                 raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
-        self._check_buckets([len(row) for row in rows], first)
         return rows
 
     def _finite(self, stream: Stream) -> np.ndarray[Any, Any]:
@@ -224,6 +243,10 @@ class Encoder:
     @functools.cached_property
     def packing(self) -> str:
         """Why `embed` gives each text a row of its own; empty if several share one."""
+        if self.pools:
+            return f"the flow's output {POOLED!r} is one vector for a row"
+        if self.padding is not None:
+            return "texts are padded, and the padding is read"
         if self.buckets.batch or self.buckets.prompt:
             return "the profile's buckets say which blocks there are"
         try:
@@ -234,7 +257,7 @@ class Encoder:
 
     def _form(self, max_tokens: int | None) -> Form:
         if self.packing:
-            return RowForm(self.padded, self.pipeline, max_tokens)
+            return RowForm(self.padded, None if self.pools else self.pipeline, max_tokens)
         settings = self.model.settings
         sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
         return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes)
@@ -263,8 +286,9 @@ class Encoder:
         if isinstance(form, PackedForm):
             blocks = [Block(rows, width, form.sizes.slots(width), ((0,),)) for rows, width in form.sizes.blocks]
         else:
-            check_sizes(self.buckets)
-            every = [(rows, width) for rows in self.buckets.batch for width in self.buckets.prompt]
+            check_sizes(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
+            widths = self.buckets.prompt if self.padding is None else self.padding[:1]
+            every = [(rows, width) for rows in self.buckets.batch for width in widths]
             blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in every]
         with self.model.programs.warm_up():
             for block in blocks:

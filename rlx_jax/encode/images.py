@@ -53,13 +53,27 @@ class ImageProcessor:
             RequestError: names the image and what is wrong: its dtype, its rank, its channels, an absurd size; or that
                 of another when all are made.
         """
-        made = [self.one(image, name) for name, image in named_images(images)[0]]
-        for (name, _), pixels in zip(named_images(images)[0], made, strict=True):
-            if pixels.shape != made[0].shape:
+        named = named_images(images)[0]
+        if not named:
+            raise RequestError("images: there are none")
+        return self.together(named, [])
+
+    def together(self, named: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> PixelValues:
+        """Pixel values of one image or more and their names. `sizes` holds that of the first of all, when it is known.
+
+        Raises:
+            RequestError: as a call.
+        """
+        made = []
+        for name, image in named:
+            pixels = self.one(image, name)
+            sizes += [] if sizes else [pixels.shape]
+            if pixels.shape != sizes[0]:
                 raise RequestError(
-                    f"{name}: {list(pixels.shape)} when it is made, and the first {list(made[0].shape)}: the "
+                    f"{name}: {list(pixels.shape)} when it is made, and the first {list(sizes[0])}: the "
                     "checkpoint's image processor gives sizes in proportion; pass images of one size together"
                 )
+            made.append(pixels)
         return np.stack(made)
 
     def one(self, image: Any, name: str = "image") -> PixelValues:
@@ -123,9 +137,12 @@ def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
             "images: expected uint8 arrays [H, W, C], Pillow's images, or pixel values [B, C, H, W], got "
             f"{shown(images)}"
         )
-    if not images:
-        raise RequestError("images: there are none")
-    return [(f"images[{i}]", image) for i, image in enumerate(images)], False
+    return numbered(images), False
+
+
+def numbered(images: Sequence[Any], first: int = 0) -> list[tuple[str, Any]]:
+    """Images with their names for messages, the first of which is number `first`."""
+    return [(f"images[{i}]", image) for i, image in enumerate(images, first)]
 
 
 def _is_picture(image: Any) -> bool:

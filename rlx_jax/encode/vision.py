@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import numpy as np
 
 from rlx_jax.compiler.buckets import smallest
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.encode.images import ImageProcessor, named_images
-from rlx_jax.errors import GraphError, NumericsError, RequestError, listing, quote, shown
+from rlx_jax.encode.embedding import ahead, chunks
+from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
+from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
+from rlx_jax.errors import GraphError, RequestError, listing, quote, shown
 from rlx_jax.ir.types import is_float
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
@@ -23,9 +26,6 @@ from rlx_jax.text.opening import check_untouched, primary
 from rlx_jax.text.padding import bucket
 
 BATCH = 32
-POOLED = "pooled"
-
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class VisionEncoder:
@@ -81,31 +81,43 @@ class VisionEncoder:
         """One vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output `pooled`.
 
         Args:
-            images: uint8 arrays `[H, W, C]` or Pillow's images, several in a list or one alone, which the checkpoint's
-                image processor makes pixel values of; or pixel values `[B, C, H, W]`, floats.
+            images: uint8 arrays `[H, W, C]` or Pillow's images, which the checkpoint's image processor makes pixel
+                values of: one alone, or several in a list or an iterator, which is read as it goes; or pixel values
+                `[B, C, H, W]`, floats.
 
         Raises:
             RequestError: none of them; the message names the image. GraphError: the flow has no output `pooled`.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
         """
         self.model.refuse_traced()
-        if POOLED not in self.model.output_names:
-            raise GraphError(
-                f"{self.model.name}: embed needs an output {POOLED!r} [batch, width]: emit.output({POOLED!r}, vector)"
-            )
+        width = pooled_width(self.model)
         if _is_pixel_values(images):
             pixels, single = np.asarray(self._checked(images)), False
+            parts: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
         else:
-            _, single = named_images(images)
-            if self.processor is None:
-                raise RequestError(
-                    "images need an image processor: the checkpoint has no preprocessor_config.json; pass pixel values "
-                    "[B, C, H, W], or processor="
-                )
-            pixels = self.processor(images)
-        vectors = np.concatenate([self._pooled(pixels[i : i + self._most]) for i in range(0, len(pixels), self._most)])
+            parts, single = self._processed(images)
+        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._pooled, parts)])
         check_finite(vectors, "images")
         return vectors[0] if single else vectors
+
+    def _processed(self, images: Any) -> tuple[Iterator[Any], bool]:
+        """Pixel values of images, a batch at a time, the next one made while one runs; and whether it is a single
+        image. All are of the size of the first."""
+        processor = self.processor
+        if processor is None:
+            raise RequestError(
+                "images need an image processor: the checkpoint has no preprocessor_config.json; pass pixel values "
+                "[B, C, H, W], or processor="
+            )
+        named, single = (None, False) if isinstance(images, Iterator) else named_images(images)
+        sizes: list[tuple[int, ...]] = []
+
+        def make(chunk: tuple[int, list[Any]]) -> PixelValues:
+            items = chunk[1] if named is not None else numbered(chunk[1], chunk[0])
+            return processor.together(items, sizes)
+
+        source: Any = images if named is None else named
+        return (pixels for pixels, _ in ahead(chunks(source, self._most), make)), single
 
     @property
     def _most(self) -> int:
@@ -118,7 +130,7 @@ class VisionEncoder:
         full = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, self._most))
         padded = np.pad(pixels, ((0, full - rows), (0, 0), (0, 0), (0, 0)))
         found = self.model(padded)
-        vectors: Vectors = np.asarray(jax.device_get(found[POOLED] if isinstance(found, dict) else found))[:rows]
+        vectors: Vectors = np.asarray(jax.device_get(pooled_of(found)))[:rows]
         return vectors
 
     def _checked(self, pixel_values: Any) -> Any:
@@ -181,16 +193,3 @@ def check_images(model: CompiledModel) -> int:
 def _is_pixel_values(images: Any) -> bool:
     """An array of floats, and no images."""
     return isinstance(images, np.ndarray | jax.Array) and is_float(images.dtype)
-
-
-def check_finite(vectors: Vectors, what: str) -> None:
-    """Refuse vectors that are not finite.
-
-    Raises:
-        NumericsError: names them.
-    """
-    failed = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if failed.size:
-        named = listing((f"{what}[{i}]" for i in failed), 8)
-        message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {named}"
-        raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*vectors])

@@ -72,20 +72,27 @@ def load(
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
     common |= {"tokenizer": tokenizer, "max_positions": pretrained.max_positions}
     if pretrained.kind == "encoder":
-        return Encoder(flow, pipeline=pipeline, **common)
+        return Encoder(flow, pipeline=pipeline, padding=padding_of(own, tokenizer), **common)
     eos, bos = special_ids(folder, tokenizer, pretrained.vocab_size)
     return CausalLM(flow, eos_ids=eos, bos_id=bos, **common)
 
 
 def load_dual(folder: Folder, recipe: Any, images: str, common: dict[str, Any]) -> DualEncoder:
     """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
-    tokenizer, padding = load_tokenizer(folder), recipe.padding
-    if padding is not None and tokenizer is not None and tokenizer.pad_id is not None:
-        padding = padding[0], tokenizer.pad_id
+    tokenizer = load_tokenizer(folder)
     return DualEncoder(
         recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=tokenizer,
-        processor=load_processor(folder, images), padding=padding, **common,
+        processor=load_processor(folder, images), padding=padding_of(recipe, tokenizer), **common,
     )  # fmt: skip
+
+
+def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:
+    """To how many tokens a recipe's texts are padded, and with which id: the tokenizer's own, if it has one. None: to
+    any number, and padding is not read."""
+    padding: tuple[int, int] | None = getattr(recipe, "padding", None)  # plugins' encoders may know none
+    if padding is not None and tokenizer is not None and tokenizer.pad_id is not None:
+        return padding[0], tokenizer.pad_id
+    return padding
 
 
 def special_ids(folder: Folder, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[tuple[int, ...], int | None]:

@@ -86,13 +86,13 @@ def check_buckets(buckets: Buckets, max_positions: int | None) -> None:
         )
 
 
-def check_sizes(buckets: Buckets) -> None:
+def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) -> None:
     """There is something to warm up for.
 
     Raises:
-        RequestError: the profile has no buckets for lengths and rows.
+        RequestError: the profile has no buckets for lengths and rows, or for those of them that are named.
     """
-    missing = [name for name in ("prompt", "batch") if not getattr(buckets, name)]
+    missing = [name for name in names if not getattr(buckets, name)]
     if missing:
         names = " and ".join(f"buckets.{name}" for name in missing)
         raise RequestError(

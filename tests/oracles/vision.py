@@ -224,16 +224,33 @@ def record_dual(name: str) -> None:
     np.savez_compressed(directory.with_suffix(".npz"), **found)
 
 
-def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures: list[Any]) -> dict[str, Floats]:
-    """Vectors before they are divided by their lengths, hidden states of both towers, and logits of each text."""
+def tower_and_ids(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> tuple[Any, dict[str, Any]]:
+    """A model that reads texts, and what its tokenizer makes of them: of SigLIP ids that are padded to the end."""
     torch, transformers = _modules()
     cls = getattr(transformers, checkpoint.architecture)
     model = cls.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    fixed = checkpoint.architecture == "SiglipModel"
-    padding = {"padding": "max_length" if fixed else True, "truncation": True}
-    asked = tokenizer(texts, return_tensors="pt", **padding)
-    asked = {k: v for k, v in asked.items() if k == "input_ids" or (k == "attention_mask" and not fixed)}
+    fixed = checkpoint.architecture.startswith("Siglip")
+    asked = tokenizer(texts, return_tensors="pt", padding="max_length" if fixed else True, truncation=True)
+    return model, {k: v for k, v in asked.items() if k == "input_ids" or (k == "attention_mask" and not fixed)}
+
+
+def embedded(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> dict[str, Floats]:
+    """Vectors and hidden states of a text tower alone, its ids and its mask."""
+    torch, _ = _modules()
+    model, asked = tower_and_ids(directory, checkpoint, texts)
+    with torch.no_grad():
+        out = model(**asked)
+    words = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
+    found = {"texts": words, "hidden": out.last_hidden_state, "ids": asked["input_ids"]}
+    found |= {"mask": asked["attention_mask"]} if "attention_mask" in asked else {}
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures: list[Any]) -> dict[str, Floats]:
+    """Vectors before they are divided by their lengths, hidden states of both towers, and logits of each text."""
+    torch, _ = _modules()
+    model, asked = tower_and_ids(directory, checkpoint, texts)
     pixels = torch.from_numpy(np.stack(processed(directory, pictures)))
     with torch.no_grad():
         out = model(pixel_values=pixels, **asked)
@@ -268,26 +285,37 @@ def random_vision(architecture: str, seed: int) -> Checkpoint:
     return replace(Checkpoint(architecture, config, seed=seed, **storage), spelling="v5")
 
 
+def random_tower(draw: random.Random) -> dict[str, Any]:
+    """The sizes of a tower."""
+    heads = draw.choice([1, 2, 3])
+    return {
+        "hidden_size": heads * draw.randint(4, 9),
+        "num_attention_heads": heads,
+        "num_hidden_layers": draw.randint(1, 3),
+        "intermediate_size": draw.randint(10, 40),
+        "layer_norm_eps": draw.choice([1e-6, 1e-3]),
+        "hidden_act": draw.choice(["quick_gelu", "gelu", "gelu_pytorch_tanh"]),
+    }
+
+
+def random_text(architecture: str, seed: int) -> Checkpoint:
+    """A text tower drawn from `seed`."""
+    draw = random.Random(seed)
+    config = towers({}, random_tower(draw), {})["text_config"]
+    siglip = architecture.startswith("Siglip")
+    width = {"projection_size" if siglip else "projection_dim": draw.randint(5, 20)}
+    config |= width | ({} if siglip else {"eos_token_id": draw.choice([2, 60])})
+    return Checkpoint(architecture, config, seed=seed, dtype=draw.choice(["float32", "bfloat16"]))
+
+
 def random_dual(architecture: str, seed: int) -> Checkpoint:
     """A model of two towers drawn from `seed`."""
     draw = random.Random(seed)
     patch = draw.randint(2, 5)
-
-    def tower() -> dict[str, Any]:
-        heads = draw.choice([1, 2, 3])
-        return {
-            "hidden_size": heads * draw.randint(4, 9),
-            "num_attention_heads": heads,
-            "num_hidden_layers": draw.randint(1, 3),
-            "intermediate_size": draw.randint(10, 40),
-            "layer_norm_eps": draw.choice([1e-6, 1e-3]),
-            "hidden_act": draw.choice(["quick_gelu", "gelu", "gelu_pytorch_tanh"]),
-        }
-
-    vision = tower() | {"image_size": patch * draw.randint(2, 4), "patch_size": patch}
+    vision = random_tower(draw) | {"image_size": patch * draw.randint(2, 4), "patch_size": patch}
     siglip = architecture == "SiglipModel"
     text = {"projection_size": vision["hidden_size"]} if siglip else {"eos_token_id": draw.choice([2, 60])}
-    config = towers({} if siglip else {"projection_dim": draw.randint(5, 20)}, tower() | text, vision)
+    config = towers({} if siglip else {"projection_dim": draw.randint(5, 20)}, random_tower(draw) | text, vision)
     return Checkpoint(architecture, config, seed=seed, dtype=draw.choice(["float32", "bfloat16"]))
 
 
