@@ -25,6 +25,7 @@ from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow
 from rlx_jax.models.clip import ClipFlow as ClipFlow
+from rlx_jax.models.clip import ClipTextFlow as ClipTextFlow
 from rlx_jax.models.dinov2 import Dinov2Flow as Dinov2Flow
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
@@ -39,6 +40,7 @@ from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
 from rlx_jax.models.roberta import RobertaFlow as RobertaFlow
 from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
+from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow as ViTFlow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.compiling import compile as compile

@@ -42,6 +42,7 @@ ENCODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (rlx.BertFlow, BERT),
     "roberta": (rlx.RobertaFlow, BERT),
     "mpnet": (rlx.MPNetFlow, {k: v for k, v in BERT.items() if k != "type_vocab_size"}),
+    "clip text": (rlx.ClipTextFlow, {k: v for k, v in BERT.items() if k != "type_vocab_size"} | {"eos_token_id": 7}),
     "nomic": (rlx.NomicFlow, BERT | {"hidden_act": "silu"}),
 }
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "image_size": 12, "patch_size": 4}

@@ -265,7 +265,7 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (ROBERTA, "pad_token_id", {"pad_token_id": 44}),
     (ROBERTA, "pad_token_id", {"pad_token_id": 89, "max_position_embeddings": 99}),
     (ROBERTA, "position_embedding_type", {"position_embedding_type": "relative_key_query"}),
-    (ROBERTA, "hidden_act", {"hidden_act": "relu6"}),
+    (ROBERTA, "hidden_act", {"hidden_act": "laplace"}),
     (ROBERTA, "num_attention_heads", {"num_attention_heads": 5}),
     (ROBERTA, "is_decoder", {"is_decoder": True}),
     (ROBERTA, "adapters", {"adapters": {"adapters": {}}}),
@@ -276,8 +276,8 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (NOMIC, "head_dim", {"head_dim": 5}),
     (NOMIC, "num_attention_heads", {"num_attention_heads": 5, "head_dim": None}),
     (NOMIC, "yarn", {"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 2.0}}),
-    (NOMIC, "hidden_act", {"hidden_act": "relu6"}),
-    (NOMIC, "prenorm", {"prenorm": False}),  # of the other spelling
+    (NOMIC, "hidden_act", {"hidden_act": "gelu_10"}),
+    (NOMIC, "prenorm", {"prenorm": True}),  # of the other spelling
     (FIRST, "qkv_proj_bias", {"qkv_proj_bias": True}),
     (FIRST, "mlp_fc1_bias", {"mlp_fc1_bias": True}),
     (FIRST, "mlp_fc2_bias", {"mlp_fc2_bias": True}),

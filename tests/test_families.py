@@ -380,7 +380,7 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (CONV, "n_embd", {"n_embd": 31}),
     (CONV, "n_layer", {"n_layer": 0}),
     (CONV, "hidden_size", {"hidden_size": 30}),
-    (CONV, "activation_function", {"activation_function": "quick_gelu"}),
+    (CONV, "activation_function", {"activation_function": "xielu"}),
     (CONV, "add_cross_attention", {"add_cross_attention": True}),
     (CONV, "scale_attn_weights", {"scale_attn_weights": None}),
     (CONV, "reorder_and_upcast_attn", {"reorder_and_upcast_attn": 1}),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
 from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, BlockStage, Embed, GatherAdd, LayerNorm
 from rlx_jax.blocks.encoder import bert_layer_prefix
-from rlx_jax.models.config import Fields
-from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes, encoder_fields
+from rlx_jax.models.config import Fields, ModelConfig, text_fields
+from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(ModelConfig):
     """Sizes of a BERT model, under the names of Hugging Face's config."""
 
     vocab_size: int
@@ -29,23 +29,12 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
 
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        c.choice("position_embedding_type", "absolute", {"absolute": ""})
-        result = cls.read(c)
-        c.finish(inert=("tie_word_embeddings",))
-        return result
+    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        """The family's fields."""
-        return cls(**encoder_fields(c, 30522), type_vocab_size=c.whole("type_vocab_size", 2))
+        return cls(**text_fields(c, 30522), type_vocab_size=c.whole("type_vocab_size", 2))
 
 
 @dataclass(frozen=True)

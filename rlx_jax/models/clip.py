@@ -1,4 +1,4 @@
-"""CLIP (Radford et al. 2021): two towers, or the vision tower alone."""
+"""CLIP (Radford et al. 2021): two towers, or one of them alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
-from rlx_jax.models.config import Fields
-from rlx_jax.models.dual import DualConfig, DualFlow, TextConfig, finish_towers, text_fields, tower_group
+from rlx_jax.models.config import Fields, text_fields, tower_fields
+from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
+from rlx_jax.models.encoder import StoredShapes
+from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import (
+    TOWER_INERT,
     VisionConfig,
     VisionFlow,
     VisionLayout,
     WeightShapes,
     image_fields,
     norm_shapes,
-    tower_fields,
 )
 from rlx_jax.weights.source import WeightSource
 
@@ -43,7 +45,7 @@ class ClipVisionConfig(VisionConfig):
 
     width: int = 512
 
-    inert: ClassVar[tuple[str, ...]] = ("initializer_factor", "tie_word_embeddings")
+    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -86,30 +88,58 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
 
 
 @dataclass(frozen=True)
-class ClipConfig(DualConfig[ClipVisionConfig]):
+class ClipTextConfig(TextConfig):
+    """Sizes of CLIP's text tower. `width` is that of its vectors, 0 for one without a projection; `end_id` is the token
+    that is pooled, None for the largest id of a row."""
+
+    end_id: int | None = None
+
+    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        end = c.whole("eos_token_id", 49407, low=0)
+        return cls(
+            **text_fields(c, 49408, 77, 2048, 1e-5, hidden=512, heads=8, activation="quick_gelu"),
+            width=c.whole("projection_dim", 512),
+            end_id=None if end == WRONG_END else end,
+        )
+
+
+@dataclass(frozen=True)
+class ClipTextFlow(TextFlow[ClipTextConfig]):
+    """The recipe of CLIP's text tower: see `TextFlow`. `pooled` is the end token behind the last norm, projected if the
+    checkpoint has a projection."""
+
+    name: str = "clip_text"
+
+    config_type = ClipTextConfig
+    causal = True
+
+    def stored_in(self, source: WeightSource) -> Self:
+        """As the base, and without the projection that a checkpoint does not have."""
+        made = super().stored_in(source)
+        return made if source.has(TEXTUAL) else replace(made, config=replace(made.config, width=0))
+
+    def pool(self) -> BlockStage:
+        c, end = self.config, EndTokenPool(self.config.end_id)
+        shape = (c.width, c.hidden_size)
+        return Sequence((end, Linear(TEXTUAL, shape=shape, roles=(None, "hidden")))) if c.width else end
+
+    def pool_shapes(self) -> StoredShapes:
+        c = self.config
+        return {TEXTUAL: (c.width, c.hidden_size)} if c.width else {}
+
+
+@dataclass(frozen=True)
+class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
     """Both towers of CLIP."""
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        width = c.whole("projection_dim", 512)
-        for group in (text, vision):  # the one outside is both towers'
-            group.seen.add("projection_dim")
-        end = text.whole("eos_token_id", 49407, low=0)
-        made = cls(
-            TextConfig(
-                **text_fields(text, 77, "quick_gelu", 1e-5),
-                intermediate_size=text.whole("intermediate_size", 2048),
-                width=width,
-                end_id=None if end == WRONG_END else end,
-            ),
-            ClipVisionConfig(
-                **tower_fields(vision, activation="quick_gelu", eps=1e-5),
-                **image_fields(vision, patch=32),
-                intermediate_size=vision.whole("intermediate_size", 3072),
-                width=width,
-            ),
-        )
+        width = c.whole("projection_dim", 512)  # both towers' own
+        made = cls(replace(ClipTextConfig.read(text), width=width), replace(ClipVisionConfig.read(vision), width=width))
         finish_towers(text, vision)
         return made
 
@@ -121,15 +151,9 @@ class ClipFlow(DualFlow[ClipConfig]):
     name: str = "clip"
 
     config_type = ClipConfig
-    causal = True
+
+    def text(self) -> TextFlow[Any]:
+        return ClipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.hooks)
 
     def vision(self) -> VisionFlow[Any]:
         return ClipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.hooks)
-
-    def pool(self) -> BlockStage:
-        c = self.config.text
-        projection = Linear(TEXTUAL, shape=(c.width, c.hidden_size), roles=(None, "hidden"))
-        return Sequence((EndTokenPool(c.end_id), projection))
-
-    def pool_shapes(self) -> WeightShapes:
-        return {TEXTUAL: (self.config.text.width, self.config.text.hidden_size)}

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self, TypedDict
 
 from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.io.folder import Folder
@@ -192,6 +192,124 @@ class Fields:
             raise UnsupportedError(
                 f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not handled"
             )
+
+
+class ModelConfig:
+    """Sizes of a model as its `config.json` has them. A family's config is a frozen dataclass of this kind, which reads
+    its own fields; `inert` are those that have no part in its computation, `only` those that have none at some values.
+    """
+
+    inert: ClassVar[tuple[str, ...]] = ()
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        """The family's fields. What nobody reads is refused afterwards, unless it is known to be harmless."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`, as it was read or as a mapping.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        made = cls.read(c)
+        c.finish(cls.inert, cls.only)
+        return made
+
+
+# -- fields that families have in common -------------------------------------------------------
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "hardswish": "hard_silu",
+    "mish": "mish",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu6": "relu6",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+"""Hugging Face's names of activations, and ours."""
+
+
+def width_and_heads(
+    c: Fields, hidden: int = 768, heads: int = 12, names: tuple[str, str] = ("hidden_size", "num_attention_heads")
+) -> tuple[int, int]:
+    """The hidden width and the number of heads, which divides it; `hidden` and `heads` are the family's defaults.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd.
+    """
+    width, number = c.whole(names[0], hidden), c.whole(names[1], heads, high=2**16)
+    if width % number:
+        raise ConfigError(f"{c.where}: {names[0]} {width} is not a multiple of {names[1]} {number}")
+    return width, number
+
+
+class TowerFields(TypedDict):
+    """The fields of every stack of BERT's or ViT's layers."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    layer_norm_eps: float
+    activation: str
+
+
+def tower_fields(
+    c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
+) -> TowerFields:
+    """These fields; the keywords are the family's defaults.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
+    """
+    width, number = width_and_heads(c, hidden, heads)
+    return TowerFields(
+        hidden_size=width,
+        num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
+        num_attention_heads=number,
+        layer_norm_eps=c.real("layer_norm_eps", eps),
+        activation=c.choice("hidden_act", activation, ACTIVATIONS),
+    )
+
+
+class TextFields(TowerFields):
+    """Those of a stack that reads tokens."""
+
+    vocab_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+
+
+def text_fields(
+    c: Fields, vocab: int, positions: int = 512, inner: int = 3072, eps: float = 1e-12, **tower: Any
+) -> TextFields:
+    """These fields; the keywords are the family's defaults, `tower` those of `tower_fields`.
+
+    Raises:
+        ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
+    """
+    return TextFields(
+        **tower_fields(c, eps=eps, **tower),
+        vocab_size=c.whole("vocab_size", vocab, high=MAX_VOCABULARY),
+        intermediate_size=c.whole("intermediate_size", inner),
+        max_position_embeddings=c.whole("max_position_embeddings", positions),
+    )
+
+
+# -- files -------------------------------------------------------------------------------------
 
 
 def read_config(folder: Folder) -> Fields:

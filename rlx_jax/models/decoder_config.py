@@ -6,7 +6,7 @@ A family's own file adds its fields to `DecoderConfig`, reads them, and says how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypedDict
 
@@ -22,7 +22,7 @@ from rlx_jax.blocks import (
     llama3_scaling,
 )
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
 
 Windows = tuple[int | None, ...]
 """How many keys layer i reads, None for all; empty for all in every layer."""
@@ -44,7 +44,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(ModelConfig):
     """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope.
 
     A family's config is such a class with the fields that it has besides. It overrides `read`, and `layer_spec` and
@@ -64,20 +64,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = field(default=False, kw_only=True)
 
     @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`, in the spelling of transformers 4 or 5.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        result = cls.read(c)
-        c.finish()
-        return result
-
-    @classmethod
     def read(cls, c: Fields) -> Self:
-        """The family's fields. What nobody reads is refused afterwards, unless it is known to be inert."""
+        """The family's fields, in the spelling of transformers 4 or 5."""
         return cls(**plain_fields(c, max_positions=cls.max_position_embeddings))
 
     def layer_spec(self, index: int) -> DecoderLayerSpec:

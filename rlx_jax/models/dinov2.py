@@ -7,8 +7,8 @@ from typing import ClassVar, Self
 
 from rlx_jax.blocks import LayerKeys
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV
-from rlx_jax.models.config import Fields
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields, tower_fields
+from rlx_jax.models.config import Fields, tower_fields
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 
 HF_KEYS = LayerKeys(
     "norm1", "norm2", HF_QKV, "attention.output.dense", "mlp.fc1", "mlp.fc2",

@@ -8,88 +8,32 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import jax
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Embed,
-    GatherAdd,
-    LayerNorm,
-    PreNormLayerSpec,
-    SideOutput,
-    Similarity,
-    pre_norm_layer,
-)
-from rlx_jax.blocks.vision import CLIP_KEYS
+from rlx_jax.blocks import Similarity
 from rlx_jax.errors import ConfigError
-from rlx_jax.flow import POSITIONS, ModelFlow
-from rlx_jax.models.config import MAX_VOCABULARY, Fields
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import Fields, ModelConfig
 from rlx_jax.models.hooks import METHODS, Hooks
-from rlx_jax.models.vision import (
-    POOLED,
-    TowerConfig,
-    VisionConfig,
-    VisionFlow,
-    WeightShapes,
-    norm_shapes,
-    specs_of,
-    tower_fields,
-)
+from rlx_jax.models.text_tower import TextConfig, TextFlow
+from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, specs_of
 from rlx_jax.weights.source import WeightSource
 
 TowerPart = Literal["both", "text", "vision", "similarity"]
 """What a recipe assembles: all of it, one tower, or what compares two vectors."""
 
-TEXT, SCALE, BIAS = "text_model.", "logit_scale", "logit_bias"
+SCALE, BIAS = "logit_scale", "logit_bias"
 
-
-@dataclass(frozen=True)
-class TextConfig(TowerConfig):
-    """Sizes of a text tower. `width` is that of its vectors; `end_id` is the token that CLIP pools, None for the
-    largest id of a row; `pad_id` fills the rows of SigLIP."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    width: int
-    end_id: int | None = None
-    pad_id: int = 0
-
-
-def text_fields(
-    c: Fields, positions: int, activation: str, eps: float, hidden: int = 512, heads: int = 8, vocab: int = 49408
-) -> dict[str, Any]:
-    """The sizes of a text tower but its vectors' width. The keywords are the family's defaults."""
-    return {
-        **tower_fields(c, hidden, heads, activation, eps),
-        "vocab_size": c.whole("vocab_size", vocab, high=MAX_VOCABULARY),
-        "max_position_embeddings": c.whole("max_position_embeddings", positions),
-    }
-
-
+T = TypeVar("T", bound=TextConfig)
 V = TypeVar("V", bound=VisionConfig)
 
 
 @dataclass(frozen=True)
-class DualConfig(Generic[V]):
+class DualConfig(ModelConfig, Generic[T, V]):
     """Both towers."""
 
-    text: TextConfig
+    text: T
     vision: V
 
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        """From the fields that the family has."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        made = cls.read(c)
-        c.finish(inert=("logit_scale_init_value", "initializer_factor", "tie_word_embeddings"))
-        return made
+    inert: ClassVar[tuple[str, ...]] = ("logit_scale_init_value", *TOWER_INERT)
 
 
 def tower_group(c: Fields, name: str) -> Fields:
@@ -114,10 +58,10 @@ GENERATION = """
 def finish_towers(*groups: Fields) -> None:
     """Refuse what was not read of the towers' fields."""
     for group in groups:
-        group.finish(inert=(*GENERATION, "initializer_factor", "tie_word_embeddings"))
+        group.finish(inert=(*GENERATION, *TOWER_INERT))
 
 
-C = TypeVar("C", bound=DualConfig[Any])
+C = TypeVar("C", bound=DualConfig[Any, Any])
 
 
 @dataclass(frozen=True)
@@ -142,8 +86,7 @@ class DualFlow(Generic[C]):
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
-    config_type: ClassVar[type[DualConfig[Any]]] = DualConfig
-    causal: ClassVar[bool] = False
+    config_type: ClassVar[type[DualConfig[Any, Any]]] = DualConfig
     bias: ClassVar[bool] = False
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
@@ -162,60 +105,36 @@ class DualFlow(Generic[C]):
         """The vision tower, as it is stored beside the other."""
         raise NotImplementedError
 
-    def pool(self) -> BlockStage:
-        """What makes one vector of the hidden states of a text."""
+    def text(self) -> TextFlow[Any]:
+        """The text tower, as it is stored beside the other."""
         raise NotImplementedError
 
-    def pool_shapes(self) -> WeightShapes:
-        """The checkpoint keys that `pool` reads."""
-        raise NotImplementedError
+    # -- the recipe --------------------------------------------------------------------------
 
     @property
     def padding(self) -> tuple[int, int] | None:
         """To how many tokens texts are padded, and with what; None: to any number, and padding is not read."""
-        return None
-
-    # -- the recipe --------------------------------------------------------------------------
+        return self.text().padding
 
     def of(self, part: TowerPart) -> Self:
         """The recipe of a part."""
         return replace(self, part=part)
 
-    def spec(self, index: int) -> PreNormLayerSpec:
-        """The spec of a layer of the text tower."""
-        c = self.config.text
-        return PreNormLayerSpec(
-            f"{TEXT}encoder.layers.{index}", CLIP_KEYS, c.hidden_size, c.num_attention_heads, c.intermediate_size,
-            c.layer_norm_eps, c.activation, causal=self.causal, mask_input="attention_mask",
-        )  # fmt: skip
-
-    def stage(self, index: int, spec: Any) -> BlockStage:
-        """The family's own layer."""
-        return pre_norm_layer(spec)
-
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every checkpoint key of both towers with its shape."""
-        c, p, one = self.config.text, f"{TEXT}embeddings", (1,) if self.bias else ()
-        found: WeightShapes = {
-            f"{p}.token_embedding.weight": (c.vocab_size, c.hidden_size),
-            f"{p}.position_embedding.weight": (c.max_position_embeddings, c.hidden_size),
-            **norm_shapes(f"{TEXT}final_layer_norm", c.hidden_size),
-            **dict.fromkeys((SCALE, BIAS) if self.bias else (SCALE,), one),
-        }
-        for i in range(c.num_hidden_layers):
-            found |= self.spec(i).shapes()
-        return specs_of(found | self.pool_shapes()) | self.vision().shapes()
+        one: tuple[int, ...] = (1,) if self.bias else ()
+        ends = specs_of(dict.fromkeys((SCALE, BIAS) if self.bias else (SCALE,), one))
+        return ends | self.text().shapes() | self.vision().shapes()
 
     def assemble(self) -> ModelFlow:
         """The flow of the part, bound to its weights; without any, to their shapes."""
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
         flow = flow.with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
-        vision = self.vision()
+        text, vision = self.text(), self.vision()
         if self.part == "vision":
             return vision.tower(flow)
         if self.part == "text":
-            flow = self._body(self._texts(flow, "batch").bind(batch=self.batch))
-            return flow.stage(SideOutput(POOLED, self.pool())).output("hidden_states")
+            return text.tower(flow)
         compare = Similarity(SCALE, BIAS if self.bias else None)
         if self.part == "similarity":
             wide = self.config.text.width
@@ -224,28 +143,9 @@ class DualFlow(Generic[C]):
         pool = vision.pool()
         if pool is None:
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
-        flow = self._texts(vision.body(flow).stage(pool).store_stream("images"), "texts")
-        flow = self._body(flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids")))
-        return flow.stage(self.pool(), compare).output("logits_per_text")
-
-    def _texts(self, flow: ModelFlow, rows: str) -> ModelFlow:
-        """The inputs of the text tower."""
-        ids = (rows, "seq")
-        flow = flow.input("input_ids", ids, dtype="int32").input("attention_mask", ids, dtype="int32", default=None)
-        return flow.input("position_ids", ids, dtype="int32", default=POSITIONS)
-
-    def _body(self, flow: ModelFlow) -> ModelFlow:
-        """The stages of the text tower, from ids to hidden states."""
-        c, p, norm = self.config.text, f"{TEXT}embeddings", f"{TEXT}final_layer_norm"
-        return (
-            flow.stage(
-                Embed(f"{p}.token_embedding.weight", (c.vocab_size, c.hidden_size)),
-                GatherAdd("position_ids", f"{p}.position_embedding.weight", (c.max_position_embeddings, c.hidden_size)),
-            )
-            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, self.stage))
-            .stage(LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps))
-            .patch(self.hooks.edit)
-        )
+        flow = text.inputs(vision.body(flow).stage(pool).store_stream("images"), "texts")
+        flow = text.body(flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids")))
+        return flow.stage(text.pool(), compare).output("logits_per_text")
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, and what other parts read."""

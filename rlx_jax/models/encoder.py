@@ -1,4 +1,4 @@
-"""The recipe of a text encoder: what BERT, RoBERTa, MPNet and NomicBERT share.
+"""The recipe of a text encoder: what BERT, RoBERTa, MPNet, NomicBERT and the text towers of CLIP and SigLIP share.
 
 A family is its config, the stages before its layers, and its layer; `families.py` has its row.
 """
@@ -7,30 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BlockStage
-from rlx_jax.errors import ConfigError
+from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.config import Fields
 from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
 
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Hugging Face's names of activations, and ours."""
+POOLED = "pooled"
+"""The side output that holds one vector for each row."""
 
 OptionalInput = tuple[str, float | str | None]
 """An input `[batch, seq]` int32 that may be left out, and its default as `ModelFlow.input` takes it."""
@@ -60,7 +51,8 @@ E = TypeVar("E", bound=EncoderConfig)
 @dataclass(frozen=True)
 class EncoderFlow(Generic[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally those in `optional`, such as
-    `attention_mask` (1 keeps a key). Output: `hidden_states` `[batch, seq, hidden]`.
+    `attention_mask` (1 keeps a key). Output: `hidden_states` `[batch, seq, hidden]`; of a family that pools, `pooled`
+    besides, one vector for each row.
 
     A family's recipe is this class with a name, the class of its config, and `opening`, `spec`, `stage` and `stored`.
 
@@ -81,6 +73,7 @@ class EncoderFlow(Generic[E]):
 
     config_type: ClassVar[type[EncoderConfig]]
     prefixes: ClassVar[tuple[str, ...]] = ()
+    embedding: ClassVar[str] = EMBEDDING
     heads: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),
@@ -100,13 +93,18 @@ class EncoderFlow(Generic[E]):
 
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe under the prefix that a checkpoint's keys have."""
-        found = (prefix for prefix in self.prefixes if source.has(f"{prefix}.{EMBEDDING}"))
+        found = (prefix for prefix in self.prefixes if source.has(f"{prefix}.{self.embedding}"))
         return replace(self, prefix=next(found, ""))
 
     @property
     def max_positions(self) -> int:
         """The longest row that the model knows, in tokens."""
         return self.config.max_position_embeddings
+
+    @property
+    def padding(self) -> tuple[int, int] | None:
+        """To how many tokens texts are padded, and with what; None: to any number, and padding is not read."""
+        return None
 
     def key(self, name: str) -> str:
         """A key of the encoder as its checkpoint has it."""
@@ -124,6 +122,14 @@ class EncoderFlow(Generic[E]):
         """The family's own layer."""
         raise NotImplementedError
 
+    def closing(self) -> tuple[BlockStage, ...]:
+        """The stages behind the layers."""
+        return ()
+
+    def pool(self) -> BlockStage | None:
+        """What makes one vector of the hidden states. None: nothing does."""
+        return None
+
     def stored(self) -> StoredShapes:
         """The shape of every weight, by its whole key."""
         raise NotImplementedError
@@ -139,51 +145,25 @@ class EncoderFlow(Generic[E]):
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         weights = self.shapes() if self.weights is None else self.weights
-        flow = ModelFlow(self.name, profile=self.hooks.profile).with_weights(weights, leave=self.leave())
-        flow = flow.input("input_ids", ("batch", "seq"), dtype="int32")
+        return self.tower(ModelFlow(self.name, profile=self.hooks.profile).with_weights(weights, leave=self.leave()))
+
+    def tower(self, flow: ModelFlow) -> ModelFlow:
+        """The encoder as a flow's own: its inputs, its stages and its outputs."""
+        flow, pool = self.body(self.inputs(flow).bind(batch=self.batch, seq=self.seq)), self.pool()
+        return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
+
+    def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+        """The inputs; `rows` is the name of their first axis."""
+        flow = flow.input("input_ids", (rows, "seq"), dtype="int32")
         for name, default in self.optional:
-            flow = flow.input(name, ("batch", "seq"), dtype="int32", default=default)
+            flow = flow.input(name, (rows, "seq"), dtype="int32", default=default)
+        return flow
+
+    def body(self, flow: ModelFlow) -> ModelFlow:
+        """The stages from ids to hidden states."""
         return (
-            flow.bind(batch=self.batch, seq=self.seq)
-            .raw_stages(self.opening())
+            flow.raw_stages(self.opening())
             .patch(self.hooks.stack(self.config.num_hidden_layers, self.spec, self.stage))
+            .stage(*self.closing())
             .patch(self.hooks.edit)
-            .output("hidden_states")
         )
-
-
-# -- fields --------------------------------------------------------------------------------------
-
-
-class EncoderFields(TypedDict):
-    """The fields that encoders have in common."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    layer_norm_eps: float
-    activation: str
-
-
-def encoder_fields(c: Fields, vocab_size: int) -> EncoderFields:
-    """The common fields; `vocab_size` is the family's default.
-
-    Raises:
-        ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that there is not.
-    """
-    hidden, heads = c.whole("hidden_size", 768), c.whole("num_attention_heads", 12, high=2**16)
-    if hidden % heads:
-        raise ConfigError(f"{c.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    return EncoderFields(
-        vocab_size=c.whole("vocab_size", vocab_size, high=MAX_VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=c.whole("intermediate_size", 3072),
-        num_hidden_layers=c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
-        num_attention_heads=heads,
-        max_position_embeddings=c.whole("max_position_embeddings", 512),
-        layer_norm_eps=c.real("layer_norm_eps", 1e-12),
-        activation=c.choice("hidden_act", "gelu", ACTIVATIONS),
-    )

@@ -171,8 +171,10 @@ FAMILIES: dict[str, Family] = {
         "Dinov2WithRegistersBackbone",
     ),
     "clip": Family.dual(clip.ClipFlow, "CLIP", "CLIPModel"),
+    "clip_text_model": Family.encoder(clip.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": Family.vision(clip.ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
     "siglip": Family.dual(siglip.SiglipFlow, "Siglip", "SiglipModel"),
+    "siglip_text_model": Family.encoder(siglip.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(siglip.SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "Flux2Transformer2DModel": Family(_flux2, ("Flux2Transformer2DModel",)),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from rlx_jax.blocks.flux2 import (
 )
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, Fields
+from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
 from rlx_jax.models.hooks import METHODS, HookedLayers, Hooks
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
@@ -32,8 +32,8 @@ BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
 
 
 @dataclass(frozen=True)
-class Flux2Config:
-    """Sizes of the transformer, under the names of diffusers."""
+class Flux2Config(ModelConfig):
+    """Sizes of the transformer, under the names of diffusers, which writes the `config.json`."""
 
     in_channels: int = 128
     out_channels: int = 128
@@ -50,19 +50,15 @@ class Flux2Config:
     eps: float = 1e-6
     guidance_embeds: bool = True
 
+    inert: ClassVar[tuple[str, ...]] = ("_class_name", "_diffusers_version")
+
     @property
     def hidden_size(self) -> int:
         """The width between blocks."""
         return self.num_attention_heads * self.attention_head_dim
 
     @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From the `config.json` that diffusers writes.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
+    def read(cls, c: Fields) -> Self:
         sizes = {
             name: c.whole(name, getattr(cls, name), high=MAX_LAYERS if "layers" in name else 2**20)
             for name in (
@@ -86,7 +82,6 @@ class Flux2Config:
             )
         if int(made.hidden_size * made.mlp_ratio) < 1 or made.timestep_guidance_channels < 2:
             raise ConfigError(f"{c.where}: mlp_ratio or timestep_guidance_channels leave nothing to compute")
-        c.finish(inert=("_class_name", "_diffusers_version"))
         return made
 
     def block(self, kind: Any) -> Flux2BlockSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from rlx_jax.blocks import (
     BlockStage,
@@ -83,6 +83,8 @@ class GemmaConfig(DecoderConfig):
     attention_bias: bool = False
     tie_word_embeddings: bool = field(default=True, kw_only=True)
 
+    inert: ClassVar[tuple[str, ...]] = INERT
+
     @classmethod
     def read(cls, c: Fields) -> Self:
         """The fields; `model_type` says which Gemma."""
@@ -113,7 +115,6 @@ class GemmaConfig(DecoderConfig):
                 f"{c.where}: field 'attn_logit_softcapping' is {result.attn_logit_softcapping}; Gemma 3 has none: "
                 "the reference reads the field and does not apply it"
             )
-        c.seen.update(INERT)
         return result
 
     def layer_spec(self, index: int) -> DecoderLayerSpec:

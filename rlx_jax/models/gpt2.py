@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import ClassVar, Self
 
 import jax
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
-from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig, width_and_heads
 from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
-from rlx_jax.models.encoder import ACTIVATIONS
 from rlx_jax.weights.source import WeightSource
 
 INERT = (
@@ -28,7 +25,7 @@ BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class Gpt2Config:
+class Gpt2Config(ModelConfig):
     """Sizes of a GPT-2 model. A config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
 
     `scale_attn_weights` multiplies scores with D^(−1/2), and `scale_attn_by_inverse_layer_idx` those of layer i with
@@ -47,20 +44,14 @@ class Gpt2Config:
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
 
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
+    inert: ClassVar[tuple[str, ...]] = INERT
 
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        hidden, heads = c.whole("n_embd", cls.hidden_size), c.whole("n_head", cls.num_attention_heads, high=2**16)
-        if hidden % heads:
-            raise ConfigError(f"{c.where}: n_embd {hidden} is not a multiple of n_head {heads}")
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        hidden, heads = width_and_heads(c, cls.hidden_size, cls.num_attention_heads, ("n_embd", "n_head"))
         # Where the reference would round scores before its softmax, this asks for float32: here they always are.
         c.flag("reorder_and_upcast_attn", False)
-        result = cls(
+        return cls(
             vocab_size=c.whole("vocab_size", cls.vocab_size, high=MAX_VOCABULARY),
             hidden_size=hidden,
             intermediate_size=c.whole_or_null("n_inner", None) or 4 * hidden,
@@ -73,8 +64,6 @@ class Gpt2Config:
             scale_attn_by_inverse_layer_idx=c.flag("scale_attn_by_inverse_layer_idx", False),
             tie_word_embeddings=c.flag("tie_word_embeddings", True),
         )
-        c.finish(INERT)
-        return result
 
     def score_scale(self, index: int) -> float | None:
         """What the scores of layer `index` are multiplied with; None is D^(−1/2)."""

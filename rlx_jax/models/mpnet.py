@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import ClassVar, Self
 
 from rlx_jax.blocks import (
     BertEncoderLayer,
@@ -17,8 +16,8 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.models.config import Fields
-from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes, encoder_fields
+from rlx_jax.models.config import Fields, ModelConfig, text_fields
+from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
 
 PADDING = 1
 """The id that positions are not counted over; the reference asks no config for it."""
@@ -28,7 +27,7 @@ BUCKETS = 32
 
 
 @dataclass(frozen=True)
-class MPNetConfig:
+class MPNetConfig(ModelConfig):
     """Sizes of an MPNet model, under the names of Hugging Face's config."""
 
     vocab_size: int
@@ -41,23 +40,17 @@ class MPNetConfig:
     activation: str = "gelu"
     relative_attention_num_buckets: int = BUCKETS
 
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
+    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
+    @classmethod
+    def read(cls, c: Fields) -> Self:
         rows = c.whole("relative_attention_num_buckets", BUCKETS)
         if rows < BUCKETS:
             raise UnsupportedError(
                 f"{c.where}: field 'relative_attention_num_buckets' is {rows}; the reference reads {BUCKETS} rows of "
                 "the table whatever it says, expected as many or more"
             )
-        result = cls(**encoder_fields(c, 30527), relative_attention_num_buckets=rows)
-        c.finish(inert=("tie_word_embeddings",))
-        return result
+        return cls(**text_fields(c, 30527), relative_attention_num_buckets=rows)
 
 
 @dataclass(frozen=True)

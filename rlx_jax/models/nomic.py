@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
     BlockStage,
@@ -17,9 +17,9 @@ from rlx_jax.blocks import (
     RopeTables,
 )
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
 from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
-from rlx_jax.models.encoder import ACTIVATIONS, EMBEDDING, EncoderFlow, StoredShapes
+from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
 
 INERT = (
     "attn_pdrop", "classifier_dropout", "dense_seq_output", "embd_pdrop", "fused_bias_fc", "fused_dropout_add_ln",
@@ -51,7 +51,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class NomicConfig:
+class NomicConfig(ModelConfig):
     """Sizes of a NomicBERT model, under the names of transformers 5; `inv_freq` are the frequencies of its rope."""
 
     vocab_size: int
@@ -66,18 +66,13 @@ class NomicConfig:
     layer_norm_eps: float = 1e-12
     activation: str = "silu"
 
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`, in the spelling of the first checkpoints (`n_embd` …) or of transformers 5.
+    inert: ClassVar[tuple[str, ...]] = INERT
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = ONLY
 
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        first = "n_embd" in c.values
-        result = cls._first(c) if first else cls._second(c)
-        c.finish(INERT, ONLY if first else {})
-        return result
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        """In the spelling of the first checkpoints (`n_embd` …) or of transformers 5."""
+        return cls._first(c) if "n_embd" in c.values else cls._second(c)
 
     @classmethod
     def _first(cls, c: Fields) -> Self:

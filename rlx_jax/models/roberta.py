@@ -16,8 +16,8 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.bert import BertConfig, layer_spec, stored_shapes
-from rlx_jax.models.config import Fields
-from rlx_jax.models.encoder import EncoderFlow, StoredShapes, encoder_fields
+from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.encoder import EncoderFlow, StoredShapes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RobertaConfig(BertConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        common, padding = encoder_fields(c, 50265), c.whole("pad_token_id", cls.pad_token_id, low=0)
+        common, padding = text_fields(c, 50265), c.whole("pad_token_id", cls.pad_token_id, low=0)
         positions = common["max_position_embeddings"]
         if padding >= min(positions - 1, common["vocab_size"]):
             raise ConfigError(

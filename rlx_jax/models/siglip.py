@@ -1,4 +1,4 @@
-"""SigLIP (Zhai et al. 2023): two towers, or the vision tower alone."""
+"""SigLIP (Zhai et al. 2023): two towers, or one of them alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Self
 from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS, attention_pool_shapes
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.config import Fields
-from rlx_jax.models.dual import TEXT, DualConfig, DualFlow, TextConfig, finish_towers, text_fields, tower_group
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields, tower_fields
+from rlx_jax.models.config import Fields, text_fields, tower_fields
+from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
+from rlx_jax.models.encoder import StoredShapes
+from rlx_jax.models.text_tower import TextConfig, TextFlow
+from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
 LAYOUT = VisionLayout(
@@ -30,7 +32,7 @@ class SiglipVisionConfig(VisionConfig):
 
     head: bool = True
 
-    inert: ClassVar[tuple[str, ...]] = ("initializer_factor", "tie_word_embeddings")
+    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -67,26 +69,56 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
 
 
 @dataclass(frozen=True)
-class SiglipConfig(DualConfig[SiglipVisionConfig]):
+class SiglipTextConfig(TextConfig):
+    """Sizes of SigLIP's text tower. `pad_id` fills the rows."""
+
+    pad_id: int = 1
+
+    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        sizes = text_fields(c, 32000, 64, eps=EPS, activation=GELU)
+        width = c.whole_or_null("projection_size", None) or sizes["hidden_size"]
+        return cls(**sizes, width=width, pad_id=c.whole("pad_token_id", 1, low=0))
+
+
+@dataclass(frozen=True)
+class SiglipTextFlow(TextFlow[SiglipTextConfig]):
+    """The recipe of SigLIP's text tower: see `TextFlow`. `pooled` is the last token, padding or not, through a linear
+    layer: texts are padded to `max_position_embeddings`, as the model was trained."""
+
+    name: str = "siglip_text"
+
+    config_type = SiglipTextConfig
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        return self.config.max_position_embeddings, self.config.pad_id
+
+    def pool(self) -> BlockStage:
+        c, head = self.config, self.key("head")
+        linear = Linear(
+            f"{head}.weight", bias_key=f"{head}.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
+        )
+        return Sequence((GatherLastToken(), ClsTokenPool(), linear))
+
+    def pool_shapes(self) -> StoredShapes:
+        c, head = self.config, self.key("head")
+        return {f"{head}.weight": (c.width, c.hidden_size), f"{head}.bias": (c.width,)}
+
+
+@dataclass(frozen=True)
+class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
     """Both towers of SigLIP."""
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        sizes = text_fields(text, 64, GELU, EPS, hidden=768, heads=12, vocab=32000)
-        width = text.whole_or_null("projection_size", None) or sizes["hidden_size"]
-        made = cls(
-            TextConfig(
-                **sizes,
-                intermediate_size=text.whole("intermediate_size", 3072),
-                width=width,
-                pad_id=text.whole("pad_token_id", 1, low=0),
-            ),
-            SiglipVisionConfig.read(vision),
-        )
-        if width != made.vision.hidden_size:
+        made = cls(SiglipTextConfig.read(text), SiglipVisionConfig.read(vision))
+        if made.text.width != made.vision.hidden_size:
             raise ConfigError(
-                f"{c.where}: vectors of texts are {width} wide (projection_size), and those of images "
+                f"{c.where}: vectors of texts are {made.text.width} wide (projection_size), and those of images "
                 f"{made.vision.hidden_size} (hidden_size of vision_config)"
             )
         finish_towers(text, vision)
@@ -95,29 +127,16 @@ class SiglipConfig(DualConfig[SiglipVisionConfig]):
 
 @dataclass(frozen=True)
 class SiglipFlow(DualFlow[SiglipConfig]):
-    """The recipe of SigLIP: see `DualFlow`. A text's vector is that of its last token, padding or not, through a linear
-    layer: texts are padded to `max_position_embeddings`, as the model was trained. The logits' sigmoid is the
-    probability that a text and an image belong together."""
+    """The recipe of SigLIP: see `DualFlow` and `SiglipTextFlow`. The logits' sigmoid is the probability that a text and
+    an image belong together."""
 
     name: str = "siglip"
 
     config_type = SiglipConfig
     bias = True
 
-    @property
-    def padding(self) -> tuple[int, int]:
-        return self.config.text.max_position_embeddings, self.config.text.pad_id
+    def text(self) -> TextFlow[Any]:
+        return SiglipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.hooks)
 
     def vision(self) -> VisionFlow[Any]:
         return SiglipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.hooks)
-
-    def pool(self) -> BlockStage:
-        c = self.config.text
-        head = Linear(
-            f"{TEXT}head.weight", bias_key=f"{TEXT}head.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
-        )
-        return Sequence((GatherLastToken(), ClsTokenPool(), head))
-
-    def pool_shapes(self) -> WeightShapes:
-        c = self.config.text
-        return {f"{TEXT}head.weight": (c.width, c.hidden_size), f"{TEXT}head.bias": (c.width,)}

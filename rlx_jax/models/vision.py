@@ -21,31 +21,19 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import MAX_LAYERS, Fields
+from rlx_jax.models.config import Fields, ModelConfig
+from rlx_jax.models.encoder import POOLED
 from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
 
 WeightShapes = dict[str, tuple[int, ...]]
-
-POOLED = "pooled"
-"""The side output that holds one vector for each row."""
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
 
 
 # -- configs -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TowerConfig:
+class TowerConfig(ModelConfig):
     """Sizes of a stack of layers whose norms come first, under the names of Hugging Face's configs."""
 
     hidden_size: int
@@ -54,26 +42,6 @@ class TowerConfig:
     num_attention_heads: int
     layer_norm_eps: float
     activation: str
-
-
-def tower_fields(
-    c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
-) -> dict[str, Any]:
-    """The sizes of a tower but its feed-forward width. The keywords are the family's defaults.
-
-    Raises:
-        ConfigError, LimitError: a value is absurd. UnsupportedError: an activation that is not handled.
-    """
-    width, number = c.whole("hidden_size", hidden), c.whole("num_attention_heads", heads, high=2**16)
-    if width % number:
-        raise ConfigError(f"{c.where}: hidden_size {width} is not a multiple of num_attention_heads {number}")
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": c.whole("num_hidden_layers", 12, high=MAX_LAYERS),
-        "num_attention_heads": number,
-        "layer_norm_eps": c.real("layer_norm_eps", eps),
-        "activation": c.choice("hidden_act", activation, ACTIVATIONS),
-    }
 
 
 @dataclass(frozen=True)
@@ -88,31 +56,15 @@ class VisionConfig(TowerConfig):
     registers: int = 0
     antialias: bool = False
 
-    inert: ClassVar[tuple[str, ...]] = ()
-    """Fields of `config.json` that have no part in what is computed here."""
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        """From the fields that the family has."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
-        """From `config.json`.
-
-        Raises:
-            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
-        """
-        c = config if isinstance(config, Fields) else Fields(config, "config")
-        made = cls.read(c)
-        c.finish(inert=cls.inert)
-        return made
-
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches that there are positions for."""
         (height, width), (p, q) = self.image_size, self.patch_size
         return height // p, width // q
+
+
+TOWER_INERT = ("initializer_factor", "tie_word_embeddings")
+"""Fields of the towers of CLIP and SigLIP that have no part in what is computed."""
 
 
 def image_fields(c: Fields, image: int = 224, patch: int = 16) -> dict[str, Any]:

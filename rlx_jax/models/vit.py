@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from rlx_jax.blocks.vision import VIT_KEYS
-from rlx_jax.models.config import Fields
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields, tower_fields
+from rlx_jax.models.config import Fields, tower_fields
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 
 HF = VisionLayout(
     patch="embeddings.patch_embeddings.projection",

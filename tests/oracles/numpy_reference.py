@@ -60,6 +60,18 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_new": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: np.maximum(x, 0),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "tanh": np.tanh,
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "hardswish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+}
+ACTIVATIONS |= {
+    "swish": ACTIVATIONS["silu"],
+    "gelu_python": ACTIVATIONS["gelu"],
+    # the constant √(2/π) to ten places, or the same formula in other words
+    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_python_tanh", "gelu_pytorch_tanh"), ACTIVATIONS["gelu_new"]),
 }
 
 
