@@ -203,6 +203,7 @@ CALLS: dict[str, Call] = {
     "rope_n": lambda m, i: m.rope_n(i.x, i.cos, i.sin, head_dim=8, n_rot=4),
     "axial_rope_2d": lambda m, i: m.axial_rope_2d(m.reshape(i.g, (1, 2, 4)), end_x=2, end_y=1, head_dim=4),
     "recurrent": lambda m, i: m.recurrent(lambda h, x, g: (h + x * g, h), i.x, i.g, init=np.ones(8, "f4")),
+    "causal_window": lambda m, i: m.causal_window(i.x, 3),
     "positions": lambda m, i: m.positions(i.x), "rope_angles": lambda m, i: m.rope_angles(i.ids, (1.0, 0.1)),
     "embed": lambda m, i: m.embed(i.w, i.ids), "last_token": lambda m, i: m.last_token(i.x, i.at),
     "fused_attention_block": lambda m, i: m.fused_attention_block(

@@ -90,6 +90,8 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     ),
     (hir.LastToken(), ("f32 2 3 8", "i32 2")),
     (hir.FirstToken(), ("f32 2 3 8",)),
+    (hir.CausalWindow(3), ("f32 2 4 5",)),
+    (hir.Carried(hir.CausalWindow(3), 1, every=True), ("f32 2 4 5", "f32 2 2 5", "i32 2", "i32 2")),
     (hir.CountedPositions(1), ("i32 2 3",)),
     (hir.RelativeBias(8, 16), ("f32 9 2", "f32 2 3 8")),
     (
@@ -110,7 +112,7 @@ def op_classes(base: type[Any]) -> Iterator[type[Any]]:
 
 def test_every_op_is_in_the_table() -> None:
     """A new op cannot be forgotten: all of them are stored, but for a user's function."""
-    users = {"JaxFn", "TokenScan", "Recurrent", "Carried"}
+    users = {"JaxFn", "TokenScan", "Recurrent"}
     assert {cls.__name__ for cls in op_classes(Op)} == {*serial.STORED, *users}, "STORED: rlx_jax/ir/serial.py"
     stored = {cls for cls in op_classes(Hir) if cls.__name__ not in users}
     assert {type(op) for op, _ in BLOCKS} == stored, "a sample of each block stands in this file"

@@ -77,6 +77,7 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.ops.windows import TailRows, TokenWindows
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, as_dtype, tensor_type
@@ -550,7 +551,7 @@ def control_samples() -> Iterator[Sample]:
 
 
 def window_samples() -> Iterator[Sample]:
-    """Windows that slide, other sizes, norms without weights, few bits."""
+    """TokenWindows that slide, other sizes, norms without weights, few bits."""
     x, y = "f32 batch 4 6 5", "f32 batch 4 7"
 
     def pooled(op: Pool) -> Callable[..., Any]:
@@ -653,6 +654,15 @@ def token_samples() -> Iterator[Sample]:
     yield Sample(
         op, ("f32 batch 4", "bf16 batch seq 4", "bf16", "i32 batch"), functools.partial(meaning.token_scan, op), below=7
     )
+    for window, operands in (
+        (TokenWindows(3), ("f32 batch 9 4",)),
+        (TokenWindows(1), ("i32 batch seq",)),
+        (TokenWindows(2), ("bf16 batch 2",)),
+    ):
+        yield Sample(window, operands, functools.partial(meaning.MIR[TokenWindows], window))
+    for tail, operands in ((TailRows(2), ("f32 batch 9 4", "i32 batch")), (TailRows(3), ("i32 batch 4", "i32 batch"))):
+        below = 7 if operands[0] == "f32 batch 9 4" else 2
+        yield Sample(tail, operands, functools.partial(meaning.MIR[TailRows], tail), below=below)
     op = TokenScan(step, 1, 1, ragged=True)
     yield Sample(op, ("f32 batch 4", "f32 batch 1 4", "f32", "i32 batch"), functools.partial(meaning.token_scan, op))
 

@@ -12,13 +12,21 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.token_step import traced_step
+from rlx_jax.ir.types import tensor_type
+from rlx_jax.lowering.lower import as_function
+from tests.fuzz import meaning as formulas
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, compiled, head, tokens_flow, w
 
 D = 3
 START = np.linspace(-0.5, 0.5, H).astype(np.float32)
 WEIGHTS = EMBEDDING | {
     "rnn.x": w(H, H), "rnn.h": w(H, H, seed=1), "fast.k": w(D, H), "fast.v": w(D, H, seed=1), "fast.q": w(D, H, seed=2),
-    "fast.o": w(H, D), "fast.decay": w(D), "fast.start": w(D, D, seed=4), "mean.x": w(H, H, seed=3),
+    "fast.o": w(H, D), "fast.decay": w(D), "fast.start": w(D, D, seed=4), "window.w": w(3, H),
+    "mean.x": w(H, H, seed=3),
 }  # fmt: skip
 
 # -- three stages, and what they mean ------------------------------------------------------------
@@ -62,7 +70,14 @@ def mean(emit: Any, x: Any) -> Any:
     return emit.recurrent(mean_step, emit.linear(x, "mean.x"), init=np.zeros(H, np.float32)) + x
 
 
-STAGES: dict[str, Callable[..., Any]] = {"rnn": rnn, "fast": fast, "mean": mean}
+def window(emit: Any, x: Any) -> Any:
+    """Three tokens, each with a weight of its own, and the last two ids of the prompt."""
+    ids = emit.causal_window(emit.flow_input("tokens"), 2)
+    last = emit.cast(ids[:, :, 0] - ids[:, :, 1], "f32")
+    return x + (emit.causal_window(x, 3) * emit.param("window.w")).sum(2) + last.reshape(*last.shape, 1) / V
+
+
+STAGES: dict[str, Callable[..., Any]] = {"rnn": rnn, "fast": fast, "mean": mean, "window": window}
 
 
 def meaning(tokens: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
@@ -71,6 +86,7 @@ def meaning(tokens: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
     logits = []
     for row in tokens:
         h, matrix, seen, total = START.astype(np.float64), p["fast.start"], 0, np.zeros(H)
+        before, held = 0, [np.zeros(H), np.zeros(H)]
         for token in row:
             x = p["e"][token]
             for name in names:
@@ -82,6 +98,10 @@ def meaning(tokens: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
                     matrix = (1 / (1 + np.exp(-p["fast.decay"])))[:, None] * matrix + np.outer(k, v)
                     seen += 1
                     x = x + p["fast.o"] @ (q @ matrix / np.sqrt(seen)) * seen
+                elif name == "window":
+                    held = [*held[-2:], x]
+                    x = x + (np.stack(held) * p["window.w"]).sum(0) + (before - token) / V
+                    before = token
                 else:
                     total = 0.9 * total + p["mean.x"] @ x
                     x = x + 0.1 * total
@@ -107,7 +127,7 @@ def close(got: Any, want: np.ndarray, tolerance: float = 3e-5) -> None:
     assert np.abs(np.asarray(got) - want).max() <= tolerance * np.abs(want).max()
 
 
-ALL = ("rnn", "fast", "mean")
+ALL = ("rnn", "fast", "window", "mean")
 
 
 def test_forward_is_a_loop_over_tokens() -> None:
@@ -120,7 +140,7 @@ def test_prefill_and_extend_are_forward() -> None:
     found = {key: (str(a.dtype), a.shape[1:]) for key, a in state.leaves.items()}
     assert found == {
         "rnn.state": ("float32", (H,)), "fast.matrix": ("float32", (D, D)), "fast.seen": ("int32", ()),
-        "mean.state": ("float32", (H,)),
+        "mean.state": ("float32", (H,)), "window.window": ("int32", (1,)), "window.window2": ("float32", (2, H)),
     }  # fmt: skip
     np.testing.assert_array_equal(state.leaves["fast.seen"], state.length)
 
@@ -136,6 +156,37 @@ def test_it_generates() -> None:
             row.append(int(meaning(np.array([row]), ("rnn", "fast"))[0, -1].argmax()))
         assert new == row[len(prompt) :]
     assert lm.generate(prompts[1], max_new_tokens=5) == got[1]
+
+
+STEP = traced_step("decay", formulas.decay, [tensor_type(s, "f32", "t") for s in ((4,), (4,), ())])
+F4 = tensor_type((4,), "f32", "t")
+BLOCKS: dict[str, Any] = {
+    "from zeros": hir.Recurrent(STEP, (hir.StateSlot("h", F4),), 1),
+    "from an array": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=small_constant(START[:4])),), 1),
+    "from an operand": hir.Recurrent(STEP, (hir.StateSlot("h", F4, initial=2),), 1),
+    "a window": hir.CausalWindow(3),
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_state_after_every_token(name: str, fresh: bool) -> None:
+    """Behind what rows hold, of which one holds nothing; one gets all tokens, one some, one none."""
+    rng = np.random.default_rng(0)
+    block = BLOCKS[name]
+    operands = [rng.normal(size=(3, 5, 4)), np.array(0.7), rng.normal(size=4)]
+    operands = operands[: {"a window": 1, "from an operand": 3}.get(name, 2)]
+    leaf = rng.normal(size=(3, 2, 4) if name == "a window" else (3, 4))
+    leaf[2] *= name not in ("a window", "from zeros")  # an empty state is zeros, and other starts take their place
+    given = [*operands, leaf, np.array([4, 1, 0], np.int32), np.array([5, 2, 0], np.int32)]
+    arrays = [a.astype(np.float32) if a.dtype == np.float64 else a for a in given]
+    op = hir.Carried(block, 1, fresh=fresh, every=True)
+    types = tuple(tensor_type(a.shape, a.dtype, "t") for a in arrays)
+    got = as_function(op, types, TypeCache())(*arrays)
+    want = formulas.HIR[hir.Carried](op, *(a.astype(np.float64) if a.dtype == np.float32 else a for a in arrays))
+    assert len(got) == len(want) == 3
+    for g, expected in zip(got, want, strict=True):
+        close(g, expected)
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -208,6 +259,8 @@ def test_operands_that_are_refused() -> None:
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=np.zeros((513, 512), "f4")), "init leaf state.*limit")
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=ZEROS, unroll=0), "unroll")
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=x[:, 0]), "init leaf state", ShapeError)
+    refused(lambda emit, x: emit.causal_window(x, 0), "width")
+    refused(lambda emit, x: emit.causal_window(emit.param("w")[0], 2), r"x is \[B, S", ShapeError)
     big = np.zeros((513, 512), np.float32)
     refused(
         lambda emit, x: emit.recurrent(lambda h, x: (h, x + (x[0] * big).sum()), x, init=ZEROS), "captures .* bytes"

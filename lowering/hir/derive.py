@@ -328,6 +328,7 @@ RULES: dict[type[Op], Rule] = {
     hir.GrowingAttention: growing,
     hir.LastToken: last_token,
     hir.Recurrent: carried,
+    hir.CausalWindow: carried,
 }
 """The blocks that know the sequence. Nothing else mentions a cache."""
 

@@ -1,4 +1,4 @@
-"""What carries a state along the sequence, as methods: a step of one's own."""
+"""What carries a state along the sequence, as methods: a step of one's own, and the last tokens."""
 
 from __future__ import annotations
 
@@ -84,6 +84,16 @@ class Recurring(Attending[V]):
             raise GraphError(f"{where}: the step gives no y; it returns (state, y_t)")
         block = hir.Recurrent(traced, slots, len(xs), unroll)
         return jax.tree.unflatten(form[0], self.add_all(block, *xs, *weights, *learned))
+
+    def causal_window(self, x: V, width: int) -> V:
+        """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
+
+        Raises:
+            GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
+        """
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise GraphError(f"{self.path}: causal_window: width is an int of at least 1, got {shown(width)}")
+        return self.add_node(hir.CausalWindow(width), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
         """What is read is values `[B, S, …]` of one batch and as many tokens."""

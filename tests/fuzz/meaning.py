@@ -58,6 +58,7 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.ops.windows import TailRows, TokenWindows
 from rlx_jax.ir.param import (
     Cast,
     Cut,
@@ -384,6 +385,8 @@ MIR: dict[type[Op], Meaning] = {
     Scan: scanned,
     CustomVjp: lambda op, *operands: body(op.forward, operands),
     TokenScan: token_scan,
+    TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
+    TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
     Patches: lambda op, x: formula.patches(x, *op.patch),
     GridPositions: lambda op, table, x: formula.grid_positions(
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias
@@ -507,12 +510,24 @@ def initial(slot: hir.StateSlot, operands: Sequence[Array]) -> Array:
     return np.zeros(slot.type.shape) if slot.initial is None else wide(slot.initial.array)
 
 
+def causal_window(
+    op: hir.CausalWindow, x: Array, start: Sequence[Array] = (), lengths: Any = None, every: bool = False
+) -> tuple[Array, ...]:
+    """Zeros, or the tokens before, then those of the call."""
+    past = op.width - 1
+    tokens = np.concatenate([start[0] if start else np.zeros((len(x), past, *x.shape[2:])), x], 1)
+    windows = MIR[TokenWindows](TokenWindows(op.width), tokens)
+    if lengths is None:
+        return (windows,)
+    return (windows, MIR[TailRows](TailRows(past), tokens, lengths), *([windows[:, :, 1:]] if every else []))
+
+
 def carried(op: hir.Carried, *operands: Array) -> tuple[Array, ...]:
     """A row that has read nothing starts from the initial value."""
     own = len(operands) - op.states - 2
     given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
     block: Any = op.block
-    slots = [initial(slot, given) for slot in block.state]
+    slots = [initial(slot, given) for slot in block.state] if isinstance(block, hir.Recurrent) else [np.zeros(1)]
     fresh = np.ones(len(length), bool) if op.fresh else length == 0
     start = [np.where(fresh.reshape(-1, *[1] * (v.ndim - 1)), i, v) for i, v in zip(slots, leaves, strict=True)]
     return MEANING[type(block)](block, *given, start=start, lengths=lengths, every=op.every)
@@ -546,6 +561,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.LlamaDecoderBlock: decoder_block,
     hir.Recurrent: recurrent,
     hir.Carried: carried,
+    hir.CausalWindow: causal_window,
 }
 """What each block means."""
 

@@ -23,6 +23,7 @@ from rlx_jax.ir.hir.positions import RelativeBias as RelativeBias
 from rlx_jax.ir.hir.recurrent import BlockRun as BlockRun
 from rlx_jax.ir.hir.recurrent import Carried as Carried
 from rlx_jax.ir.hir.recurrent import CarriesState as CarriesState
+from rlx_jax.ir.hir.recurrent import CausalWindow as CausalWindow
 from rlx_jax.ir.hir.recurrent import Recurrent as Recurrent
 from rlx_jax.ir.hir.recurrent import StateSlot as StateSlot
 from rlx_jax.ir.hir.recurrent import initial_value as initial_value
@@ -46,6 +47,6 @@ BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
-    Carried, Recurrent,
+    Carried, CausalWindow, Recurrent,
 )  # fmt: skip
 """Every block."""

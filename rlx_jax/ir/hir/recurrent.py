@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.ops.pointwise import CastTo, Compare, Where
-from rlx_jax.ir.ops.shape import Reshape, Slice
+from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice
 from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.ops.windows import TailRows, TokenWindows
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.token_step import TokenStep
-from rlx_jax.ir.traits import BlockTraits
-from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.ir.traits import BLOCK, BlockTraits
+from rlx_jax.ir.types import DimLike, TensorType, is_float
 
 F32 = np.dtype(np.float32)
 
@@ -106,9 +107,9 @@ class Carried(Hir):
     initial value.
     """
 
-    traits = BlockTraits(composite=False, keeps_f32=True, stored=False)
+    traits = BLOCK
 
-    block: CarriesState
+    block: Hir  # which is a `CarriesState`
     states: int
     fresh: bool = False
     every: bool = False
@@ -116,11 +117,12 @@ class Carried(Hir):
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         own = len(operands) - self.states - 2
         given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
-        slots = self.block.slots(*(b.type(v) for v in given))
+        block = cast(CarriesState, self.block)
+        slots = block.slots(*(b.type(v) for v in given))
         start = None
         if not self.fresh:
             start = [_entered(b, s, v, length, given) for s, v in zip(slots, leaves, strict=True)]
-        ran = self.block.expand_from(b, given, start, lengths, self.every)
+        ran = block.expand_from(b, given, start, lengths, self.every)
         for slot, leaf, after in zip(slots, leaves, ran.after, strict=True):
             if b.type(after) != b.type(leaf):
                 raise GraphError(f"{self.block.text()}: slot {slot.name} is {b.type(leaf)}, and {b.type(after)} after")
@@ -146,7 +148,7 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
     """What a slot holds before the first token, without batch; of zeros, one number."""
     if isinstance(slot.initial, int):
         value = operands[slot.initial]
-        return value if b.type(value).dtype == slot.type.dtype else b(CastTo(slot.type.dtype), value)
+        return _in(b, value, slot.type.dtype)
     if slot.initial is not None:
         return b.leaf(slot.initial)
     zero = np.zeros((), slot.type.dtype)
@@ -198,3 +200,56 @@ class Recurrent(Hir):
 
     def text(self) -> str:
         return f"recurrent({self.step.label})"
+
+
+@dataclass(frozen=True)
+class CausalWindow(Hir):
+    """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
+
+    Its state are the last `width − 1` tokens.
+    """
+
+    traits = BLOCK
+
+    width: int
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("causal_window", len(operands), 1)
+        if self.width < 1 or operands[0].rank < 2:
+            raise ShapeError(f"causal_window: x is [B, S, …], got {operands[0]}; the width {self.width}")
+
+    def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
+        """The tokens before, if a window has more than one."""
+        (x,) = operands
+        held = TensorType((self.width - 1, *x.shape[2:]), F32 if is_float(x.dtype) else x.dtype)
+        return (StateSlot("window", held),) if self.width > 1 else ()
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        return self.expand_from(b, operands).results
+
+    def expand_from(
+        self,
+        b: Builder,
+        operands: Sequence[Value],
+        start: Sequence[Value] | None = None,
+        lengths: Value | None = None,
+        every: bool = False,
+    ) -> BlockRun:
+        """See `CarriesState`."""
+        (x,) = operands
+        past, kind = self.width - 1, b.type(x)
+        if not past:
+            return BlockRun((b(TokenWindows(1), x),), ())
+        if start is None:
+            tokens = b(Pad(((0, 0), (past, 0), *((0, 0),) * (kind.rank - 2))), x)
+        else:
+            tokens = b(Concat(1), _in(b, start[0], kind.dtype), x)
+        windows = b(TokenWindows(self.width), tokens)
+        tail = b(Narrow(1, -past, past), tokens) if lengths is None else b(TailRows(past), tokens, lengths)
+        held = self.slots(kind)[0].type.dtype
+        each = (_in(b, b(Narrow(2, 1, past), windows), held),) if every else ()
+        return BlockRun((windows,), (_in(b, tail, held),), each)
+
+
+def _in(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
+    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)

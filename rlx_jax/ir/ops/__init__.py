@@ -41,13 +41,14 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.ops.systems import Det, Fft, Solve
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.ops.windows import TailRows, TokenWindows
 
 OPS: tuple[type[Mir], ...] = (
     Unary, Parametric, Binary, Compare, Where, CastTo, FullLike,
     MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp, Standardize,
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
-    Switch, While, Scan, CustomVjp, TokenScan,
+    Switch, While, Scan, CustomVjp, TokenScan, TokenWindows, TailRows,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Fft, Solve, Det,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
