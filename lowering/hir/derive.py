@@ -1,10 +1,12 @@
-"""Derive prefill, extend, explicit and packed from the forward program: a rewrite of HIR.
+"""Derive prefill, extend, verify, explicit and packed from the forward program: a rewrite of HIR.
 
 Every block that knows the sequence has a rule here. Any other node is copied only if it is proved to treat each
 token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
 
 `prefill` reads a whole prompt into an empty state, attending inside the block. `extend` reads tokens after a state.
-Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded. `explicit` has no state:
+Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, right-padded. `verify` is `extend` for
+tokens that may be taken back: the state's length stays what it was, and whoever judges the logits advances it by the
+tokens that are kept. `explicit` has no state:
 its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`). `packed` has neither: its
 rows hold several sequences each (see `packed.py`).
 """
@@ -41,7 +43,7 @@ PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
-CACHED_PROGRAMS = ("prefill", "extend")
+CACHED_PROGRAMS = ("prefill", "extend", "verify")
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed")
 
 
@@ -113,11 +115,11 @@ def derive(
         return fn if id(graph) not in brought.graphs else beside_request(d, graph, brought, fn)
 
     out = rewrite(graph, enter, types, program)
-    if program == "extend" and brought.graphs:
+    if program != "prefill" and brought.graphs:
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return packed.declared(out, types)
-    return _with_length(out, types) if d.behind is None else d.behind.finish(out, types)
+    return _with_length(out, types, program) if d.behind is None else d.behind.finish(out, types)
 
 
 def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
@@ -133,7 +135,7 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if whole or cut is not None and cut.of_request(number):
             alone(node)
-            return cut.dropped(b, number, node) if cut is not None and d.program == "extend" else None
+            return cut.dropped(b, number, node) if cut is not None and d.program != "prefill" else None
         if isinstance(node.op, Leaf):
             return fn(b, number, node, inputs)
         if cut is not None:
@@ -204,13 +206,13 @@ def check_inputs(graph: Graph, program: str) -> None:
         packed.check_names(graph)
 
 
-def _with_length(graph: Graph, types: TypeCache) -> Graph:
-    """Declare `lengths` and advance the state's length by it."""
+def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
+    """Declare `lengths` and advance the state's length by it, in `verify` by nothing."""
     b = Builder(graph.name, types)
     b.nodes, b.writes = list(graph.nodes), list(graph.writes)
     b.inputs = [*graph.inputs, LENGTHS]
-    total = b(Binary("add"), b(LENGTH), b(LENGTHS))
-    b.writes.append((LENGTH_LEAF, total))
+    held = b(LENGTH)
+    b.writes.append((LENGTH_LEAF, held if program == "verify" else b(Binary("add"), held, b(LENGTHS))))
     return b.finish(graph.outputs, graph.output_names)
 
 

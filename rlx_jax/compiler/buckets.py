@@ -38,9 +38,10 @@ class Buckets:
         """Rows of the program for so many: those of the list, else as many as devices have equal parts of."""
         return smallest(self.batch, needed) or -(-needed // self.share) * self.share
 
-    def ring(self, window: int, context: int | None) -> int:
-        """Slots of a ring of a layer that attends in a window, in a state of `context` slots."""
-        return min(context or window, window + self.spare)
+    def ring(self, window: int, context: int | None, spare: int = 0) -> int:
+        """Slots of a ring of a layer that attends in a window, in a state of `context` slots, from which `spare` tokens
+        may be taken back if that is more than the profile says."""
+        return min(context or window, window + max(self.spare, spare))
 
     def foreign(self, binding: Mapping[str, int]) -> list[str]:
         """The lists that a program's sizes are not in. One token a row is a decoding step, whatever `prompt` says."""

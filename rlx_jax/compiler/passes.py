@@ -139,11 +139,11 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.merge,
         "layout",
     ),
-    Pass(  # a token's kernels are as short as their launch; a prompt's are not
+    Pass(  # a few tokens' kernels are as short as their launch; a prompt's are not
         "merge_ropes",
         HIR,
         lambda g, job: merge_ropes(g, job.types),
-        lambda job: job.settings.merge and job.program == "extend",
+        lambda job: job.settings.merge and job.program in ("extend", "verify"),
         "layout",
     ),
     Pass(

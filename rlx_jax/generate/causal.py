@@ -16,7 +16,8 @@ import numpy as np
 from rlx_jax.compiler.executable import Arrays, Progress, StateArrays
 from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, number, shown
 from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
-from rlx_jax.generate.generation import Generation, NewTokens, Request, RequestPlan, generate
+from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
+from rlx_jax.generate.generation import DraftPlan, Generation, NewTokens, Request, RequestPlan, generate
 from rlx_jax.generate.request_inputs import NONE, declared, request_inputs
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.serving import (
@@ -36,7 +37,7 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.report import Report, Speculated
 from rlx_jax.runtime.state import as_state
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.opening import (
@@ -98,6 +99,7 @@ class CausalLM:
         self._ids, self._logits = self.model.flow.inputs[0].name, self.model.output_names[:1]
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
+        self._speculated: Speculated | None = None
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
             self.eos_ids = tokenizer.eos_ids
@@ -246,6 +248,8 @@ class CausalLM:
         attention_mask: Any = None,
         *,
         inputs: Inputs = None,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
@@ -259,6 +263,10 @@ class CausalLM:
             seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
+            speculative: read several tokens a step, of which those are kept that the model itself would choose:
+                "prompt" drafts what followed the same words earlier in the text. What came of it is in
+                `report().speculative`.
+            draft_tokens: drafts a step.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -268,7 +276,8 @@ class CausalLM:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs)
+        drafts = draft_plan(speculative, draft_tokens)
+        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
         new = NewTokens([[] for _ in request.rows])
         for _ in self._blocks(request, new):
             pass
@@ -286,6 +295,8 @@ class CausalLM:
         seed: int = 0,
         *,
         inputs: Inputs = None,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> Iterator[Any]:
         """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
 
@@ -295,7 +306,8 @@ class CausalLM:
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs)
+        drafts = draft_plan(speculative, draft_tokens)
+        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
         return self._pieces(request, asked.texts is not None)
 
     # -- chat --------------------------------------------------------------------------------
@@ -418,7 +430,7 @@ class CausalLM:
 
     def _request(
         self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int,
-        inputs: Inputs = None,
+        inputs: Inputs = None, drafts: DraftPlan | None = None,
     ) -> Request:  # fmt: skip
         """What was asked for, checked; nothing has run yet."""
         budget = whole_number("max_new_tokens", max_new_tokens, 0)
@@ -436,7 +448,7 @@ class CausalLM:
             if len(row) + budget > MAX_SLOTS:
                 raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
         beside = request_inputs(self.model, inputs, len(rows)) if rows else NONE
-        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside)
+        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts)
 
     def _pieces(self, request: Request, text: bool) -> Iterator[Any]:
         ids: list[int] = []
@@ -464,7 +476,8 @@ class CausalLM:
         generation = self._generation(request, sizes)
         for block in generation:
             new.append(block)
-            counts = {i: stopped_at(self._decode, new.rows[i], block.shape[1], request.words) for i in new.grown}
+            self._speculated = generation.speculated or self._speculated
+            counts = {i: stopped_at(self._decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
             done = {i: count for i, count in counts.items() if count is not None}
             for i, count in done.items():
                 new.end(i, count)
@@ -481,7 +494,7 @@ class CausalLM:
         knobs = request.sampler.knobs(self.vocab_size, method.biased)
         plan = RequestPlan(
             method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
-            self.model.settings.loop, request.inputs,
+            self.model.settings.loop, request.inputs, request.drafts,
         )  # fmt: skip
         return generate(self.model, request.rows, plan)
 
@@ -544,7 +557,8 @@ class CausalLM:
             key for key in self.model.programs.executables if key.flow == self.model.name and key.program in programs
         ]
         key = used[-1] if used else None
-        return (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
+        report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
+        return replace(report, speculative=self._speculated)
 
 
 def _last_only(logits: str) -> bool:

@@ -34,7 +34,7 @@ class Rows:
         ids: `[B]` int32, the token chosen last.
         running: `[B]` bool, rows that go on.
         left: `[B]` int32, tokens that each row may still get.
-        new: `[]` int32, tokens chosen so far for rows that run.
+        new: `[B]` int32, tokens chosen so far.
         seen: `[B, V]` bool, tokens that a row holds; `[B, 0]` where no penalty asks for it.
         keys: `[B]` random keys, one for each row; the draw of token n uses fold_in(key, n). `[B, 0]` without draws.
     """
@@ -60,7 +60,7 @@ class StartRows:
         none = jnp.zeros((batch, 0), jnp.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers) if self.draws else none
         zeros = jnp.zeros(batch, jnp.int32)
-        return Rows(ids=zeros, running=running, left=zeros + budget, new=jnp.int32(0), seen=seen, keys=keys)
+        return Rows(ids=zeros, running=running, left=zeros + budget, new=zeros, seen=seen, keys=keys)
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,38 @@ class Choosing:
 
     method: Method
 
+    def pick(self, logits: Array, seen: Array, keys: Array, knobs: Knobs) -> tuple[Array, Array]:
+        """Logits `[N, V]` → a token for each `[N]` int32, and whether its logits were finite `[N]` bool.
+
+        `seen` `[N, V]` and `keys` `[N]` as in `Rows`, for the tokens that are chosen.
+        """
+        ready = adjusted(self.method, knobs, logits, seen)
+        chosen = choose(self.method, knobs, ready, keys)
+        return chosen, self.finite(logits, ready, chosen)
+
+    def finite(self, logits: Array, ready: Array, chosen: Array) -> Array:
+        """Whether the logits `[N, V]` are, which `adjusted` made `ready`, from which `chosen` `[N]` was chosen."""
+        fine = finite_rows(ready, None if self.method.draws else chosen)
+        if ready is not logits:  # a bias may ban the last tokens that the model does not
+            fine &= finite_rows(logits)
+        return fine
+
     def next(self, logits: Array, rows: Rows, knobs: Knobs, ends: Array, now: Array) -> tuple[Array, Rows]:
         """Choose a token for the rows `now` `[B]` bool: logits `[B, V]` → the tokens `[B]` int32, and the rows after.
 
         `ends` `[V]` bool: ids that end a row.
         """
-        keys = jax.vmap(jax.random.fold_in, (0, None))(rows.keys, rows.new) if self.method.draws else rows.keys
-        ready = adjusted(self.method, knobs, logits, rows.seen)
-        chosen = choose(self.method, knobs, ready, keys)
-        fine = finite_rows(ready, None if self.method.draws else chosen)
-        if ready is not logits:  # a bias may ban the last tokens that the model does not
-            fine &= finite_rows(logits)
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
+        chosen, fine = self.pick(logits, rows.seen, keys, knobs)
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
-        left = rows.left - now.astype(jnp.int32)
+        one = now.astype(jnp.int32)
+        left = rows.left - one
         ended = now & (ends[chosen] | (left <= 0) | ~fine)
         seen = rows.seen
         if self.method.penalised:
             seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), chosen].max(now)
         ids = jnp.where(now, chosen, rows.ids)
-        return shown, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + 1, seen=seen)
+        return shown, replace(rows, ids=ids, running=rows.running & ~ended, left=left, new=rows.new + one, seen=seen)
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,6 @@ class FirstTokens(Choosing):
     def __call__(
         self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array
     ) -> tuple[Array, Rows]:
-        rows = replace(rows, new=jnp.zeros_like(rows.new))  # a row's first draw, whichever chunk its prompt ends in
         shown, rows = self.next(logits[:, 0], rows, knobs, ends, now)
         return jnp.where(now[:, None], shown[:, None], first), rows
 

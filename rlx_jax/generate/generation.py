@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -15,11 +15,34 @@ from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, Rows, StartRows
 from rlx_jax.generate.request_inputs import NONE, RequestInputs
 from rlx_jax.generate.sampler import Knobs, Method, Sampler
+from rlx_jax.generate.speculative import OWN, DraftSource, VerifyLoop
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.report import Speculated
 from rlx_jax.text.requests import pad_rows
 
 AnyArray = Any
+
+
+class DraftPlan(Protocol):
+    """Where the drafts of a request come from, on the host."""
+
+    @property
+    def tokens(self) -> int:
+        """Drafts a step, at least 1."""
+
+    @property
+    def source(self) -> DraftSource:
+        """What the loop is compiled with."""
+
+    def params(self) -> Any:
+        """The parameters of the source."""
+
+    def start(
+        self, programs: Programs, prompts: Sequence[Sequence[int]], batch: int, slots: int, first: AnyArray
+    ) -> tuple[Any, StateArrays]:
+        """What the source keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +57,7 @@ class Request:
     words: tuple[str, ...]
     seed: int
     inputs: RequestInputs = NONE
+    drafts: DraftPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,7 @@ class RequestPlan:
         budget: new tokens of each row, at least 1.
         loop: see `DecodeLoop`.
         inputs: what the request brings beside tokens; the first program that reads prompts takes it.
+        drafts: where drafts come from; None for plain decoding.
     """
 
     method: Method
@@ -61,6 +86,7 @@ class RequestPlan:
     budget: int
     loop: Loop
     inputs: RequestInputs = NONE
+    drafts: DraftPlan | None = None
 
 
 def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
@@ -70,16 +96,27 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
         RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
     """
     sizes, given = {**plan.inputs.sizes, "batch": plan.batch, "context": plan.slots}, plan.inputs.given
-    prefill, extend = (replace(model, program=program) for program in ("prefill", "extend"))
+    prefill, extend, verify = (replace(model, program=program) for program in ("prefill", "extend", "verify"))
     blocks = [{**sizes, "seq": width} for width in plan.widths]
-    logits = model.output_names[:1]
-    readers = [prefill.reader(blocks[0], outputs=logits, given=given)]
-    readers += [extend.bound(block, outputs=logits, given=given) for block in blocks[1:]]
-    loop = DecodeLoop(plan.method, model.flow.inputs[0].name, plan.loop.steps, plan.loop.early)
-    decode = extend.bound({**sizes, "seq": 1}, loop, outputs=logits, given=given)
+    options: dict[str, Any] = {"outputs": model.output_names[:1], "given": given}
+    ids, drafts = model.flow.inputs[0].name, plan.drafts
+    if drafts is None:
+        loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early)
+        decode = extend.bound({**sizes, "seq": 1}, loop, **options)
+    else:
+        options["spare"] = drafts.tokens
+        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source, drafts.tokens)
+        decode = verify.bound({**sizes, "seq": drafts.tokens + 1}, checking, last_only=False, **options)
+    readers = [prefill.reader(blocks[0], **options)]
+    readers += [extend.bound(block, **options) for block in blocks[1:]]
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
     rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
-    return Generation(decode, len(prompts), plan.budget, knobs, ends, rows, state, first)
+    inputs = {"rows": rows, "knobs": knobs, "ends": ends}
+    if drafts is not None:
+        kept, own = drafts.start(model.programs, prompts, plan.batch, plan.slots, first)
+        state |= {OWN + name: array for name, array in own.items()}
+        inputs |= {"params": drafts.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
+    return Generation(decode, len(prompts), plan.budget, plan.loop.steps, inputs, state, first)
 
 
 def read_prompts(
@@ -116,24 +153,24 @@ def read_prompts(
 
 @dataclass
 class NewTokens:
-    """The new tokens of each row, as the host has them so far. `grown` are rows that the last block added to; `failed`
-    has the step at which a row's logits were not finite; `ended` are rows that the host ended, and grow no more."""
+    """The new tokens of each row, as the host has them so far. `grown` are rows that the last block added to, and how
+    many tokens; `failed` has the step at which a row's logits were not finite; `ended` are rows that the host ended,
+    and grow no more."""
 
     rows: list[list[int]]
     failed: dict[int, int] = field(default_factory=dict)
-    grown: list[int] = field(default_factory=list)
+    grown: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
-    steps: int = 0
 
     def append(self, block: np.ndarray[Any, Any]) -> None:
         """Add a block."""
         block = block.copy()
         block[self.ended] = STOPPED  # computed ahead, before they were ended
-        self.grown = np.flatnonzero((block >= 0).any(axis=1)).tolist()
+        counts = (block >= 0).sum(axis=1)
+        self.grown = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
         for i in self.grown:
             self.rows[i].extend(block[i][block[i] >= 0].tolist())
-        self.failed |= {int(row): self.steps + int(step) for row, step in np.argwhere(block == NOT_FINITE)}
-        self.steps += block.shape[1]
+        self.failed |= {int(i): len(self.rows[i]) for i in np.flatnonzero((block == NOT_FINITE).any(axis=1))}
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, whatever came behind them."""
@@ -159,42 +196,47 @@ class NewTokens:
 
 @dataclass(eq=False)
 class Generation:
-    """Tokens of a request, block by block: `[count, n]` int32, `STOPPED` where a row had ended before.
+    """Tokens of a request, block by block: `[count, n]` int32, `STOPPED` where a row has none.
 
     `NOT_FINITE` stands where a row's logits were not, and ended it. The next block is computed while the host looks at
-    the last one; only the first token does not wait for the loop to compile.
+    the last one; only the first token does not wait for the loop to compile. Each `turn` of a block, of which the first
+    one has one and the others `steps`, gives a token at least to every row that runs. `inputs` are those of the loop.
     """
 
     decode: BoundProgram
     count: int
     budget: int
-    knobs: Knobs
-    ends: AnyArray
-    rows: Rows
+    steps: int
+    inputs: dict[str, Any]
     state: StateArrays
     tokens: AnyArray
+    turns: int = 1
+    speculated: Speculated | None = None
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
         while True:
-            tokens, rows = self.tokens, self.rows
-            last, ahead = done + tokens.shape[1] >= self.budget, self.decode.is_compiled
+            tokens, rows, counts = self.tokens, self.inputs["rows"], self.inputs.get("counts")
+            done += self.turns
+            last, ahead = done >= self.budget, self.decode.is_compiled
             if ahead and not last:
                 self._advance()
-            block = jax.device_get(tokens)[: self.count]
-            yield block
+            block, counts = jax.device_get((tokens, counts))
+            if counts is not None:
+                self.speculated = Speculated(*counts.tolist())
+            yield block[: self.count]
             if last or not jax.device_get(rows.running).any():
                 return
             if not ahead:
                 self._advance()
-            done += block.shape[1]
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows that the host has seen enough of."""
-        running = np.array(jax.device_get(self.rows.running))
+        running = np.array(jax.device_get(self.inputs["rows"].running))
         running[list(rows)] = False
-        self.rows = replace(self.rows, running=running)
+        self.inputs["rows"] = replace(self.inputs["rows"], running=running)
 
     def _advance(self) -> None:
-        inputs = {"rows": self.rows, "knobs": self.knobs, "ends": self.ends}
-        (self.tokens, self.rows), self.state = self.decode(inputs, self.state)
+        (self.tokens, *after), self.state = self.decode(self.inputs, self.state)
+        self.inputs |= dict(zip(("rows", "kept", "counts"), after, strict=False))
+        self.turns = self.steps

@@ -220,9 +220,18 @@ def choose(method: Method, knobs: Knobs, logits: Array, keys: Array) -> Array:
     """
     if not method.draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return draw(sharpened(method, knobs, logits), keys)
+
+
+def sharpened(method: Method, knobs: Knobs, logits: Array) -> Array:
+    """`adjusted` logits `[N, V]` → those whose softmax a token is drawn from: by temperature, and −inf where a filter
+    leaves one out."""
     # From the largest on, which is 0 then: whatever the temperature, the quotient does not overflow upwards.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
-    logits = keep_likely(method, knobs, logits)
+    return keep_likely(method, knobs, (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature)
+
+
+def draw(logits: Array, keys: Array) -> Array:
+    """One token for each row from the softmax of `[N, V]` logits, with a key each: ids `[N]` int32."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 

@@ -93,7 +93,7 @@ class CompiledModel:
         """
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state)
-        if state is not None and self.program == "extend":
+        if state is not None and self.program in ("extend", "verify"):
             refuse_consumed({}, values)
             check_room(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
@@ -105,9 +105,11 @@ class CompiledModel:
         last_only: bool = True,
         outputs: tuple[str, ...] | None = None,
         given: frozenset[str] = frozenset(),
+        spare: int = 0,
     ) -> BoundProgram:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
-        `outputs`: those that are wanted, by name; None for all. `given`: the optional inputs that calls bring.
+        `outputs`: those that are wanted, by name; None for all. `given`: the optional inputs that calls bring. `spare`:
+        tokens that may be taken back from the state's rings, if those are more than the profile says.
 
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
@@ -116,7 +118,7 @@ class CompiledModel:
             outputs = None
         key = ProgramKey(self.name, self.program, given, outputs=outputs, last_only=last_only)
         template = self.programs.template(key)
-        slots = {name: self.settings.buckets.ring(window, sizes["context"]) for name, window in template.rings.items()}
+        slots = self._rings(template, sizes.get("context"), spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
         key = replace(key, binding=binding, around=around)
@@ -129,11 +131,12 @@ class CompiledModel:
         last_only: bool = True,
         outputs: tuple[str, ...] | None = None,
         given: frozenset[str] = frozenset(),
+        spare: int = 0,
     ) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
         more = {name: size for name, size in sizes.items() if name not in ("batch", "context", "seq")}
-        empty = FromEmpty(self._empty_state(sizes["batch"], sizes["context"], more, given))
-        return self.bound(sizes, empty, last_only, outputs, given)
+        empty = FromEmpty(self._empty_state(sizes["batch"], sizes["context"], more, given, spare))
+        return self.bound(sizes, empty, last_only, outputs, given, spare)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -404,13 +407,18 @@ class CompiledModel:
         context: DimLike | None,
         more: Mapping[str, DimLike],
         given: frozenset[str] = frozenset(),
+        spare: int = 0,
     ) -> EmptyState:
         """What makes it; one for each choice of sizes and of optional inputs."""
-        key = (self.name, self.program, batch, context, tuple(sorted(more.items())), given)
-        return self.programs.empty(key, lambda: self._make_empty(batch, context, more, given))
+        key = (self.name, self.program, batch, context, tuple(sorted(more.items())), given, spare)
+        return self.programs.empty(key, lambda: self._make_empty(batch, context, more, given, spare))
+
+    def _rings(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
+        """The slots of each ring in a state of `context` slots."""
+        return {name: self.settings.buckets.ring(window, context, spare) for name, window in template.rings.items()}
 
     def _make_empty(
-        self, batch: DimLike, context: DimLike | None, more: Mapping[str, DimLike], given: frozenset[str]
+        self, batch: DimLike, context: DimLike | None, more: Mapping[str, DimLike], given: frozenset[str], spare: int
     ) -> EmptyState:
         name = self.name
         template = self._template(given) if given else self.programs.any_template(name, self.program)
@@ -419,7 +427,7 @@ class CompiledModel:
         binding: dict[str, Any] = {**self.flow.binding, **more, "batch": batch}
         binding |= {} if context is None else {"context": context}
         check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
-        binding |= {dim: self.settings.buckets.ring(window, context) for dim, window in template.rings.items()}
+        binding |= self._rings(template, context, spare)
         what = f"{name}: init_state(batch={batch}, context={context})"
         division = self.programs.division
         at = {} if division is None else state_shardings(template, binding, division)

@@ -290,10 +290,11 @@ class Programs:
     def refusal(self, key: ProgramKey) -> tuple[str, str]:
         """Why this program should not be compiled now, and what to do; empty if it may be."""
         buckets, binding = self.settings.buckets, dict(key.binding)
-        if key in self.executables or not (self.warm or buckets.foreign(binding)):
+        sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}  # drafts, no prompt
+        if key in self.executables or not (self.warm or buckets.foreign(sizes)):
             return "", ""
-        sizes = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
-        told = ", ".join(text.format(binding[dim]) for dim, text in sizes.items() if dim in binding)
+        texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
+        told = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
         if not key.last_only and replace(key, last_only=True) in self.executables:
             reason = f'{key.flow}: {told}: warm-up was for logits="last", not for those of every position'
             return reason, 'ask for logits="last"'

@@ -15,12 +15,26 @@ from rlx_jax.lowering.lir.layout import Layout
 
 
 @dataclass(frozen=True)
+class Speculated:
+    """What became of drafts: tokens that were `drafted` and read, those of them that were `accepted`, and the `steps`
+    that took, of all rows together. Beside the accepted ones each step gives one token to each row that runs."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.accepted:,} of {self.drafted:,} drafts accepted in {self.steps:,} steps"
+
+
+@dataclass(frozen=True)
 class Report:
     """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
 
     `program` is the one that ran last, with its sizes; what depends on sizes is of it. `compiles` counts compiled
     programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
     warm-up, small functions beside them included. `embedding`: how an encoder lays texts out, or why not otherwise.
+    `speculative`: of the last request that drafted, so far.
 
     Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
     divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
@@ -52,6 +66,7 @@ class Report:
     whole: tuple[str, ...] = ()
     collectives: Mapping[str, int] = field(default_factory=dict)
     embedding: str = ""
+    speculative: Speculated | None = None
 
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
@@ -69,6 +84,7 @@ class Report:
         rows += [f"{'products':<18} {p}" for p in self.products]
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
         rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
+        rows += [f"{'speculative':<18} {self.speculative}"] if self.speculative else []
         rows += self._on_mesh() if self.mesh else []
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)

@@ -1,0 +1,225 @@
+"""The loop that generates several tokens a step: drafts are proposed, read in one program, and judged.
+
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding". A step reads a row's last token and
+k drafts behind it with `verify`. Its k + 1 logits are those of plain decoding as long as the drafts before them are
+kept, so each kept draft is a token that plain decoding would have taken a step for, and the logits behind the last of
+them give one token more. What the state holds of other drafts is written over: its length says what counts.
+
+Where drafts come from is a `DraftSource`; the host's half of one is a `DraftPlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.compiler.executable import Function, StateArrays
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
+from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
+from rlx_jax.runtime.state import LENGTH
+
+OWN = "draft/"
+"""What the names of a source's arrays begin with among those of the state; block paths have no slash."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens that a row may go on with.
+
+    Attributes:
+        ids: `[B, k]` int32.
+        count: `[B]` int32, how many of them there are, from 0 to k.
+        logits: `[B, k, V]` float32, of the distributions that they were drawn from; None where they were not drawn.
+    """
+
+    ids: Any
+    count: Any
+    logits: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Own:
+    """What a source has of its own: parameters, small arrays that are kept from step to step, and a state that is
+    updated in place."""
+
+    params: Any
+    kept: Any
+    state: StateArrays
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step, before its drafts are read: the rows, the tokens `held` `[B]` by the state, which lack the one chosen
+    last, how tokens are chosen, and how many drafts a row has `room` `[B]` for."""
+
+    rows: Rows
+    held: Array
+    choosing: Choosing
+    knobs: Knobs
+
+    @property
+    def room(self) -> Array:
+        """A row that may get n more tokens has use for n − 1 drafts; none where it has ended."""
+        return jnp.where(self.rows.running, self.rows.left - 1, 0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a step: tokens `chosen` `[B, k + 1]` int32, whether the row takes them `now`, whether their logits
+    were finite (`fine`) and which of them are drafts that are `kept`, `[B, k + 1]` bool; how many it takes `[B]` int32.
+    """
+
+    chosen: Array
+    now: Array
+    fine: Array
+    kept: Array
+    count: Array
+
+
+class DraftSource(Protocol):
+    """Where drafts come from, as functions of arrays, compared by value: a part of the compiled loop."""
+
+    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
+        """Up to `count` drafts a row."""
+
+    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+        """Go on from the tokens that were taken."""
+
+
+@dataclass(frozen=True)
+class VerifyLoop(Choosing):
+    """Around `verify`: propose drafts, read them, take those that hold, `steps` times or until every row has ended.
+
+    Inputs: `rows`, `knobs`, `ends`, and of the source `params`, `kept` and `counts` `[3]` int32: drafts read, drafts
+    taken, steps. Outputs: (tokens `[B, steps · (drafts + 1)]`, rows, kept, counts), state. Where a row got fewer tokens
+    `STOPPED` stands behind them.
+    """
+
+    ids_input: str
+    steps: int
+    source: DraftSource
+    drafts: int
+
+    def __call__(self, verify: Function) -> Function:
+        def function(
+            params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
+        ) -> tuple[tuple[Any, ...], StateArrays]:
+            knobs, ends = inputs["knobs"], inputs["ends"]
+            width = self.drafts + 1
+
+            def step(carry: Any) -> Any:
+                at, rows, state, kept, counts, out = carry
+                main = {name: array for name, array in state.items() if not name.startswith(OWN)}
+                own = {name[len(OWN) :]: array for name, array in state.items() if name.startswith(OWN)}
+                turn = Turn(rows, main[LENGTH], Choosing(self.method), knobs)
+                drafts, mine = self.source.propose(Own(inputs["params"], kept, own), turn, self.drafts)
+                drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
+                fed = {
+                    self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
+                    "lengths": jnp.where(rows.running, drafts.count + 1, 0),
+                }
+                outputs, main = verify(params, main, fed)
+                judged = self.judge(outputs[0], rows, drafts, knobs, ends)
+                main[LENGTH] = turn.held + judged.count
+                mine = self.source.accept(mine, turn, judged)
+                state = main | {OWN + name: array for name, array in mine.state.items()}
+                shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
+                out = lax.dynamic_update_slice(out, shown, (jnp.int32(0), at * width))
+                one = jnp.stack([drafts.count.sum(dtype=jnp.int32), judged.kept.sum(dtype=jnp.int32), jnp.int32(1)])
+                return at + 1, self.after(rows, judged, ends), state, mine.kept, counts + one, out
+
+            rows = inputs["rows"]
+            out = jnp.full((rows.ids.shape[0], self.steps * width), STOPPED, jnp.int32)
+            start = (jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
+            end = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
+            _, rows, state, kept, counts, out = end
+            return (out, rows, kept, counts), state
+
+        return function
+
+    def judge(self, logits: Array, rows: Rows, drafts: Drafts, knobs: Knobs, ends: Array) -> Judged:
+        """Logits `[B, k + 1, V]` behind the last token and each draft → which tokens the rows take."""
+        batch, width, vocab = logits.shape
+        flat = logits.reshape(-1, vocab)
+        ready = adjusted(self.method, knobs, flat, self.seen_by(rows, drafts).reshape(batch * width, -1))
+        here = jnp.arange(width, dtype=jnp.int32)[None] < drafts.count[:, None]
+        ids = jnp.pad(drafts.ids, ((0, 0), (0, 1)))
+        keys = self.keys(rows, width)
+        if drafts.logits is None:
+            # The token of plain decoding, draw included: a draft that is the same is kept. That is the rule below for a
+            # distribution that is certain of the draft.
+            chosen = choose(self.method, knobs, ready, keys).reshape(batch, width)
+            kept = here & (chosen == ids)
+        else:
+            wanted = sharpened(self.method, knobs, ready).reshape(logits.shape)
+            chosen, kept = weighed(wanted, ids, here, drafts.logits, keys)
+        fine = self.finite(flat, ready, chosen.reshape(-1)).reshape(batch, width)
+        numbers = 1 + jnp.arange(width, dtype=jnp.int32)[None]
+        ended = ends[chosen] | (numbers >= rows.left[:, None]) | ~fine
+        on = jnp.cumprod((kept & ~ended).astype(jnp.int32), axis=1)
+        now = rows.running[:, None] & jnp.pad(on[:, :-1], ((0, 0), (1, 0)), constant_values=1).astype(bool)
+        return Judged(chosen, now, fine, kept & now & fine, now.sum(axis=1, dtype=jnp.int32))
+
+    def seen_by(self, rows: Rows, drafts: Drafts) -> Array:
+        """What a row holds before each of its k + 1 tokens, `[B, k + 1, V]` bool; `[B, k + 1, 0]` without a penalty."""
+        seen = [rows.seen]
+        for i in range(drafts.ids.shape[1]):
+            numbers = jnp.arange(rows.seen.shape[0], dtype=jnp.int32)
+            seen.append(seen[-1].at[numbers, drafts.ids[:, i]].set(True) if self.method.penalised else rows.seen)
+        return jnp.stack(seen, axis=1)
+
+    def keys(self, rows: Rows, width: int) -> Array:
+        """The keys of a row's next `width` tokens, `[B · width]`."""
+        if not self.method.draws:
+            return rows.keys
+        numbers = rows.new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, numbers).reshape(-1)
+
+    def after(self, rows: Rows, judged: Judged, ends: Array) -> Rows:
+        """The rows with the tokens that they took."""
+        last = jnp.take_along_axis(judged.chosen, jnp.maximum(judged.count - 1, 0)[:, None], axis=1, mode="clip")[:, 0]
+        left = rows.left - judged.count
+        broken = (judged.now & ~judged.fine).any(axis=1)
+        seen = rows.seen
+        if self.method.penalised:
+            numbers = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
+            seen = seen.at[numbers, judged.chosen].max(judged.now)
+        return replace(
+            rows,
+            ids=jnp.where(rows.running, last, rows.ids),
+            running=rows.running & ~(ends[last] | (left <= 0) | broken),
+            left=left,
+            new=rows.new + judged.count,
+            seen=seen,
+        )
+
+
+def weighed(wanted: Array, ids: Array, here: Array, drawn: Array, keys: Array) -> tuple[Array, Array]:
+    """Speculative sampling: tokens `[B, k + 1]`, distributed as the softmax p of `wanted` `[B, k + 1, V]` whatever the
+    drafts are, and which of them are drafts.
+
+    Draft x, drawn from q, the softmax of `drawn` `[B, k, V]`, is kept with probability min(1, p(x) / q(x)); in place of
+    one that is not, a token is drawn from max(p − q, 0), and where there is no draft (`here` `[B, k + 1]`) from p.
+    `ids` `[B, k + 1]`, `keys` `[B · (k + 1)]`. Leviathan et al. 2023, algorithm 1.
+    """
+    shape = ids.shape
+    p = jax.nn.softmax(wanted, axis=-1)
+    q = jnp.pad(jax.nn.softmax(drawn, axis=-1), ((0, 0), (0, 1), (0, 0)))
+    at_p, at_q = (jnp.take_along_axis(x, ids[..., None], axis=-1, mode="clip")[..., 0] for x in (p, q))
+    luck = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, LUCK)))(keys).reshape(shape)
+    kept = here & (luck * at_q < at_p)
+    rest = jnp.maximum(p - q, 0.0)
+    some = here & (rest.sum(axis=-1) > 0)  # else p and q are one, but for rounding
+    other = draw(jnp.where(some[..., None], jnp.log(rest), wanted).reshape(-1, wanted.shape[-1]), keys)
+    return jnp.where(kept, ids, other.reshape(shape)), kept
+
+
+LUCK, DRAFT = 1, 2
+"""What the key of a token is folded with: to keep a draft or not, and to draw it. Its own noise is the key's."""

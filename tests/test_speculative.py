@@ -1,0 +1,128 @@
+"""Speculative decoding: the tokens are those of plain decoding, and how many steps it took is counted."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.generate.look_up import LONGEST, find_place
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.recorded import load_case
+from tests.test_ring import VOCAB, windowed
+
+WINDOW = 5
+RNG = np.random.default_rng(7)
+PROMPTS: list[list[int]] = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 3, 14)]
+
+
+@functools.cache
+def rings() -> Any:
+    """Two layers with rings and one with a whole cache."""
+    return rlx.CausalLM(*windowed(WINDOW))
+
+
+def test_the_place_of_an_end() -> None:
+    """Against a search by hand: the longest common end, of several the latest."""
+    rng = np.random.default_rng(1)
+    texts = rng.integers(0, 3, (40, 24)).astype(np.int32)
+    texts[0] = np.arange(24)  # no token comes twice
+    last = rng.integers(0, 24, 40).astype(np.int32)
+    places, found = find_place(jnp.asarray(texts), jnp.asarray(last))
+    for text, end, place, any_ in zip(texts, last, np.asarray(places), np.asarray(found), strict=True):
+        alike = [(common_end(text[: i + 1], text[: end + 1]), i) for i in range(end)]
+        best = max(alike, default=(0, 0))
+        assert (best[0] > 0) == any_
+        assert place == (best[1] if any_ else 0)
+
+
+def common_end(one: np.ndarray, other: np.ndarray) -> int:
+    """How many last tokens two texts share, as far as is looked."""
+    n = 0
+    while n < min(len(one), len(other), LONGEST) and one[-1 - n] == other[-1 - n]:
+        n += 1
+    return n
+
+
+SAMPLERS = [
+    rlx.Sampler(),
+    rlx.Sampler(repetition_penalty=1.3, logit_bias={3: 1.0}),
+    rlx.Sampler(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=["greedy", "penalty", "drawn"])
+def test_drafts_of_the_prompt_change_no_token(sampler: rlx.Sampler) -> None:
+    """A ragged batch over rings and a whole cache; of certain drafts a drawn row has the same draws, too."""
+    lm = rings()
+    want = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, seed=3)
+    got = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, seed=3, speculative="prompt")
+    assert got == want
+    counts = lm.report().speculative
+    assert 0 < counts.accepted < counts.drafted
+    assert counts.steps < 50  # a step gives each row one token at least
+    assert "drafts accepted" in str(lm.report())
+
+
+def test_rows_end_as_in_plain_decoding() -> None:
+    """At ids that stop them and at their budget, some within the drafts that a step takes; nothing more is compiled."""
+    lm = rings()
+    whole = lm.generate(PROMPTS, max_new_tokens=50, speculative="prompt")
+    lm.generate(PROMPTS, max_new_tokens=50)
+    compiled = lm.report().compiles
+    for stop in sorted({*whole[0][10:14], *whole[1][::9]}):
+        for budget in (1, 2, 7, 50):
+            want = lm.generate(PROMPTS, max_new_tokens=budget, stop=[stop])
+            got = lm.generate(PROMPTS, max_new_tokens=budget, stop=[stop], speculative="prompt")
+            assert got == want
+            assert got == [cut(row[:budget], stop) for row in whole]
+    assert lm.report().compiles == compiled
+
+
+def cut(row: list[int], stop: int) -> list[int]:
+    return row[: row.index(stop) + 1] if stop in row else row
+
+
+def test_the_stream_is_generate() -> None:
+    """Ids one by one; several may come of one step."""
+    lm = rings()
+    want = lm.generate(PROMPTS[0], max_new_tokens=30)
+    assert list(lm.stream(PROMPTS[0], max_new_tokens=30, speculative="prompt")) == want
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "mistral/window_v5",
+        pytest.param("gemma3_text/pattern_v4", marks=pytest.mark.slow),
+        pytest.param("gpt2/bare_v4", marks=pytest.mark.slow),
+        pytest.param("gemma2/caps_v5", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_transformers(directory: str) -> None:
+    """24 recorded greedy tokens for each row of a ragged batch."""
+    case = load_case(FIXTURES / directory)
+    for count in (2, 4):
+        assert case.lm.generate(case.prompts, 24, speculative="prompt", draft_tokens=count) == case.greedy
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"speculative": "promt"}, "did you mean 'prompt'"),
+    ({"speculative": 3}, "speculative is 3"),
+    ({"speculative": "prompt", "draft_tokens": 0}, "draft_tokens is 0"),
+    ({"speculative": "prompt", "draft_tokens": 65}, "at most 64"),
+    ({"draft_tokens": 5}, "without speculative="),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), WRONG, ids=[told for _, told in WRONG])
+def test_what_is_refused(options: dict[str, Any], told: str) -> None:
+    """By name, before anything runs; `stream` likewise."""
+    for call in (rings().generate, rings().stream):
+        with pytest.raises(errors.RequestError, match=told):
+            call(PROMPTS[0], **options)
