@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import GraphError, NameCollisionError, PluginError, UnsupportedError
+from rlx_jax.errors import DeriveError, GraphError, NameCollisionError, PluginError, UnsupportedError
 from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Binary
@@ -105,6 +105,8 @@ def test_an_installed_package_is_all_that_a_family_needs(example: ModuleType, tm
             ids.append(int(np.argmax(row_logits(wide, ids)[-1])))
         want.append(ids[len(prompt) :])
     assert lm.generate(prompts, max_new_tokens=4) == want
+    with pytest.raises(DeriveError, match=r"mlp: token_shift keeps a state .* generate without speculative="):
+        lm.generate(prompts, max_new_tokens=4, speculative="prompt")
     assert "shifted_llama" not in FAMILIES
     direct, fusable = (
         rlx.compile(rlx.from_pretrained(folder), profile=rlx.CompileProfile().replace(fusion={"policy": policy}))

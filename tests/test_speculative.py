@@ -12,8 +12,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.look_up import LONGEST, find_place
+from tests import test_recurrent
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
+from tests.test_derive import head, tokens_flow
 from tests.test_ring import VOCAB, windowed
 
 WINDOW = 5
@@ -67,6 +69,29 @@ def test_drafts_of_the_prompt_change_no_token(sampler: rlx.Sampler) -> None:
     assert 0 < counts.accepted < counts.drafted
     assert counts.steps < 50  # a step gives each row one token at least
     assert "drafts accepted" in str(lm.report())
+
+
+def stacked_means(count: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """Layers that are alike, each with a state."""
+    layers = rlx.blocks.Repeat(count, lambda i: rlx.blocks.Custom(test_recurrent.mean))
+    return head(tokens_flow().stage(layers)), test_recurrent.weights_of("mean")
+
+
+@pytest.mark.parametrize(
+    ("flow", "roll"),
+    [
+        ((test_recurrent.flow_of("fast", "rnn"), test_recurrent.weights_of("fast", "rnn")), "unroll"),
+        pytest.param(stacked_means(3), "scan", marks=pytest.mark.slow),
+        pytest.param(stacked_means(3), "unroll", marks=pytest.mark.slow),
+    ],
+    ids=["steps", "scan", "unroll"],
+)
+def test_states_of_steps_are_taken_back(flow: Any, roll: str) -> None:
+    """A state that every token changes is that after the tokens which were taken, whatever was read behind them."""
+    lm = rlx.CausalLM(*flow, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+    want = lm.generate([[3, 1, 4, 1, 3, 1], [5, 2]], max_new_tokens=30)
+    assert lm.generate([[3, 1, 4, 1, 3, 1], [5, 2]], max_new_tokens=30, speculative="prompt") == want
+    assert 0 < lm.report().speculative.accepted < lm.report().speculative.drafted
 
 
 def test_rows_end_as_in_plain_decoding() -> None:

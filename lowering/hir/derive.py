@@ -106,7 +106,14 @@ def derive(
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         rule = rule_of(node.op, program)
         if rule is not None:
-            return rule(d, b, node, inputs)
+            written = len(b.writes)
+            made = rule(d, b, node, inputs)
+            if program == "verify" and type(node.op) not in RULES and len(b.writes) > written:
+                raise DeriveError(
+                    f"{node.op.text()} keeps a state by the rule of its plugin, which does not say how tokens are "
+                    "taken back: no verify rule; generate without speculative="
+                )
+            return made
         if not (isinstance(node.op, Leaf) or node.op.regions()):
             check_token_wise(d, node, tuple(b.type(v) for v in inputs))
         return None
@@ -283,10 +290,13 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
         raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
     slots = block.slots(*(b.type(v) for v in inputs))
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
-    op = hir.Carried(block, len(slots), fresh=d.program == "prefill")
+    every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
+    op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
     made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
-    results = len(made) - len(slots)
-    b.writes += [(leaf, after) for (leaf, _), after in zip(leaves, made[results:], strict=True)]
+    results = len(made) - len(slots) * (1 + every)
+    behind = made[results + len(slots) * every :]
+    b.writes += [(leaf.every if every else leaf, after) for (leaf, _), after in zip(leaves, behind, strict=True)]
+    b.writes += leaves if every else []
     return made[:results]
 
 

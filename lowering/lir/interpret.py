@@ -151,6 +151,7 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
     varying = [p for p in params if p.varies]
     leaves, picks = zip(*(env.stacked(p.programs) for p in varying), strict=True) if varying else ((), ())
     keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
+    every = [leaf.key(None) for leaf, _ in op.body.writes if leaf.is_every]
     # Taken out of its leaf once, not in every iteration.
     whole = {p.programs[0]: env.weight(p.programs[0]) for p in params if not p.varies}
 
@@ -169,14 +170,14 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         )
         out = interpret(op.body, inner)
         state = [lax.dynamic_update_index_in_dim(s, inner.state[k], i, 0) for k, s in zip(keys, state, strict=True)]
-        return (out[: op.carries], state), out[op.carries :]
+        return (out[: op.carries], state), (out[op.carries :], [inner.state[k] for k in every])
 
     init = (operands[: op.carries], [env.state[key] for key in keys])
     # Layers that share weights pick their rows by number; all others are handed theirs.
     weights = [jnp.asarray(pick, jnp.int32) if pick else leaf for leaf, pick in zip(leaves, picks, strict=True)]
     xs = (jnp.arange(op.count, dtype=jnp.int32), weights)
-    (carries, state), ys = lax.scan(_recomputed(step, op, env), init, xs)
-    env.state.update(zip(keys, state, strict=True))
+    (carries, state), (ys, beside) = lax.scan(_recomputed(step, op, env), init, xs)
+    env.state.update(zip((*keys, *every), (*state, *beside), strict=True))
     return (*carries, *(y[i] for y in ys for i in range(op.count)))
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlx_jax.ir.graph import Graph, StateRead
+from rlx_jax.ir.graph import EVERY, Graph, StateRead
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import attentions
@@ -88,3 +88,23 @@ def state_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Rol
 
     visit(graph, 1)
     return found
+
+
+def taken_back(graph: Graph, stacked: bool) -> tuple[tuple[str, int], ...]:
+    """The arrays of the state that a program gives after each token, beside it, with the axis of their rows."""
+    found: list[tuple[str, int]] = []
+
+    def visit(graph: Graph, iterations: int) -> None:
+        for node in graph.nodes:
+            for region in node.op.regions():
+                visit(region, node.op.iterations())
+        for leaf, _ in graph.writes:
+            if leaf.is_every and leaf.key(0) == leaf.key(1):
+                found.append((leaf.key(None).removesuffix(EVERY), 0))
+            elif leaf.is_every and stacked:
+                found.append((leaf.key(None).removesuffix(EVERY), 1))
+            elif leaf.is_every:
+                found.extend((leaf.key(i).removesuffix(EVERY), 0) for i in range(iterations))
+
+    visit(graph, 1)
+    return tuple(found)

@@ -48,7 +48,7 @@ from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types
+from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built
@@ -78,6 +78,11 @@ class Template:
         """Names of the sizes that its state and inputs have."""
         types = (*self.state.values(), *(i.type for i in self.mir.inputs))
         return frozenset().union(*(t.symbols for t in types))
+
+    @functools.cached_property
+    def taken_back(self) -> tuple[tuple[str, int], ...]:
+        """See `taken_back` of the plan."""
+        return taken_back(self.mir, self.scan)
 
     @functools.cached_property
     def head(self) -> Head:

@@ -105,7 +105,8 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
         decode = extend.bound({**sizes, "seq": 1}, loop, **options)
     else:
         options["spare"] = drafts.tokens
-        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source, drafts.tokens)
+        back = model.programs.template(verify.key(given, options["outputs"])).taken_back
+        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source, drafts.tokens, back)
         decode = verify.bound({**sizes, "seq": drafts.tokens + 1}, checking, last_only=False, **options)
     readers = [prefill.reader(blocks[0], **options)]
     readers += [extend.bound(block, **options) for block in blocks[1:]]

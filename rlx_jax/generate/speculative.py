@@ -21,6 +21,7 @@ from jax import lax
 from rlx_jax.compiler.executable import Function, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
 from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
+from rlx_jax.ir.graph import EVERY
 from rlx_jax.runtime.state import LENGTH
 
 OWN = "draft/"
@@ -99,13 +100,15 @@ class VerifyLoop(Choosing):
 
     Inputs: `rows`, `knobs`, `ends`, and of the source `params`, `kept` and `counts` `[3]` int32: drafts read, drafts
     taken, steps. Outputs: (tokens `[B, steps · (drafts + 1)]`, rows, kept, counts), state. Where a row got fewer tokens
-    `STOPPED` stands behind them.
+    `STOPPED` stands behind them. `carried`: arrays of the state that `verify` gives after each token, and the axis of
+    their rows.
     """
 
     ids_input: str
     steps: int
     source: DraftSource
     drafts: int
+    carried: tuple[tuple[str, int], ...] = ()
 
     def __call__(self, verify: Function) -> Function:
         def function(
@@ -128,6 +131,8 @@ class VerifyLoop(Choosing):
                 outputs, main = verify(params, main, fed)
                 judged = self.judge(outputs[0], rows, drafts, knobs, ends)
                 main[LENGTH] = turn.held + judged.count
+                for name, axis in self.carried:
+                    main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)
                 mine = self.source.accept(mine, turn, judged)
                 state = main | {OWN + name: array for name, array in mine.state.items()}
                 shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
@@ -199,6 +204,15 @@ class VerifyLoop(Choosing):
             new=rows.new + judged.count,
             seen=seen,
         )
+
+
+def after_tokens(before: Array, every: Array, count: Array, axis: int) -> Array:
+    """A state after `count` `[B]` of some tokens: `before` `[B, …]` them and after `every` `[B, S, …]` of them. The
+    rows are at `axis`."""
+    at = count.reshape((-1, *(1,) * (every.ndim - axis - 1)))
+    at = jnp.expand_dims(at, tuple(range(axis)))
+    after = jnp.take_along_axis(every, jnp.maximum(at - 1, 0), axis=axis + 1, mode="clip")
+    return jnp.where(jnp.squeeze(at, axis + 1) > 0, jnp.squeeze(after, axis + 1), before)
 
 
 def weighed(wanted: Array, ids: Array, here: Array, drawn: Array, keys: Array) -> tuple[Array, Array]:

@@ -260,12 +260,26 @@ def constant(value: Any, dtype: Any) -> Constant:
     return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
 
 
+EVERY = "/every"
+"""What the slot ends with of what a leaf would be after each token, `[B, S, …]`."""
+
+
 @dataclass(frozen=True)
 class StateLeaf:
     """One array of the state, identified by the block it belongs to and its slot there."""
 
     path: Path
     slot: str
+
+    @property
+    def every(self) -> StateLeaf:
+        """What it would be after each token: a program that can be taken back writes it, and nothing reads it."""
+        return StateLeaf(self.path, self.slot + EVERY)
+
+    @property
+    def is_every(self) -> bool:
+        """Whether it is that of another leaf, and so no part of the state."""
+        return self.slot.endswith(EVERY)
 
     def key(self, iteration: int | None) -> str:
         """The name that the array has in a state: `layers.3.self_attn.k`. Slots have no dots, so no two share one."""

@@ -114,9 +114,7 @@ class CompiledModel:
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        if outputs == self.output_names:
-            outputs = None
-        key = ProgramKey(self.name, self.program, given, outputs=outputs, last_only=last_only)
+        key = self.key(given, outputs, last_only)
         template = self.programs.template(key)
         slots = self._rings(template, sizes.get("context"), spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
@@ -302,9 +300,12 @@ class CompiledModel:
     def _template(self, given: frozenset[str] = frozenset()) -> Template:
         return self.programs.template(self.key(given))
 
-    def key(self, given: frozenset[str] = frozenset()) -> ProgramKey:
-        """The key of this program with these optional inputs."""
-        return ProgramKey(self.name, self.program, given)
+    def key(
+        self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
+    ) -> ProgramKey:
+        """The key of this program with these optional inputs and outputs, without sizes."""
+        wanted = None if outputs is None or outputs == self.output_names else outputs
+        return ProgramKey(self.name, self.program, given, outputs=wanted, last_only=last_only)
 
     def warm(self) -> None:
         """Compile now if every size is known: a static flow, or one with a binding."""
