@@ -41,7 +41,8 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
      "GridSample", "Standardize", "Patches", "GridPositions", "Switch",
      "While", "Scan", "CustomVjp", "FakeQuantize", "Fft", "Solve", "Det",
      "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids",
-     "TokenScan", "TokenWindows", "TailRows", "Recurrent", "CausalWindow", "Carried"), NO_PASS,
+     "TokenScan", "TokenWindows", "TailRows", "Recurrent", "CausalWindow", "Carried",
+     "GatedDeltaOp", "SelectiveScanOp", "CausalConvOp"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 

@@ -55,6 +55,7 @@ from rlx_jax.ir.ops.pointwise import (
 )
 from rlx_jax.ir.ops.pool import POOLS, Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.ops.reduce import REDUCE, Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
@@ -667,10 +668,36 @@ def token_samples() -> Iterator[Sample]:
     yield Sample(op, ("f32 batch 4", "f32 batch 1 4", "f32", "i32 batch"), functools.partial(meaning.token_scan, op))
 
 
+def recurrent_samples() -> Iterator[Sample]:
+    """Recurrences from zeros and from a state, with the states after every token, of one token, in groups."""
+
+    def means(op: Mir) -> Callable[..., Any]:
+        return functools.partial(meaning.MIR[type(op)], op)
+
+    for tokens, held, every, heads in (("seq", False, False, 4), ("seq", True, True, 2), ("1", True, False, 4)):
+        delta = GatedDeltaOp(0.3 if every else None, held, every)
+        operands = [f"f32 batch {tokens} {h}" for h in ("2 3", "2 3", f"{heads} 5", heads, heads)]
+        start = [f"f32 batch {heads} 3 5"] * held
+        yield Sample(delta, (*operands, *start), means(delta), draw=lambda x: -np.tanh(np.abs(x)))
+        for rate in (f"f32 {heads}", f"f32 {heads} 5"):
+            scan = SelectiveScanOp(held, every)
+            group = f"f32 batch {tokens} 2 5"
+            given = (f"f32 batch {tokens} {heads} 3", f"f32 batch {tokens} {heads}", rate, group, group)
+            yield Sample(
+                scan, (*given, *[f"f32 batch {heads} 3 5"] * held), means(scan), draw=lambda x: -np.tanh(np.abs(x))
+            )
+    low = GatedDeltaOp(held=True)
+    bf16 = ("bf16 2 5 1 4", "bf16 2 5 1 4", "bf16 2 5 3 4", "f32 2 5 3", "bf16 2 5 3", "f32 2 3 4 4")
+    yield Sample(low, bf16, means(low), draw=lambda x: -np.tanh(np.abs(x)))
+    for bias, tokens in ((False, "seq+3"), (True, "seq+3"), (True, "4")):
+        conv = CausalConvOp(bias)
+        yield Sample(conv, (f"f32 batch {tokens} 6", "f32 6 4", *["f32 6"] * bias), means(conv))
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
     *system_samples(), *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
-    *control_samples(), *token_samples(),
+    *control_samples(), *token_samples(), *recurrent_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 
@@ -833,6 +860,39 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
     ("narrow tables", RopeOp(8, 8), ("f32 1 2 8", "f32 1 2 3", "f32 1 2 3"), ShapeError),
     ("rows of another dtype", CacheUpdate(), ("f32 2 4 3", "bf16 2 1 3", "i32 2", "i32 2"), GraphError),
     ("rows of a ring of another width", RingStep(), ("f32 2 4 3", "f32 2 1 2", "i32 2", "i32 2"), ShapeError),
+    ("heads that do not divide", GatedDeltaOp(), (*["f32 2 3 2 4"] * 2, "f32 2 3 3 5", *["f32 2 3 3"] * 2), ShapeError),
+    (
+        "keys of another width",
+        GatedDeltaOp(),
+        ("f32 2 3 1 4", "f32 2 3 1 5", "f32 2 3 2 5", *["f32 2 3 2"] * 2),
+        ShapeError,
+    ),
+    (
+        "a state in bf16",
+        GatedDeltaOp(held=True),
+        (*["f32 2 3 1 4"] * 2, "f32 2 3 2 5", *["f32 2 3 2"] * 2, "bf16 2 2 4 5"),
+        DTypeError,
+    ),
+    (
+        "no state where one is held",
+        GatedDeltaOp(held=True),
+        (*["f32 2 3 1 4"] * 2, "f32 2 3 2 5", *["f32 2 3 2"] * 2),
+        ArityError,
+    ),
+    (
+        "rates of another width",
+        SelectiveScanOp(),
+        ("f32 2 3 2 4", "f32 2 3 2", "f32 2 6", *["f32 2 3 1 5"] * 2),
+        ShapeError,
+    ),
+    (
+        "groups that do not divide",
+        SelectiveScanOp(),
+        ("f32 2 3 2 4", "f32 2 3 2", "f32 2", *["f32 2 3 3 5"] * 2),
+        ShapeError,
+    ),
+    ("a window of other channels", CausalConvOp(), ("f32 2 3 4", "f32 5 2"), ShapeError),
+    ("too few rows for a window", CausalConvOp(), ("f32 2 3 4", "f32 4 4"), ShapeError),
     ("float ids", Gather(), ("f32 4 2", "f32 3"), DTypeError),
     ("a float row index", TakeRow(), ("f32 2 4 3", "f32 2"), GraphError),
     ("images of rank 3", Patches((2, 2)), ("f32 3 8 8",), ShapeError),
@@ -1200,7 +1260,7 @@ GRADIENTS = [
     *BY_CLASS[RopeOp][:8:3], *BY_CLASS[FusedSwiGLU][:1], *BY_CLASS[Softmax][:2],
     *(s for s in BY_CLASS[FusedMatMulBiasAct][:3]),
     *(s for cls in (Parametric, Cumulative, LogSoftmax, Conv, ConvTranspose, Standardize, Einsum, Pad, Tile, Take,
-                    TakeAlongAxis, GatherNd, Scatter, ScatterNd, Resize, GridSample, Pool)
+                    TakeAlongAxis, GatherNd, Scatter, ScatterNd, Resize, GridSample, Pool, CausalConvOp)
       for s in BY_CLASS[cls][:9]
       if s.operands[0].startswith("f32") and getattr(s.op, "kind", "") != "mul"),  # JAX has no gradient of that
     *(s for cls in (Reduce, Unary) for s in BY_CLASS[cls]

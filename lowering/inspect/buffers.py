@@ -130,7 +130,8 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
     offset = node.op.traits.view(node.op, [graph.type(v) for v in node.inputs], node.types)
     if offset is not None:
         return [(0, node.inputs[0], offset)]
-    written = ((result, node.inputs[operand]) for result, operand in node.op.traits.writes if in_place)
+    pairs = node.op.traits.writes if in_place else ()
+    written = ((result, node.inputs[operand]) for result, operand in pairs if operand < len(node.inputs))
     return [(result, value, 0) for result, value in written if isinstance(graph.nodes[value.node].op, StateRead)]
 
 

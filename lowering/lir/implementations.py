@@ -10,33 +10,39 @@ from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.products import choose_products, row
+from rlx_jax.lowering.lir.recurrent import choose_recurrent, chunk_by_chunk, chunks_at_once, one_token
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
     "heads_first": heads_first,
     "row": row,
+    "one_token": one_token,
+    "chunks_at_once": chunks_at_once,
+    "chunk_by_chunk": chunk_by_chunk,
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""
 
 ONLY = {"cudnn": "cuda"}
 """The platform that an implementation runs on, where it is one."""
 
-CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct)
+CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp)
 """The ops that may have a choice."""
 
 
 def choose_all(graph: Graph, device: Device, attention: str, products: str) -> dict[Call, Choice]:
-    """The implementation of every attention of a program with static sizes, and of products where `eval` loses.
+    """The implementation of every attention of a program with static sizes, and of products and recurrences where
+    `eval` loses.
 
     Raises:
         UnsupportedError: see `choose_attention`.
     """
     chosen = choose_attention(graph, device, attention)
-    return chosen | choose_products(graph, device, products)
+    return chosen | choose_products(graph, device, products) | choose_recurrent(graph, device)
 
 
 def runnable(choices: Mapping[Call, Choice], kind: str) -> dict[Call, Choice]:

@@ -36,6 +36,7 @@ from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
 from rlx_jax.ir.ops.pool import Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
@@ -76,6 +77,8 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formula
+from tests.oracles.gated_delta import causal_conv, gated_delta
+from tests.oracles.mamba2 import ssd
 
 Array = np.ndarray[Any, Any]
 Meaning = Callable[..., Any]
@@ -322,6 +325,39 @@ def token_scan(op: TokenScan, *operands: Array) -> tuple[Array, ...]:
     return (*columns[0], *state, *(columns[1] if op.every else ()))
 
 
+def delta(op: GatedDeltaOp, *operands: Array) -> tuple[Array, ...]:
+    """The transcript; the states after each token are those after so many tokens."""
+    q, k, v, g, beta, *start = operands
+    return _with_every(
+        op.every,
+        v.shape[1],
+        lambda n: gated_delta(*(x[:, :n] for x in operands[:5]), *start, *[None] * (1 - len(start)), op.scale),
+    )
+
+
+def selective_scan(op: SelectiveScanOp, *operands: Array) -> tuple[Array, ...]:
+    """The transcript where A is a number for each head; else each pair of a row and a column of the state alone."""
+    x, dt, a, b, c, *start = operands
+
+    def run(n: int) -> tuple[Array, Array]:
+        rows, state = [t[:, :n] for t in (x, dt, b, c)], start[0] if start else None
+        if a.ndim == 1:
+            return ssd(rows[0], rows[1], a, rows[2], rows[3], None, state)
+        parts = [
+            ssd(rows[0], rows[1], a[:, j], rows[2][..., j : j + 1], rows[3][..., j : j + 1], None,
+                None if state is None else state[..., j : j + 1])
+            for j in range(a.shape[1])
+        ]  # fmt: skip
+        return sum(y for y, _ in parts), np.concatenate([h for _, h in parts], axis=-1)
+
+    return _with_every(op.every, x.shape[1], run)
+
+
+def _with_every(every: bool, tokens: int, run: Callable[[int], tuple[Array, Array]]) -> tuple[Array, ...]:
+    """Results and the state after all tokens; with `every` the states after 1, 2 … tokens."""
+    return (*run(tokens), *([np.stack([run(n)[1] for n in range(1, tokens + 1)], axis=1)] if every else []))
+
+
 MIR: dict[type[Op], Meaning] = {
     Unary: lambda op, x: formula.UNARY_REFERENCE[op.kind](x),
     Binary: lambda op, a, b: formula.BINARY_REFERENCE[op.kind](a, b),
@@ -387,6 +423,11 @@ MIR: dict[type[Op], Meaning] = {
     TokenScan: token_scan,
     TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
     TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
+    GatedDeltaOp: delta,
+    SelectiveScanOp: selective_scan,
+    CausalConvOp: lambda op, z, w, *bias: causal_conv(
+        z[:, w.shape[1] - 1 :], w, *bias or (None,), tail=z[:, : w.shape[1] - 1]
+    )[0],
     Patches: lambda op, x: formula.patches(x, *op.patch),
     GridPositions: lambda op, table, x: formula.grid_positions(
         table, x, grid=op.grid, patch=op.patch, antialias=op.antialias

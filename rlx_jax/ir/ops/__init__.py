@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.order import ArgReduce, Sort, TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Parametric, Unary, Where
 from rlx_jax.ir.ops.pool import Pool
 from rlx_jax.ir.ops.quantize import FakeQuantize
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.relative import RelativeBuckets
 from rlx_jax.ir.ops.resize import GridSample, Resize
@@ -53,6 +54,7 @@ OPS: tuple[type[Mir], ...] = (
     Fft, Solve, Det,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,
     AttentionOp, RopeTable, SinusoidTable, RopeOp, CacheUpdate, RingStep, Overwrite,
+    GatedDeltaOp, SelectiveScanOp, CausalConvOp,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
     FusedAttentionBlock, FusedTransformerLayer, Patches, GridPositions, JaxFn,
 )  # fmt: skip

@@ -1,0 +1,245 @@
+"""Which form runs each recurrence. `eval` goes token by token; many tokens are products of matrices, one needs no loop.
+
+In chunks, the updates inside a chunk are one triangular system (the WY form of Householder products, and the UT
+transform of it): Yang et al., arXiv:2406.06484, and with decay arXiv:2412.06464; the selective scan has no system to
+solve: Dao and Gu, arXiv:2405.21060, section 6. A chunk is three functions: what it is without a state, what it makes of
+a state, and what it gives. An accelerator takes the first and the last of all chunks at once; a CPU one chunk after the
+other, which stays in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.device import Device
+from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.ops.recurrent import CHUNK, GatedDeltaOp, SelectiveScanOp
+from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+
+AnyArray = Any
+Recurrence = GatedDeltaOp | SelectiveScanOp
+FEW = 16
+"""Tokens from which chunks are faster than steps."""
+BLOCK = 8
+"""Rows of a triangular system that are solved by powers, whose entries grow with the binomials of that number."""
+
+
+# -- the choice --------------------------------------------------------------------------------
+
+
+def choose_recurrent(graph: Graph, device: Device) -> dict[Call, Choice]:
+    """The form of every recurrence of a program with static sizes; the others run token by token."""
+    calls = (call_of(g, n) for g, n in graph.walk() if isinstance(n.op, Recurrence))
+    return {call: choice for call in calls if (choice := choose(call, device)) is not None}
+
+
+def choose(call: Call, device: Device) -> Choice | None:
+    """The form of one recurrence; None: token by token."""
+    op, operands = call
+    assert isinstance(op, Recurrence)
+    tokens = int(operands[0].shape[1])
+    if tokens == 1:
+        return Choice("one_token", "there is no loop over one token")
+    if tokens < FEW or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
+        return None
+    name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
+    return Choice(name, f"{tokens} tokens as products of matrices")
+
+
+# -- the forms ---------------------------------------------------------------------------------
+
+
+def one_token(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+    """The op over one token: its step, without a loop."""
+    like = operands[2 if isinstance(op, GatedDeltaOp) else 0]
+    tokens = [x if x.ndim < 3 else x[:, 0] for x in operands[:5]]  # all but A have the axis of tokens
+    after, out = op.step(op.begin(*operands), *(x.astype(jnp.float32) for x in tokens))
+    return (out[:, None].astype(like.dtype), after, *((after[:, None],) if op.every else ()))
+
+
+class Chunk(NamedTuple):
+    """A recurrence over one chunk of tokens, whose arrays are `[B, G, R, C, …]`: R heads read each of G groups.
+
+    tokens: the operands as `[B, S, H, W]`, and each one's dtype in the chunk.
+    prepare: of the operands of a chunk, what needs no state. carry: the state behind it, of that and the state before.
+    give: the results of the chunk, of the state before, the operands and what was prepared.
+    """
+
+    prepare: Callable[..., Any]
+    carry: Callable[..., AnyArray]
+    give: Callable[..., AnyArray]
+
+
+def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+    """The op in chunks: all of them at once but for the state, which a loop takes from one to the next."""
+    chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
+    ready = jax.vmap(chunk.prepare)(cut)
+    last, before = lax.scan(lambda held, ready: (chunk.carry(held, ready), held.astype(dtype)), start, ready)
+    out = jax.vmap(chunk.give)(before, cut, ready)
+    return by_token(out, tokens).astype(dtype), last.reshape(op.begin(*operands).shape)
+
+
+def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+    """The op in chunks, one after the other."""
+    chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
+
+    def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
+        ready = chunk.prepare(part)
+        return chunk.carry(held, ready), chunk.give(held, part, ready).astype(dtype)
+
+    last, out = lax.scan(step, start, cut)
+    return by_token(out, tokens), last.reshape(op.begin(*operands).shape)
+
+
+def chunks_of(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
+    """The chunk of an op, its operands in chunks, its state by groups, and the tokens and dtype of its result."""
+    wide, state = jnp.float32, op.begin(*operands)
+    if isinstance(op, GatedDeltaOp):
+        q, k, v, g, beta = operands[:5]
+        groups, result = k.shape[2], v
+        rows = (q, k, v, g.astype(wide)[..., None], beta.astype(wide)[..., None])
+        chunk = delta_chunk(op.factor(k.shape[3]), v.dtype)
+    else:
+        x, dt, a, b, c = operands[:5]
+        groups, result = b.shape[2], x
+        dt = dt.astype(wide)
+        rows = (x, dt[..., None], (dt * a.astype(wide)[None, None])[..., None], b, c)
+        chunk = scan_chunk(x.dtype)
+    size = chunk_size(result.shape[1])
+    cut = tuple(by_chunk(x, size, groups) for x in rows)
+    start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
+    return chunk, cut, start, (result.shape[1], result.dtype)
+
+
+def delta_chunk(scale: float, dtype: Any) -> Chunk:
+    """The gated delta rule over C tokens.
+
+    With G the running sum of g and `T = (I + tril(diag(β) K Kᵀ ⊙ e^{Gᵢ−Gⱼ}, −1))⁻¹`, `U = T diag(β) V` and
+    `W = T diag(β e^G) K`, a chunk that begins with the state S has `V' = U − W S`, gives
+    `scale · (diag(e^G) Q S + tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ}) V')` and leaves `e^{G_C} S + (diag(e^{G_C−G}) K)ᵀ V'`.
+    """
+    dot = partial(product, dtype)
+
+    def prepare(part: Any) -> Any:
+        _, k, v, g, beta = part
+        total = jnp.cumsum(g, axis=-2)
+        between = decays(total)
+        solved = unit_lower_inverse(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
+        fresh = dot("bgrij,bgrjv->bgriv", solved, beta * v)
+        erased = dot("bgrij,bgrjk->bgrik", solved, beta * jnp.exp(total) * k)
+        written = jnp.exp(total[..., -1:, :] - total) * k
+        return fresh, erased.astype(dtype), written.astype(dtype), total, between
+
+    def new(held: AnyArray, ready: Any) -> AnyArray:
+        return ready[0] - dot("bgrik,bgrkv->bgriv", ready[1], held)
+
+    def carry(held: AnyArray, ready: Any) -> AnyArray:
+        return jnp.exp(ready[3][..., -1:, :]) * held + dot("bgrik,bgriv->bgrkv", ready[2], new(held, ready))
+
+    def give(held: AnyArray, part: Any, ready: Any) -> AnyArray:
+        q, k, *_ = part
+        inside = ready[4] * dot("bgrik,bgrjk->bgrij", q, k)
+        across = jnp.exp(ready[3]) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, ready[1].shape), held)
+        return scale * (across + dot("bgrij,bgrjv->bgriv", inside, new(held, ready)))
+
+    return Chunk(prepare, carry, give)
+
+
+def scan_chunk(dtype: Any) -> Chunk:
+    """The selective scan over C tokens. The state is multiplied by no matrix, so that chunks meet in sums alone.
+
+    With G the running sum of Δ A, a chunk that begins with the state h gives
+    `tril(C Bᵀ ⊙ e^{Gᵢ−Gⱼ} Δⱼ) X + diag(e^G) C hᵀ` and leaves `e^{G_C} h + Xᵀ diag(Δ e^{G_C−G}) B`.
+    """
+    dot = partial(product, dtype)
+
+    def prepare(part: Any) -> Any:
+        x, dt, rate, b, _ = part
+        total = jnp.cumsum(rate, axis=-2)
+        weight = dt * jnp.exp(total[..., -1:, :] - total) * x
+        return dot("bgrip,bgrik->bgrpk", weight, jnp.broadcast_to(b, (*x.shape[:-1], b.shape[-1]))), total
+
+    def carry(held: AnyArray, ready: Any) -> AnyArray:
+        return jnp.exp(ready[1][..., -1:, :]) * held + ready[0]
+
+    def give(held: AnyArray, part: Any, ready: Any) -> AnyArray:
+        x, dt, _, b, c = part
+        inside = decays(ready[1]) * jnp.swapaxes(dt, -1, -2) * dot("bgrik,bgrjk->bgrij", c, b)
+        across = dot("bgrik,bgrpk->bgrip", jnp.broadcast_to(c, (*x.shape[:-1], c.shape[-1])), held)
+        return jnp.exp(ready[1]) * across + dot("bgrij,bgrjp->bgrip", inside, x)
+
+    return Chunk(prepare, carry, give)
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def chunk_size(tokens: int) -> int:
+    """`CHUNK`, or the power of two that few tokens fit in."""
+    return min(CHUNK, max(BLOCK, 1 << (tokens - 1).bit_length()))
+
+
+def by_chunk(x: AnyArray, size: int, groups: int) -> AnyArray:
+    """`[B, S, H, W]` → `[n, B, groups, H/groups, size, W]`, zeros behind the last token, which leave a state alone."""
+    batch, tokens, heads, width = x.shape
+    chunks = -(-tokens // size)
+    x = jnp.pad(x, ((0, 0), (0, chunks * size - tokens), (0, 0), (0, 0)))
+    return x.reshape(batch, chunks, size, groups, heads // groups, width).transpose(1, 0, 3, 4, 2, 5)
+
+
+def by_token(x: AnyArray, tokens: int) -> AnyArray:
+    """The inverse of `by_chunk`: `[n, B, G, R, size, W]` → `[B, S, G·R, W]`."""
+    chunks, batch, groups, times, size, width = x.shape
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * size, groups * times, width)[:, :tokens]
+
+
+def decays(total: AnyArray) -> AnyArray:
+    """`e^{Gᵢ − Gⱼ}` where i ≥ j, else 0, from the running sums G `[…, C, 1]`: `[…, C, C]`."""
+    size = total.shape[-2]
+    seen = jnp.tril(jnp.ones((size, size), bool)).reshape((1,) * (total.ndim - 2) + (size, size))
+    return jnp.exp(jnp.where(seen, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
+
+
+def product(dtype: Any, subscripts: str, *arrays: AnyArray) -> AnyArray:
+    """A product of `dtype` summed in f32. Operands of f32 are not rounded on the way, on any device."""
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    cast = (a.astype(dtype) for a in arrays)
+    return jnp.einsum(subscripts, *cast, precision=precision, preferred_element_type=jnp.float32)
+
+
+def unit_lower_inverse(a: AnyArray) -> AnyArray:
+    """`(I + a)⁻¹` for a strictly lower triangular `a` `[…, n, n]`, n a power of two, in f32.
+
+    Blocks of `BLOCK` rows are a finite sum of powers, `(I − a)(I + a²)(I + a⁴)`; two neighbours become one by
+    `[[X, 0], [−Y L X, Y]]`, with X and Y their inverses and L what stands left of Y. Powers of the whole would grow
+    with the binomials of n, and cancel.
+    """
+    n = a.shape[-1]
+    size = min(BLOCK, n)
+    one = jnp.eye(size, dtype=a.dtype).reshape((1,) * (a.ndim - 1) + (size, size))
+    dot = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
+    power = diagonal_blocks(a, size, 0)
+    inverse, reach = one - power, 2
+    while reach < size:
+        power = dot(power, power)
+        inverse, reach = dot(inverse, one + power), 2 * reach
+    while size < n:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        left = -dot(dot(second, diagonal_blocks(a, size, 1)), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse, size = jnp.concatenate([upper, jnp.concatenate([left, second], axis=-1)], axis=-2), 2 * size
+    return inverse[..., 0, :, :]
+
+
+def diagonal_blocks(a: AnyArray, size: int, below: int) -> AnyArray:
+    """Of `[…, n, n]` the blocks on the diagonal `[…, n/size, size, size]`; with `below` 1, of every other pair of them
+    the one under the first."""
+    starts = range(0, a.shape[-1], size * (1 + below))
+    rows = (a[..., s + below * size : s + (1 + below) * size, s : s + size] for s in starts)
+    return jnp.stack(list(rows), axis=-3)

@@ -1,0 +1,287 @@
+"""Recurrences along the sequence: the gated delta rule, the selective scan, and the causal convolution before them.
+
+Axis letters: B batch, S tokens, H heads, K key width, V value width, P head width, N state width, C channels.
+A state is f32 whatever the operands are: rounded at every token, it would forget what it is made of. `eval` goes token
+by token; `rlx_jax.lowering.lir.recurrent` has the forms that a plan takes for one token and for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.errors import ArityError, DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
+from rlx_jax.ir.types import TensorType, is_float, is_static
+
+Array = jax.Array
+F32 = np.dtype(np.float32)
+CHUNK = 64
+"""Tokens that are taken together where there are many."""
+
+
+# -- checks that recurrences share -------------------------------------------------------------
+
+
+def check_count(op: str, operands: Types, names: Sequence[str]) -> None:
+    """There are as many operands as names."""
+    if len(operands) != len(names):
+        raise ArityError(op, str(len(names)), len(operands), f": {', '.join(names)}")
+
+
+def check_grouped(op: str, many: Any, few: Any, what: str) -> None:
+    """Of two counts of heads the larger is a multiple of the other."""
+    if not (is_static(many) and is_static(few)) or int(few) < 1 or int(many) % int(few):
+        raise ShapeError(f"{op}: {many} {what} do not divide into {few} groups")
+
+
+def check_like(op: str, name: str, t: TensorType, shape: Sequence[Any], place: int) -> None:
+    """An operand has the shape that the others ask for."""
+    if t.shape != tuple(shape):
+        raise ShapeError(f"{op}: {name} is {list(map(str, shape))} beside the other operands, got {t}").of(place)
+
+
+def check_state(op: str, t: TensorType, shape: Sequence[Any], place: int) -> None:
+    """The state at the start is f32 and fits."""
+    check_like(op, "the state", t, shape, place)
+    if t.dtype != F32:
+        raise DTypeError(f"{op}: a state is float32, got {t}")
+
+
+def check_one_dtype(op: str, operands: Types) -> None:
+    """Operands that are multiplied have one floating dtype."""
+    if len({t.dtype for t in operands}) != 1 or not is_float(operands[0].dtype):
+        raise DTypeError(f"{op}: operands have one floating dtype, got {', '.join(map(str, operands))}; cast them")
+
+
+def time_first(x: Array) -> Array:
+    """`[B, S, …]` → `[S, B, …]` in f32."""
+    return jnp.moveaxis(x, 1, 0).astype(jnp.float32)
+
+
+def _exact(subscripts: str, *arrays: Array) -> Array:
+    """A product in f32 on any device. XLA:CPU runs it forty times as fast as the same sum of a multiplication."""
+    return jnp.einsum(subscripts, *arrays, precision=lax.Precision.HIGHEST)
+
+
+def _over_tokens(step: Any, state: Array, operands: Sequence[Array], every: bool, dtype: Any) -> tuple[Array, ...]:
+    """`step(state, *tokens) → (state, result)` over `[B, S, …]`: results, the state after, with `every` all of them."""
+
+    def one(held: Array, tokens: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+        after, out = step(held, *tokens)
+        return after, (out.astype(dtype), after) if every else (out.astype(dtype),)
+
+    last, kept = lax.scan(one, state, tuple(map(time_first, operands)))
+    out, *states = (jnp.moveaxis(x, 0, 1) for x in kept)
+    return (out, last, *states)
+
+
+# -- the gated delta rule ----------------------------------------------------------------------
+
+
+def _delta_flops(op: Any, operands: Types, results: Types) -> int:
+    """Three products of the state with a vector at each token: read, write, query."""
+    _, k, v, *_ = operands
+    return 6 * v.size * int(k.shape[3])
+
+
+def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
+    """In chunks of `CHUNK`, f32: of each value head four matrices between tokens, seven rows of a token, and the state
+    before each chunk, written twice. Token by token: the operands with time first, and of each a copy."""
+    k, v, state = operands[1], operands[2], results[1]
+    batch, tokens, heads, width = map(int, v.shape)
+    if tokens == 1:
+        return 2 * state.nbytes
+    chunks, keys = -(-tokens // CHUNK), int(k.shape[3])
+    rows = 4 * CHUNK + 4 * keys + 4 * width
+    return 4 * batch * heads * (chunks * CHUNK * rows + 2 * (chunks + 1) * keys * width)
+
+
+@dataclass(frozen=True)
+class GatedDeltaOp(Mir):
+    """The gated delta rule. For each token t and value head, with a state S `[K, V]`:
+    `S ← e^{g_t} S`, `S ← S + k_t ⊗ β_t (v_t − Sᵀ k_t)`, `o_t = scale · Sᵀ q_t`.
+
+    Operands: q, k `[B,S,Hk,K]`, v `[B,S,Hv,V]`, g (the logarithm of the decay, ≤ 0) and beta `[B,S,Hv]` in any floating
+    dtype, and where `held` the state at the start `[B,Hv,K,V]` f32, else zeros. Value head h reads key head
+    h // (Hv/Hk). Results: o `[B,S,Hv,V]` in the dtype of v, the state after the last token, and with `every` those
+    after each token `[B,S,Hv,K,V]`. `scale` is K^−½ unless given. A token with g = 0 and β = 0 leaves the state as it
+    is. Sums are in f32.
+
+    Source: Yang et al., Gated Delta Networks, arXiv:2412.06464, equation 10.
+    """
+
+    traits = replace(product_traits(_delta_flops), narrows=3, pinned=False, workspace=_delta_workspace)
+
+    scale: float | None = None
+    held: bool = False
+    every: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_count("gated_delta", operands, ("q", "k", "v", "g", "beta", *["state"] * self.held))
+        q, k, v, g, beta, *start = operands
+        if min(t.rank for t in (q, k, v)) < 4 or max(t.rank for t in (q, k, v)) > 4:
+            raise ShapeError(f"gated_delta: q, k and v are [B, S, heads, width], got {q}, {k} and {v}")
+        check_one_dtype("gated_delta", (q, k, v))
+        check_like("gated_delta", "k", k, q.shape, 1)
+        check_like("gated_delta", "v", v, (*q.shape[:2], *v.shape[2:]), 2)
+        check_grouped("gated_delta", v.shape[2], k.shape[2], "value heads")
+        for place, (name, t) in enumerate((("g", g), ("beta", beta)), 3):
+            check_like("gated_delta", name, t, v.shape[:3], place)
+            if not is_float(t.dtype):
+                raise DTypeError(f"gated_delta: {name} is a float, got {t}")
+        for state in start:
+            check_state("gated_delta", state, (v.shape[0], v.shape[2], q.shape[3], v.shape[3]), 5)
+
+    def factor(self, width: int) -> float:
+        """What the result is multiplied by."""
+        return width**-0.5 if self.scale is None else self.scale
+
+    def begin(self, q: Array, k: Array, v: Array, g: Array, beta: Array, *start: Array) -> Array:
+        """The state at the start."""
+        return start[0] if start else jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
+
+    def eval(self, *operands: Array) -> tuple[Array, ...]:
+        return _over_tokens(self.step, self.begin(*operands), operands[:5], self.every, operands[2].dtype)
+
+    def step(self, state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
+        """One token, all operands f32 without the axis S: the state after, and o.
+
+        The result is written with the state before, so that both are read from it at once.
+        """
+        batch, heads, width = v.shape
+        groups = k.shape[1]
+        held = state.reshape(batch, groups, heads // groups, k.shape[2], width)
+        v, g, beta = (x.reshape(batch, groups, heads // groups, *x.shape[2:]) for x in (v, g, beta))
+        decay = jnp.exp(g)[..., None]
+        seen = decay[..., None] * _exact("bgrkv,bgnk->bgrnv", held, jnp.stack([q, k], axis=2))
+        delta = beta[..., None] * (v - seen[:, :, :, 1])
+        along = jnp.sum(q * k, axis=-1)[:, :, None, None]
+        out = self.factor(k.shape[2]) * (seen[:, :, :, 0] + along * delta)
+        after = decay[..., None] * held + k[:, :, None, :, None] * delta[..., None, :]
+        return after.reshape(state.shape), out.reshape(batch, heads, width)
+
+
+# -- the selective scan ------------------------------------------------------------------------
+
+
+def _scan_flops(op: Any, operands: Types, results: Types) -> int:
+    """Two products of the state with a vector at each token: write, query."""
+    x, _, _, b, *_ = operands
+    return 4 * x.size * int(b.shape[3])
+
+
+def _scan_workspace(op: Any, operands: Types, results: Types) -> int:
+    """As of the gated delta rule; there are two matrices between tokens, and five rows."""
+    x, b, state = operands[0], operands[3], results[1]
+    batch, tokens, heads, width = map(int, x.shape)
+    if tokens == 1:
+        return 2 * state.nbytes
+    chunks, inner = -(-tokens // CHUNK), int(b.shape[3])
+    rows = 3 * CHUNK + 3 * inner + 3 * width
+    return 4 * batch * heads * (chunks * CHUNK * rows + 3 * (chunks + 1) * inner * width)
+
+
+@dataclass(frozen=True)
+class SelectiveScanOp(Mir):
+    """A linear recurrence whose steps hang on the token. For each token t and head, with a state h `[P, N]`:
+    `h ← e^{Δ_t A} h + Δ_t x_t ⊗ B_t`, `y_t = h C_t`.
+
+    Operands: x `[B,S,H,P]`, Δ `[B,S,H]` (> 0, any floating dtype), A `[H]` or `[H,N]` (< 0: `−exp(A_log)`), B and C
+    `[B,S,G,N]`, and where `held` the state at the start `[B,H,P,N]` f32, else zeros. Head h reads group h // (H/G).
+    Results: y `[B,S,H,P]` in the dtype of x, the state after the last token, and with `every` those after each token
+    `[B,S,H,P,N]`. A token with Δ = 0 leaves the state as it is. Sums are in f32.
+
+    A `[H]` is Mamba-2's (Dao and Gu, arXiv:2405.21060, section 6); A `[H,N]` with P = 1 is Mamba's (arXiv:2312.00752).
+    """
+
+    traits = replace(product_traits(_scan_flops), narrows=1, pinned=False, workspace=_scan_workspace)
+
+    held: bool = False
+    every: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_count("selective_scan", operands, ("x", "Δ", "A", "B", "C", *["state"] * self.held))
+        x, dt, a, b, c, *start = operands
+        if min(x.rank, b.rank) < 4 or max(x.rank, b.rank) > 4:
+            raise ShapeError(f"selective_scan: x is [B, S, heads, width], B [B, S, groups, state], got {x} and {b}")
+        check_like("selective_scan", "Δ", dt, x.shape[:3], 1)
+        check_like("selective_scan", "A", a, (x.shape[2], *b.shape[3:][: a.rank - 1]), 2)
+        check_like("selective_scan", "B", b, (*x.shape[:2], *b.shape[2:]), 3)
+        check_like("selective_scan", "C", c, b.shape, 4)
+        check_grouped("selective_scan", x.shape[2], b.shape[2], "heads")
+        if not all(is_float(t.dtype) for t in operands):
+            raise DTypeError(f"selective_scan: operands are floats, got {', '.join(map(str, operands))}")
+        for state in start:
+            check_state("selective_scan", state, (x.shape[0], *x.shape[2:], b.shape[3]), 5)
+
+    def begin(self, x: Array, dt: Array, a: Array, b: Array, c: Array, *start: Array) -> Array:
+        """The state at the start."""
+        return start[0] if start else jnp.zeros((x.shape[0], *x.shape[2:], b.shape[3]), jnp.float32)
+
+    def eval(self, *operands: Array) -> tuple[Array, ...]:
+        x, dt, a, b, c, *_ = operands
+
+        def step(held: Array, x: Array, dt: Array, b: Array, c: Array) -> tuple[Array, Array]:
+            return self.step(held, x, dt, a.astype(jnp.float32), b, c)
+
+        return _over_tokens(step, self.begin(*operands), (x, dt, b, c), self.every, x.dtype)
+
+    def step(self, state: Array, x: Array, dt: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
+        """One token, all operands f32 without the axis S: the state after, and y."""
+        batch, heads, width = x.shape
+        groups = b.shape[1]
+        held = state.reshape(batch, groups, heads // groups, width, b.shape[2])
+        decay = jnp.exp(dt[:, :, None] * a.reshape(1, heads, -1)).reshape(batch, groups, heads // groups, 1, -1)
+        moved = (dt[:, :, None] * x).reshape(batch, groups, heads // groups, width)
+        after = decay * held + moved[..., None] * b[:, :, None, None]
+        out = _exact("bgrpn,bgn->bgrp", after, c)
+        return after.reshape(state.shape), out.reshape(x.shape)
+
+
+# -- the causal convolution --------------------------------------------------------------------
+
+
+def _conv_flops(op: Any, operands: Types, results: Types) -> int:
+    return 2 * results[0].size * int(operands[1].shape[1])
+
+
+@dataclass(frozen=True)
+class CausalConvOp(Mir):
+    """A convolution of each channel with its own window: `y[b,t,c] = Σⱼ w[c,j] · z[b,t+j,c] + bias[c]`.
+
+    Operands: z `[B,S+J−1,C]`, J−1 rows of the past and S new ones, w `[C,J]`, and with `bias` that `[C]`. Result
+    `[B,S,C]` in the dtype of z. The last entry of a window is the token's own. Sums are in f32.
+    """
+
+    traits = replace(product_traits(_conv_flops), pinned=False)
+
+    bias: bool = False
+
+    def check(self, *operands: TensorType) -> None:
+        check_count("causal_conv", operands, ("z", "w", *["bias"] * self.bias))
+        z, w, *bias = operands
+        if z.rank != 3 or w.rank != 2 or not is_static(w.shape[1]):
+            raise ShapeError(f"causal_conv: z is [B, S + J − 1, C] and w [C, J], got {z} and {w}").of(0, 1)
+        if is_static(z.shape[1]) and z.shape[1] < w.shape[1]:
+            raise ShapeError(f"causal_conv: windows of {w.shape[1]} do not fit {z}").of(0, 1)
+        check_like("causal_conv", "w", w, (z.shape[2], w.shape[1]), 1)
+        check_one_dtype("causal_conv", operands)
+        for t in bias:
+            check_like("causal_conv", "the bias", t, z.shape[2:], 2)
+
+    def eval(self, z: Array, w: Array, *bias: Array) -> Array:
+        wide, rows, taps = w.astype(jnp.float32), z.astype(jnp.float32), w.shape[1]
+        tokens = z.shape[1] - taps + 1
+        total = sum(lax.slice_in_dim(rows, j, j + tokens, axis=1) * wide[None, None, :, j] for j in range(taps))
+        return (total + bias[0].astype(jnp.float32)[None, None] if bias else total).astype(z.dtype)
+
+    def initial(self, place: int, weight: TensorType) -> Initial:
+        return Normal(int(weight.shape[1])) if place == 1 else 0.0

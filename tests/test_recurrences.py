@@ -1,0 +1,163 @@
+"""Recurrences over many tokens: the forms that a plan takes, against the transcript and against each other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx_jax.device import DEVICES
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
+from rlx_jax.lowering.lir.recurrent import choose, unit_lower_inverse
+from tests.oracles.gated_delta import gated_delta
+from tests.oracles.mamba2 import ssd
+
+FORMS = ("chunks_at_once", "chunk_by_chunk")
+Sizes = tuple[int, ...]
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """Rows of length 1."""
+    return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
+
+
+def delta_case(sizes: Sizes, seed: int = 0, alike: float = 0.0) -> list[np.ndarray]:
+    """Operands for B, S, key heads, K, value heads, V. `alike`: how near all keys are to one, with β 1 and no decay."""
+    batch, tokens, groups, keys, heads, width = sizes
+    rng = np.random.default_rng(seed)
+    q, k = rng.normal(size=(2, batch, tokens, groups, keys))
+    k = alike * k[:, :1] + (1 - alike) * k
+    g = -np.exp(2 * rng.normal(size=(batch, tokens, heads)) - 2) * (1 - alike)
+    beta = np.maximum(1 / (1 + np.exp(-2 * rng.normal(size=g.shape))), alike)
+    state = rng.normal(size=(batch, heads, keys, width))
+    return [unit(q), unit(k), rng.normal(size=(batch, tokens, heads, width)), g, beta, state]
+
+
+def scan_case(sizes: Sizes, seed: int = 0) -> list[np.ndarray]:
+    """Operands for B, S, H, P, G, N."""
+    batch, tokens, heads, width, groups, size = sizes
+    rng = np.random.default_rng(seed)
+    dt, a = np.exp(rng.normal(size=(batch, tokens, heads)) - 2), -np.exp(rng.normal(size=heads))
+    b, c = rng.normal(size=(2, batch, tokens, groups, size))
+    return [rng.normal(size=(batch, tokens, heads, width)), dt, a, b, c, rng.normal(size=(batch, heads, width, size))]
+
+
+def distance(got: Any, want: np.ndarray) -> float:
+    """The largest difference, as a part of the largest number."""
+    return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
+
+
+CASES: dict[str, tuple[Any, list[np.ndarray]]] = {
+    "fewer tokens than a chunk": (GatedDeltaOp(held=True), delta_case((2, 13, 1, 8, 3, 6))),
+    "a part of a chunk is left": (GatedDeltaOp(0.7, held=True), delta_case((2, 131, 2, 5, 4, 7))),
+    "keys that are nearly one": (GatedDeltaOp(held=True), delta_case((1, 150, 2, 16, 2, 6), alike=0.95)),
+    "from zeros": (GatedDeltaOp(), delta_case((1, 70, 1, 4, 2, 3))[:5]),
+    "a scan within a chunk": (SelectiveScanOp(held=True), scan_case((2, 21, 4, 6, 2, 5))),
+    "a scan over three chunks": (SelectiveScanOp(held=True), scan_case((2, 131, 4, 3, 1, 7))),
+    "a scan from zeros": (SelectiveScanOp(), scan_case((1, 70, 2, 3, 2, 4))[:5]),
+}
+
+
+def transcript(op: Any, arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The same in float64, one token at a time."""
+    if isinstance(op, GatedDeltaOp):
+        return gated_delta(*arrays[:5], arrays[5] if op.held else None, op.scale)
+    x, dt, a, b, c, *start = arrays
+    return ssd(x, dt, a, b, c, None, start[0] if start else None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_are_the_recurrence(case: str, form: str) -> None:
+    op, arrays = CASES[case]
+    got = jax.jit(lambda *a: IMPLEMENTATIONS[form](op, *a))(*(np.float32(a) for a in arrays))
+    for result, want in zip(got, transcript(op, arrays), strict=True):
+        assert distance(result, want) <= 1e-5
+
+
+@pytest.mark.parametrize("op", [GatedDeltaOp(held=True, every=True), SelectiveScanOp(held=True, every=True)])
+def test_one_token_needs_no_loop(op: Any) -> None:
+    """The step alone is what a loop over one token gives, and there is no loop in it."""
+    case = delta_case((3, 1, 2, 5, 4, 7)) if isinstance(op, GatedDeltaOp) else scan_case((3, 1, 4, 6, 2, 5))
+    arrays = [np.float32(a) for a in case]
+    step = jax.jit(lambda *a: IMPLEMENTATIONS["one_token"](op, *a))
+    for got, want in zip(step(*arrays), op.eval(*map(jnp.asarray, arrays)), strict=True):
+        assert distance(got, np.asarray(want, np.float64)) <= 1e-6
+    assert "while" not in step.lower(*arrays).as_text()
+
+
+CHOICES = {
+    "one token": ((2, 1, 1, 8, 2, 8), {}, "cpu", "one_token"),
+    "a few tokens": ((2, 5, 1, 8, 2, 8), {}, "h100", None),
+    "many on a GPU": ((2, 64, 1, 8, 2, 8), {}, "h100", "chunks_at_once"),
+    "many on a CPU": ((2, 64, 1, 8, 2, 8), {}, "cpu", "chunk_by_chunk"),
+    "every state is asked for": ((2, 64, 1, 8, 2, 8), {"every": True}, "h100", None),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_form_follows_from_the_tokens_and_the_device(case: str) -> None:
+    sizes, options, device, want = CHOICES[case]
+    types = tuple(TensorType(a.shape, np.dtype(np.float32)) for a in delta_case(sizes)[:5])
+    found = choose((GatedDeltaOp(**options), types), DEVICES[device])
+    assert (None if found is None else found.implementation) == want
+
+
+def test_a_triangular_system_of_equal_keys_is_solved() -> None:
+    """Powers of such a matrix would grow to 10¹⁸ and cancel."""
+    a = np.tril(np.ones((64, 64)), -1)
+    want = np.linalg.inv(np.eye(64) + a)
+    assert distance(jax.jit(unit_lower_inverse)(np.float32(a)), want) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_have_the_gradient_of_the_recurrence(form: str) -> None:
+    """Of every operand, along a random direction, against central differences of the transcript in float64."""
+    for case in ("a part of a chunk is left", "a scan over three chunks"):
+        op, arrays = CASES[case]
+        arrays = [a[:, :70] if a.ndim > 2 and a.shape[1] == 131 else a for a in arrays]
+        rng = np.random.default_rng(3)
+        steps = [rng.normal(size=a.shape) * (0.1 if a is arrays[3] or a is arrays[1] else 1) for a in arrays]
+        weights = [rng.normal(size=r.shape) for r in transcript(op, arrays)]
+
+        def value(h: float, op: Any = op, arrays: Any = arrays, steps: Any = steps, weights: Any = weights) -> float:
+            moved = [a + h * s for a, s in zip(arrays, steps, strict=True)]
+            return sum(float((r * w).sum()) for r, w in zip(transcript(op, moved), weights, strict=True))
+
+        def loss(*given: Any, op: Any = op, weights: Any = weights) -> Any:
+            results = IMPLEMENTATIONS[form](op, *given)
+            return sum((r * np.float32(w)).sum() for r, w in zip(results, weights, strict=True))
+
+        gradients = jax.jit(jax.grad(loss, tuple(range(6))))(*(np.float32(a) for a in arrays))
+        terms = [np.asarray(g, np.float64) * s for g, s in zip(gradients, steps, strict=True)]
+        got, size = sum(t.sum() for t in terms), sum(np.abs(t).sum() for t in terms)
+        assert abs(got - (value(1e-5) - value(-1e-5)) / 2e-5) <= 2e-5 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_four_thousand_tokens_stay_near_the_recurrence(form: str) -> None:
+    """And a token of a long sequence costs no more than one of a short one."""
+    seconds = {}
+    for tokens in (1024, 4096):
+        op, arrays = GatedDeltaOp(held=True), delta_case((1, tokens, 1, 32, 2, 32))
+        run = jax.jit(lambda *a, op=op: IMPLEMENTATIONS[form](op, *a))
+        given = [np.float32(a) for a in arrays]
+        got = jax.block_until_ready(run(*given))
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*given))
+            times.append(time.perf_counter() - start)
+        seconds[tokens] = min(times) / tokens
+        if tokens == 4096:
+            for result, want in zip(got, transcript(op, arrays), strict=True):
+                assert distance(result, want) <= 1e-4
+    assert seconds[4096] <= 2 * seconds[1024]
