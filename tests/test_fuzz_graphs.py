@@ -42,7 +42,8 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
      "While", "Scan", "CustomVjp", "FakeQuantize", "Fft", "Solve", "Det",
      "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids",
      "TokenScan", "TokenWindows", "TailRows", "Recurrent", "CausalWindow", "Carried",
-     "GatedDeltaOp", "SelectiveScanOp", "CausalConvOp"), NO_PASS,
+     "GatedDeltaOp", "SelectiveScanOp", "CausalConvOp",
+     "TimeSteps", "CausalConv", "GatedDelta", "SelectiveScan"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 

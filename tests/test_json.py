@@ -92,6 +92,11 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.FirstToken(), ("f32 2 3 8",)),
     (hir.CausalWindow(3), ("f32 2 4 5",)),
     (hir.Carried(hir.CausalWindow(3), 1, every=True), ("f32 2 4 5", "f32 2 2 5", "i32 2", "i32 2")),
+    (hir.TimeSteps(0.25, 0.5), ("f32 2 3 4", "f32 4", "f32 4")),
+    (hir.CausalConv(), ("f32 2 4 6", "f32 6 1 3")),
+    (hir.CausalConv(bias=True), ("f32 2 4 6", "f32 6 1", "f32 6")),
+    (hir.GatedDelta(2, 4, 0.5, 1e-6), (*["f32 2 3 6"] * 2, "f32 2 3 20", *["f32 2 3 4"] * 2)),
+    (hir.SelectiveScan(4, 2), ("f32 2 3 12", "f32 2 3 4", "f32 4", *["f32 2 3 10"] * 2)),
     (hir.CountedPositions(1), ("i32 2 3",)),
     (hir.RelativeBias(8, 16), ("f32 9 2", "f32 2 3 8")),
     (

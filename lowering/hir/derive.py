@@ -341,6 +341,9 @@ RULES: dict[type[Op], Rule] = {
     hir.LastToken: last_token,
     hir.Recurrent: carried,
     hir.CausalWindow: carried,
+    hir.CausalConv: carried,
+    hir.GatedDelta: carried,
+    hir.SelectiveScan: carried,
 }
 """The blocks that know the sequence. Nothing else mentions a cache."""
 

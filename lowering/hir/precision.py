@@ -54,7 +54,7 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
                 return _leaf(b, node.op, dtype)
             if node.op.regions():
                 return None
-            if isinstance(node.op, Hir) and node.op.traits.keeps_f32:
+            if keeps_f32(node.op):
                 return b.add(node.op, *(_as_given(b, v) for v in inputs))
             before = [old.nodes[v.node].op for v in node.inputs]
             if number in kept:
@@ -66,6 +66,12 @@ def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
         return fn
 
     return _outputs_in_f32(written_as_read(rewrite(graph, enter, types, "precision"), types), types)
+
+
+def keeps_f32(op: Op) -> bool:
+    """Whether a block takes its operands as they are; one that carries a state does so behind an earlier call too."""
+    block = op.block if isinstance(op, hir.Carried) else op
+    return isinstance(block, Hir) and block.traits.keeps_f32
 
 
 def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | None:

@@ -77,8 +77,8 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formula
-from tests.oracles.gated_delta import causal_conv, gated_delta
-from tests.oracles.mamba2 import ssd
+from tests.oracles.gated_delta import causal_conv, gated_delta, l2_norm
+from tests.oracles.mamba2 import ssd, time_step
 
 Array = np.ndarray[Any, Any]
 Meaning = Callable[..., Any]
@@ -563,6 +563,48 @@ def causal_window(
     return (windows, MIR[TailRows](TailRows(past), tokens, lengths), *([windows[:, :, 1:]] if every else []))
 
 
+def time_steps(op: hir.TimeSteps, t: Array, bias: Array, a_log: Array) -> tuple[Array, Array]:
+    """Steps between the limits, and rates."""
+    return time_step(t, bias, (op.low, np.inf if op.high is None else op.high)), -np.exp(a_log)
+
+
+def causal_conv_block(
+    op: hir.CausalConv, x: Array, w: Array, *bias: Array, start: Sequence[Array] = (), lengths: Any = None,
+    every: bool = False,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Behind zeros, or the rows before."""
+    flat = w.reshape(len(w), -1)
+    past = flat.shape[1] - 1
+    rows = np.concatenate([start[0] if start else np.zeros((len(x), past, x.shape[2])), x], 1)
+    out = causal_conv(x, flat, *bias or (None,), tail=rows[:, :past])[0]
+    if lengths is None:
+        return (out,)
+    each = [MIR[TokenWindows](TokenWindows(past + 1), rows)[:, :, 1:]] if every else []
+    return (out, MIR[TailRows](TailRows(past), rows, lengths), *each)
+
+
+def packed_state(
+    op: hir.GatedDelta | hir.SelectiveScan, *operands: Array, start: Sequence[Array] = (), lengths: Any = None,
+    every: bool = False,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Heads apart; tokens behind the end of a row change nothing."""
+    given = list(operands)
+    tokens = given[0].shape[1]
+    live = np.ones(given[0].shape[:2]) if lengths is None else np.arange(tokens)[None] < lengths[:, None]
+    heads = lambda x, n: x.reshape(*x.shape[:2], n, -1)  # noqa: E731
+    if isinstance(op, hir.GatedDelta):
+        q, k = (heads(x, op.key_heads) for x in given[:2])
+        q, k = (q, k) if op.unit is None else (l2_norm(q, op.unit), l2_norm(k, op.unit))
+        given = [q, k, heads(given[2], op.value_heads), *(x * live[:, :, None] for x in given[3:])]
+        out, *states = delta(GatedDeltaOp(op.scale, bool(start), every), *given, *start)
+    else:
+        x, dt, a, *gates = given
+        given = [heads(x, op.heads), dt * live[:, :, None], a, *(heads(t, op.groups) for t in gates)]
+        out, *states = selective_scan(SelectiveScanOp(bool(start), every), *given, *start)
+    out = out.reshape(*out.shape[:2], -1)
+    return (out,) if lengths is None else (out, *states)
+
+
 def carried(op: hir.Carried, *operands: Array) -> tuple[Array, ...]:
     """A row that has read nothing starts from the initial value."""
     own = len(operands) - op.states - 2
@@ -603,6 +645,10 @@ HIR: dict[type[Op], Meaning] = {
     hir.Recurrent: recurrent,
     hir.Carried: carried,
     hir.CausalWindow: causal_window,
+    hir.TimeSteps: time_steps,
+    hir.CausalConv: causal_conv_block,
+    hir.GatedDelta: packed_state,
+    hir.SelectiveScan: packed_state,
 }
 """What each block means."""
 

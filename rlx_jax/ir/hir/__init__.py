@@ -36,6 +36,10 @@ from rlx_jax.ir.hir.sequence import RopeAngles as RopeAngles
 from rlx_jax.ir.hir.sequence import RopeRows as RopeRows
 from rlx_jax.ir.hir.sequence import Sinusoids as Sinusoids
 from rlx_jax.ir.hir.sequence import attention as attention
+from rlx_jax.ir.hir.state_space import CausalConv as CausalConv
+from rlx_jax.ir.hir.state_space import GatedDelta as GatedDelta
+from rlx_jax.ir.hir.state_space import SelectiveScan as SelectiveScan
+from rlx_jax.ir.hir.state_space import TimeSteps as TimeSteps
 from rlx_jax.ir.hir.token_wise import Embed as Embed
 from rlx_jax.ir.hir.token_wise import GatedFfn as GatedFfn
 from rlx_jax.ir.hir.token_wise import LayerNorm as LayerNorm
@@ -47,6 +51,6 @@ BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
-    Carried, CausalWindow, Recurrent,
+    Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps,
 )  # fmt: skip
 """Every block."""
