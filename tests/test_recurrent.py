@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,12 +12,18 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir.graph import Builder, Hir, TypeCache, Value
 from rlx_jax.ir.ops.custom import small_constant
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.reduce import Cumsum
+from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
+from rlx_jax.ir.ops.windows import TailRows
 from rlx_jax.ir.token_step import traced_step
-from rlx_jax.ir.types import tensor_type
+from rlx_jax.ir.traits import BLOCK
+from rlx_jax.ir.types import TensorType, tensor_type
+from rlx_jax.lowering.hir import continued, derive
 from rlx_jax.lowering.lower import as_function
 from tests.fuzz import meaning as formulas
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, compiled, head, tokens_flow, w
@@ -187,6 +194,59 @@ def test_the_state_after_every_token(name: str, fresh: bool) -> None:
     assert len(got) == len(want) == 3
     for g, expected in zip(got, want, strict=True):
         close(g, expected)
+
+
+# -- blocks of a plugin ---------------------------------------------------------------------------
+
+
+ALL_OF = (None, None, None)
+
+
+@dataclass(frozen=True)
+class RunningTotal(Hir):
+    """The sum of the tokens up to each, by the protocol; where `careless`, padding counts."""
+
+    traits = BLOCK
+    careless: bool = False
+
+    def slots(self, *operands: TensorType) -> tuple[hir.StateSlot, ...]:
+        return (hir.StateSlot("total", TensorType(operands[0].shape[2:], operands[0].dtype)),)
+
+    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        return self.expand_from(b, operands).results
+
+    def expand_from(
+        self, b: Builder, operands: Any, start: Any = None, lengths: Any = None, every: bool = False
+    ) -> hir.BlockRun:
+        before = b(Narrow(1, 0, 1), operands[0])
+        none = b(Binary("sub"), before, before) if start is None else b(Reshape((-1, 1, H)), start[0])
+        sums = b(Cumsum(1), b(Concat(1), none, operands[0]))
+        use = lengths is None or self.careless
+        last = b(Narrow(1, -1, 1), sums) if use else b(TailRows(1), sums, lengths)
+        return hir.BlockRun((b(Slice((ALL_OF, (1, None, None))), sums),), (b(Reshape((-1, H)), last),))
+
+
+def test_a_block_of_a_plugin_is_tried() -> None:
+    """One that follows the protocol generates by the same rule; one that reads padding is refused by its path."""
+    plugin = rlx.Plugin("p", derive={RunningTotal: derive.carried})
+    with rlx.plugins.using(plugin):
+        right, wrong = (
+            head(tokens_flow().custom_named("sum", lambda emit, x, op=op: emit.add_node(op, x)))
+            for op in (RunningTotal(), RunningTotal(careless=True))
+        )
+        logits, state = rlx.CausalLM(right, EMBEDDING).prefill([[3, 1, 4], [2, 0, 0]], lengths=[3, 1])
+        close(logits[0, -1], EMBEDDING["e"] @ EMBEDDING["e"][[3, 1, 4]].sum(0))
+        close(state.state.leaves["sum.total"][1], EMBEDDING["e"][2])
+        compiled(wrong, EMBEDDING)
+        with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row read in pieces"):
+            compiled(wrong, EMBEDDING, program="prefill").text("mir")
+
+
+def test_blocks_of_the_package_pass_the_trial() -> None:
+    """What is refused of others holds of them."""
+    x, a, h = (tensor_type(shape, "f32", "t") for shape in (("batch", "seq", 4), (), (4,)))
+    asked = [(block, (x, a, h)[: {"a window": 1, "from an operand": 3}.get(name, 2)]) for name, block in BLOCKS.items()]
+    assert continued._tried(TypeCache(), asked) == [""] * len(asked)
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.region import Repeat, unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import Path, TensorType, path_text, symbol
-from rlx_jax.lowering.hir import packed
+from rlx_jax.lowering.hir import continued, packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.request import Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
@@ -100,6 +100,8 @@ def derive(
     if program in CACHED_PROGRAMS:
         check_last_tokens(graph)
     try_slices(graph, types)
+    if program in CACHED_PROGRAMS:
+        continued.try_blocks(graph, types, lambda op: rule_of(op) is carried)
     d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
     brought = request_of(graph) if program in CACHED_PROGRAMS else Brought()
 
@@ -288,7 +290,10 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
         )
     if x.shape[:2] != (symbol("batch"), symbol("seq")):
         raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
-    slots = block.slots(*(b.type(v) for v in inputs))
+    operands = tuple(b.type(v) for v in inputs)
+    if continued.is_tried(block) and (reason := d.types.ask(continued.differing, block, operands)):
+        raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
+    slots = block.slots(*operands)
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
     every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
     op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)

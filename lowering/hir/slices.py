@@ -49,7 +49,9 @@ def dims_of(operands: tuple[TensorType, ...]) -> tuple[str, ...]:
 
 def _tried(types: TypeCache, asked: list[Asked]) -> list[dict[str, str]]:
     """`differing` for each, evaluated by one program. At once, as a program may be derived inside a trace."""
-    drawn = [[_random(t.bind({**dict.fromkeys(t.symbols, 2), **SIZES})) for t in operands] for _, operands in asked]
+    drawn = [
+        [random_array(t.bind({**dict.fromkeys(t.symbols, 2), **SIZES})) for t in operands] for _, operands in asked
+    ]
     plans = [list(_cuts(operands)) for _, operands in asked]
     functions = [as_function(op, operands, types) for op, operands in asked]
 
@@ -86,7 +88,8 @@ def _axis(t: TensorType, dim: str) -> int | None:
     return next((i for i, size in enumerate(t.shape) if str(size) == dim), None)
 
 
-def _random(t: TensorType) -> np.ndarray[Any, Any]:
+def random_array(t: TensorType) -> np.ndarray[Any, Any]:
+    """Numbers of a type: normal ones, 0 and 1 where they are whole."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 2, t.shape) if t.dtype.kind in "biu" else rng.standard_normal(t.shape)
     return drawn.astype(t.dtype)

@@ -104,8 +104,9 @@ def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
 
 
 def callbacks(jaxpr: Any) -> set[str]:
-    """The primitives of a jaxpr, those inside of others included, that call Python when they run."""
-    found = {eqn.primitive.name for eqn in jaxpr.eqns if "callback" in eqn.primitive.name}
+    """The primitives of a jaxpr, those inside of others included, that call Python when they run, or draw anew."""
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    found = {name for name in names if "callback" in name or name == "rng_uniform"}
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
             for item in value if isinstance(value, tuple | list) else (value,):

@@ -14,7 +14,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, located
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.token_step import traced_step
-from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.weight_part import WeightPart
 from rlx_jax.trace.writer import V, is_number
@@ -103,6 +103,7 @@ class Recurring(Attending[V]):
         for t in types:
             if t.rank < 2 or t.shape[:2] != types[0].shape[:2]:
                 raise ShapeError(f"{where}: x is [B, S, …], got {', '.join(map(str, types))}")
+            _check_static(where, "x", t, t.shape[2:])
 
     def _check_shared(self, where: str, what: str, values: Sequence[Any], x: Any) -> None:
         """What every row and token reads has neither as an axis."""
@@ -114,6 +115,7 @@ class Recurring(Attending[V]):
                     f"{where}: {what} {number} is {t}: every row and token reads the same one; give what has "
                     f"{' and '.join(found)} as an axis as a part of x, [B, S, …]"
                 )
+            _check_static(where, f"{what} {number}", t, t.shape)
 
     def _slots(
         self, where: str, starts: Sequence[Any], x: Any, first: int
@@ -135,6 +137,12 @@ class Recurring(Attending[V]):
         if not slots:
             raise GraphError(f"{where}: init has no arrays; what carries no state treats tokens alone: use emit.jax")
         return tuple(slots), learned
+
+
+def _check_static(where: str, what: str, t: TensorType, sizes: Sequence[Any]) -> None:
+    """A step is traced once, for arrays of one size."""
+    if not all(map(is_static, sizes)):
+        raise ShapeError(f"{where}: {what} is {t}: beside batch and tokens every size is a number")
 
 
 def _start_array(where: str, start: Any) -> Constant:
