@@ -79,6 +79,11 @@ from rlx_jax.blocks.linear import LmHead as LmHead
 from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.moe import MIXTRAL_KEYS as MIXTRAL_KEYS
+from rlx_jax.blocks.moe import STACKED_KEYS as STACKED_KEYS
+from rlx_jax.blocks.moe import ExpertKeys as ExpertKeys
+from rlx_jax.blocks.moe import MoeFfn as MoeFfn
+from rlx_jax.blocks.moe import MoeSpec as MoeSpec
 from rlx_jax.blocks.nomic import NomicEncoderLayer as NomicEncoderLayer
 from rlx_jax.blocks.nomic import NomicEncoderLayerSpec as NomicEncoderLayerSpec
 from rlx_jax.blocks.norm import GemmaRmsNorm as GemmaRmsNorm
@@ -120,6 +125,7 @@ from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
 from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
 from rlx_jax.ir.hir import MaskKind as MaskKind
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
+from rlx_jax.trace.weight_part import WeightStack as WeightStack
 
 FlowStage = (
     Embed | RopeTables | ZeroBeta | AttnMask | LlamaDecoder | Repeat | Named | Sequence | RmsNorm

@@ -11,6 +11,7 @@ from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, GeGlu, SwiGlu
 from rlx_jax.blocks.linear import Linear, ResidualAdd, ResidualSave
+from rlx_jax.blocks.moe import MoeFfn, MoeSpec
 from rlx_jax.blocks.norm import GemmaRmsNorm, RmsNorm
 from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.errors import GraphError
@@ -92,6 +93,7 @@ class DecoderLayerSpec:
         norms: which norms there are, and their keys.
         zero_centred: norms multiply with 1 + w, those of heads too.
         activation: of the gate, `silu` or `gelu_tanh`.
+        moe: experts in the place of the MLP.
         hidden_shape: what the input is held against, if given.
     """
 
@@ -111,9 +113,14 @@ class DecoderLayerSpec:
     zero_centred: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     mlp_bias: bool = False
+    moe: MoeSpec | None = None
     hidden_shape: HiddenShape = None
 
     def __post_init__(self) -> None:
+        if self.moe is not None and self.mlp_bias:
+            raise GraphError(
+                "DecoderLayerSpec: mlp_bias is of an MLP, and moe has experts in its place; give one of them"
+            )
         for name, known in (("activation", tuple(GATES)), ("qk_norm", (None, "heads"))):
             if getattr(self, name) not in known:
                 said = " or ".join(map(repr, known))
@@ -137,16 +144,21 @@ class DecoderLayerSpec:
         o_proj, n = f"{prefix}.self_attn.o_proj", self.norms
         bias = f"{o_proj}.bias" if self.output_bias else None
         output = Linear(f"{o_proj}.weight", bias_key=bias, roles=("hidden", "heads"))
-        mlp = GATES[self.activation].hf_mlp(prefix, self.mlp_bias)
         return Sequence(
             (
                 *([] if self.hidden_shape is None else [CheckHidden(self.hidden_shape, stage)]),
                 *self._added(
                     prefix, n.before_attention, [attention, Named("self_attn", output, again=True)], n.after_attention
                 ),
-                *self._added(prefix, n.before_mlp, [mlp], n.after_mlp),
+                *self._added(prefix, n.before_mlp, [self.mlp(prefix)], n.after_mlp),
             )
         )
+
+    def mlp(self, prefix: str) -> SwiGlu | GeGlu | MoeFfn:
+        """The MLP of the layer under `prefix`, or its experts."""
+        if self.moe is not None:
+            return MoeFfn(prefix, self.moe, self.activation)
+        return GATES[self.activation].hf_mlp(prefix, self.mlp_bias)
 
     def whole(self, emit: Emit, x: FlowValue, prefix: str, attention: BlockStage, stage: str) -> FlowValue:
         """The layer as the work of one stage: its own sums leave the register of ResidualSave as it was."""
@@ -167,17 +179,21 @@ class DecoderLayerSpec:
         return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
 
     def shapes(self, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Every weight of the layer by its key inside it, for values `[B,S,hidden]` and an MLP `inner` wide."""
+        """Every weight of the layer by its key inside it, for values `[B,S,hidden]` and an MLP `inner` wide; experts
+        know their own width."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names = (getattr(self.norms, f.name) for f in fields(self.norms))
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
         attention = dict(zip(ATTENTION, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
-        mlp = dict(zip(MLP, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
+        dense = dict(zip(MLP, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
+        mlp = {} if self.moe is not None else dense
         biased = ATTENTION[:3] * self.qkv_bias + ATTENTION[3:] * self.output_bias + MLP * self.mlp_bias
         for name, shape in (attention | mlp).items():
             shapes[f"{name}.weight"] = shape
             if name in biased:
                 shapes[f"{name}.bias"] = shape[:1]
+        if self.moe is not None:
+            shapes |= self.moe.shapes(hidden)
         if self.qk_norm is not None:
             shapes |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk"}
         return shapes

@@ -23,6 +23,7 @@ from rlx_jax.ir.graph import (
     Value,
     as_values,
 )
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.norm import RmsNormOp
 from rlx_jax.ir.plugins import direct_rule
@@ -114,11 +115,17 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
     return None
 
 
+def experts(op: hir.Experts, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """experts(x, …) → the one op, which computes those that were chosen."""
+    return b.add(ExpertFfn(op.activation, op.contract), *inputs)
+
+
 DIRECT: dict[type[Hir], LowerRule] = {
     hir.Linear: linear,
     hir.Attention: attention,
     hir.CachedAttention: cached_attention,
     hir.RmsNorm: rms_norm,
+    hir.Experts: experts,
 }
 """Better lowerings than `expand`, by block. Plugins have more, for blocks of their own."""
 

@@ -34,10 +34,12 @@ from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
+from rlx_jax.models.mixtral import MixtralFlow as MixtralFlow
 from rlx_jax.models.mpnet import MPNetFlow as MPNetFlow
 from rlx_jax.models.nomic import NomicFlow as NomicFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
+from rlx_jax.models.qwen3_moe import Qwen3MoeFlow as Qwen3MoeFlow
 from rlx_jax.models.roberta import RobertaFlow as RobertaFlow
 from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
 from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow

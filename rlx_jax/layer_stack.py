@@ -152,6 +152,10 @@ class Stages:
         """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
         return self.stage(blocks.SwiGlu.hf_mlp(prefix))
 
+    def moe(self, prefix: str, spec: blocks.MoeSpec, activation: str = "silu") -> Self:
+        """A mixture of experts whose weights stand under `prefix`: `[…, H]` → same."""
+        return self.stage(blocks.MoeFfn(prefix, spec, activation))
+
     def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> Self:
         """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))

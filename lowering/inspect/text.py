@@ -39,6 +39,7 @@ def dump_lir(lir: Lir) -> str:
         f"  {lir.plan.text()}",
         *(f"  attention {line}" for line in lir.attention()),
         *(f"  products {line}" for line in lir.products() if str(XLA) not in line),
+        *(f"  experts {line}" for line in lir.experts()),
         f"  arena: {bytes_text(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",
         f"  schedule: {len(lir.graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",

@@ -8,11 +8,13 @@ from typing import Any
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
 from rlx_jax.lowering.lir.choices import Call, Choice
+from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, ragged
 from rlx_jax.lowering.lir.products import choose_products, row
 from rlx_jax.lowering.lir.recurrent import choose_recurrent, chunk_by_chunk, chunks_at_once, one_token
 
@@ -24,25 +26,31 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "one_token": one_token,
     "chunks_at_once": chunks_at_once,
     "chunk_by_chunk": chunk_by_chunk,
+    "gathered": gathered,
+    "blocked": blocked,
+    "ragged": ragged,
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""
 
 ONLY = {"cudnn": "cuda"}
 """The platform that an implementation runs on, where it is one."""
 
-CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp)
+CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn)
 """The ops that may have a choice."""
 
 
-def choose_all(graph: Graph, device: Device, attention: str, products: str) -> dict[Call, Choice]:
-    """The implementation of every attention of a program with static sizes, and of products and recurrences where
-    `eval` loses.
+def choose_all(
+    graph: Graph, device: Device, attention: str, products: str, experts: str, divided: bool = False
+) -> dict[Call, Choice]:
+    """The implementation of every attention and mixture of experts of a program with static sizes, and of products and
+    recurrences where `eval` loses. `divided`: experts are, over devices.
 
     Raises:
         UnsupportedError: see `choose_attention`.
     """
     chosen = choose_attention(graph, device, attention)
-    return chosen | choose_products(graph, device, products) | choose_recurrent(graph, device)
+    chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device)
+    return chosen | choose_experts(graph, device, experts, divided)
 
 
 def runnable(choices: Mapping[Call, Choice], kind: str) -> dict[Call, Choice]:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import EVERY, Graph, StateRead
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import TensorType, path_text
 from rlx_jax.lowering.lir.attention import attentions
-from rlx_jax.lowering.lir.choices import XLA, Call, Choice
+from rlx_jax.lowering.lir.choices import XLA, Call, Choice, call_of
 from rlx_jax.lowering.lir.products import products
 
 
@@ -21,8 +22,8 @@ from rlx_jax.lowering.lir.products import products
 class Plan:
     """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
     recomputes of each layer (`remat`: none or a name in `interpret.REMAT`), the `implementation` of attention that was
-    asked for, how attentions and products run (`choices`), what was asked of products, options for XLA. `unread` are
-    keys of weights of the program that was planned for which the plan has no use."""
+    asked for, how attentions, products and experts run (`choices`), what was asked of products and experts, options
+    for XLA. `unread` are keys of weights of the program that was planned for which the plan has no use."""
 
     target: str
     scan: bool
@@ -34,6 +35,7 @@ class Plan:
     compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     products: str = "auto"
+    experts: str = "auto"
 
     def text(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"
@@ -60,6 +62,11 @@ class Lir:
         """How products with weights run: how many, by what and why. A layer that repeats counts once."""
         found = Counter(str(self.plan.choices.get(call, XLA)) for call in products(self.graph))
         return tuple(f"{count} by {choice}" for choice, count in found.items())
+
+    def experts(self) -> tuple[str, ...]:
+        """One line for each mixture of experts: its block path, the implementation and the reason."""
+        found = ((path_text(n.origin.path), call_of(g, n)) for g, n in self.graph.walk() if isinstance(n.op, ExpertFfn))
+        return tuple(f"{path}: {self.plan.choices.get(call, XLA)}" for path, call in found)
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:

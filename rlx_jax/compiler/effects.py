@@ -13,6 +13,7 @@ from rlx_jax.errors import RlxWarning, listing
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Node
 from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -88,6 +89,11 @@ def has_float_parameters(facts: Facts) -> bool:
 def has_products(facts: Facts) -> bool:
     """An op has a precision of its own: a matrix product, attention, a function of the user that may hold one."""
     return any(hasattr(node.op, "precision") for node in facts.nodes())
+
+
+def has_experts(facts: Facts) -> bool:
+    """There is a mixture of experts, for which an implementation is chosen."""
+    return any(isinstance(node.op, ExpertFfn) for node in facts.nodes())
 
 
 def has_attention(facts: Facts) -> bool:
@@ -282,6 +288,7 @@ EFFECTS: Mapping[str, Idle] = {
     "backend.*.skip_fusion": skipped,
     "backend.*.unfuse_regions": unfused,
     "backend.*.products": without(has_products, "there is no matrix product"),
+    "backend.*.experts": without(has_experts, "there is no mixture of experts"),
     "backend.*.steps_per_dispatch": generated,
     "backend.*.stop_early": generated,
     "backend.*.compiler_options": always,

@@ -43,7 +43,7 @@ from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.emit import input_type
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 from rlx_jax.weights.source import open_weights
 
 POLICIES = ("direct", "fusable")
@@ -211,10 +211,10 @@ class GraphModule(Builders[Value]):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
         return self.inside(value)
 
-    def weight(self, weight: Value | WeightKey, roles: Roles | None = None) -> Value:
+    def weight(self, weight: Value | WeightKey | WeightStack, roles: Roles | None = None) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""
-        if isinstance(weight, str | WeightPart):
-            key = stored_key(weight)
+        if isinstance(weight, str | WeightPart | WeightStack):
+            key = weight.keys[0] if isinstance(weight, WeightStack) else stored_key(weight)
             raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({key!r}, shape) declares the weight")
         return weight
 

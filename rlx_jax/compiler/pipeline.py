@@ -189,7 +189,9 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     plan = replace(
         make_plan(settings),
         donate_inputs=reusable_inputs(graph, settings.donate_inputs),
-        choices=choose_all(graph, settings.device, settings.attention, settings.products),
+        choices=choose_all(
+            graph, settings.device, settings.attention, settings.products, settings.experts, experts_apart(settings)
+        ),
     )
     return Lir(graph, plan)
 
@@ -213,7 +215,13 @@ def make_plan(settings: Settings) -> Plan:
         implementation=settings.attention,
         compiler_options=options,
         products=settings.products,
+        experts=settings.experts,
     )
+
+
+def experts_apart(settings: Settings) -> bool:
+    """Whether devices have experts of their own."""
+    return settings.division is not None and settings.division.parts("experts") > 1
 
 
 def lir_of(built: Built, profile: CompileProfile | None, sizes: Mapping[str, int]) -> Lir:

@@ -43,7 +43,8 @@ class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
-    classes: the dtypes of the mixed policy `custom`. `products` and `loop`: see the profile's `backend` table.
+    classes: the dtypes of the mixed policy `custom`. `products`, `experts` and `loop`: see the profile's
+        `backend` table.
     `sharding`: the mesh axes of each role.
     """
 
@@ -69,6 +70,7 @@ class Settings:
     donate_state: bool
     donate_inputs: tuple[str, ...]
     products: str
+    experts: str
     loop: Loop
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
     sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -139,6 +141,7 @@ def settings_for(
         donate_state=profile.donation.state,
         donate_inputs=profile.donation.inputs,
         products=backend.products,
+        experts=backend.experts,
         loop=choose_loop(backend, target),
         compiler_options=tuple(sorted(backend.compiler_options.items())),
         sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
@@ -181,6 +184,7 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         donate_state=False,
         donate_inputs=(),
         products="auto",
+        experts="auto",
         loop=choose_loop(Backend(), target),
         compiler_options=(),
     )
@@ -196,6 +200,7 @@ def settings_of(plan: Plan) -> Settings:
         donate_state=plan.donate_state,
         donate_inputs=plan.donate_inputs,
         products=plan.products,
+        experts=plan.experts,
         compiler_options=tuple(sorted(plan.compiler_options.items())),
     )
 

@@ -252,9 +252,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal programs stacked along a new leading axis: one leaf for all layers of a scan."""
+    """Equal programs stacked along a new leading axis, which has the `role`: all layers of a scan, which are divided
+    over no devices, or the experts of a mixture."""
 
     parts: tuple[Program, ...]
+    role: str | None = None
     lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
@@ -277,11 +279,11 @@ class Stack:
         return f"stack({', '.join(map(str, self.parts))})"
 
     def over(self, *parts: Program) -> Program:
-        return Stack(parts)
+        return Stack(parts, self.role)
 
     def box(self, box: Box) -> Program:
         first, stop = box[0]
-        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[first:stop]))
+        return Stack(tuple(boxed(part, box[1:]) for part in self.parts[first:stop]), self.role)
 
     def join(self, *values: Any) -> Any:
         return jnp.stack(values)
@@ -293,7 +295,7 @@ class Stack:
         return braced(list(names))
 
     def roles(self, *parts: Roles) -> Roles:
-        return (None, *parts[0])
+        return (self.role, *parts[0])
 
 
 @dataclass(frozen=True)

@@ -210,12 +210,14 @@ class DecoderFlow(CausalFlow[C]):
 # -- keys --------------------------------------------------------------------------------------
 
 
-def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every checkpoint key with its shape: compile or `init` without a checkpoint."""
-    c = config
+def weight_specs(
+    config: DecoderConfig, dtype: Any = np.float32, layer_spec: Callable[[int], DecoderLayerSpec] | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every checkpoint key with its shape: compile or `init` without a checkpoint. `layer_spec` is the config's own."""
+    c, spec = config, layer_spec or config.layer_spec
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
-        layer = c.layer_spec(i).shapes(c.hidden_size, c.intermediate_size)
+        layer = spec(i).shapes(c.hidden_size, c.intermediate_size)
         shapes |= {f"model.layers.{i}.{key}": shape for key, shape in layer.items()}
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:

@@ -148,7 +148,12 @@ def common_fields(
 
 
 def plain_fields(
-    c: Fields, *, max_positions: int, kv_heads: int | None = None, head_dim: int | None = None
+    c: Fields,
+    *,
+    max_positions: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    theta: float = 1e4,
 ) -> PlainFields:
     """The common fields and the frequencies. Another activation than SwiGLU's is refused.
 
@@ -157,7 +162,7 @@ def plain_fields(
     """
     common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    return PlainFields(**common, inv_freq=rope_frequencies(c, common["head_dim"]))
+    return PlainFields(**common, inv_freq=rope_frequencies(c, common["head_dim"], theta))
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
@@ -199,9 +204,10 @@ def mask_of(window: int | None) -> MaskKind:
     return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
-def rope_frequencies(c: Fields, head_dim: int) -> Frequencies:
-    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim)
+def rope_frequencies(c: Fields, head_dim: int, theta: float = 1e4) -> Frequencies:
+    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4); `theta` is
+    the base where neither has one."""
+    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim, default=theta)
 
 
 def frequencies_of(

@@ -515,6 +515,7 @@ class CompiledModel:
             program=self.last.text if self.last else "",
             attention=executable.lir.attention(),
             products=executable.lir.products(),
+            experts=executable.lir.experts(),
             **asdict(cost(graph)),
             collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
             donated_bytes=memory.alias_size_in_bytes,

@@ -54,6 +54,7 @@ class Report:
     loop: Loop | None = None
     attention: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     flops: int | None = None
     bytes: int | None = None
     workspace: int | None = None
@@ -82,6 +83,7 @@ class Report:
         rows += [f"{'planned for':<18} {self.device}"]
         rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"{'products':<18} {p}" for p in self.products]
+        rows += [f"{'experts':<18} {e}" for e in self.experts]
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
         rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
         rows += [f"{'speculative':<18} {self.speculative}"] if self.speculative else []

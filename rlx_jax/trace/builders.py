@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
 from rlx_jax.ir import hir
@@ -23,7 +24,7 @@ from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.recurrence import Recurring
-from rlx_jax.trace.weight_part import WeightKey, WeightPart
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
@@ -235,6 +236,54 @@ class Builders(Recurring[V]):
     ) -> V:
         """`act(gate) ⊙ up` of the two halves of `[…, 2F]`, as one tensor op."""
         return self.add_node(FusedSwiGLU(gate_first, activation), x, out_shape=out_shape)
+
+    def route(
+        self,
+        logits: V,
+        bias: V | str | None = None,
+        *,
+        top_k: int,
+        scores: Literal["softmax", "sigmoid", "chosen"] = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+    ) -> tuple[V, V]:
+        """The `top_k` experts of each token: logits `[…, E]` → weights `[…, k]` f32 and ids `[…, k]` i32.
+
+        `scores` are a `softmax` over all logits, their `sigmoid`, or the logits themselves, of which those `chosen` are
+        put through a softmax. A `bias` `[E]` is added where experts are chosen, and not to their weights. With
+        `normalise` weights are divided by their sum; in the end they are multiplied with `scale`.
+        """
+        op = hir.Route(top_k, scores, normalise, scale, biased=bias is not None)
+        weights, ids = self.add_all(op, logits, *self._weights(bias))
+        return weights, ids
+
+    def experts(
+        self,
+        x: V,
+        weights: V,
+        ids: V,
+        *,
+        gate: V | WeightKey | WeightStack,
+        up: V | WeightKey | WeightStack,
+        down: V | WeightKey | WeightStack,
+        activation: str = "silu",
+        transpose: bool | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
+        """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids `[…, k]`.
+
+        As values gate and up are `[E, H, F]` and down `[E, F, H]`; as keys, or with `transpose`, each expert is
+        turned, as checkpoints store it. A `WeightStack` is the key of experts that are stored one by one.
+        """
+        given = (gate, up, down)
+        keys = [isinstance(w, str | WeightPart | WeightStack) for w in given]
+        if transpose is None and len(set(keys)) > 1:
+            raise GraphError(f"{self.path}: experts: gate, up and down are all keys, or all values; or say transpose=")
+        wide, narrow = (("experts", *roles) for roles in (("ffn", "hidden"), ("hidden", "ffn")))
+        roles = (wide, wide, narrow) if transpose is not False else (narrow, narrow, wide)
+        operands = [self.weight(w, r if key else None) for w, r, key in zip(given, roles, keys, strict=True)]
+        op = hir.Experts(activation, int(keys[0] if transpose is None else transpose))
+        return self.add_node(op, x, *operands, weights, ids, out_shape=out_shape)
 
     # -- tokens ------------------------------------------------------------------------------
 

@@ -33,13 +33,13 @@ from rlx_jax.errors import (
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Roles, Stack, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
-from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 
 F32 = np.dtype(np.float32)
 
@@ -183,9 +183,9 @@ class Emit(Builders[FlowValue]):
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
         return self.inside(value.value)
 
-    def weight(self, weight: FlowValue | WeightKey, roles: Roles | None = None) -> FlowValue:
+    def weight(self, weight: FlowValue | WeightKey | WeightStack, roles: Roles | None = None) -> FlowValue:
         """The weight under a key as stored, whose axes are `roles`; or a value as it is."""
-        return self.param(weight, roles=roles) if isinstance(weight, str | WeightPart) else weight
+        return self.param(weight, roles=roles) if isinstance(weight, str | WeightPart | WeightStack) else weight
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -219,10 +219,13 @@ class Emit(Builders[FlowValue]):
     # -- parameters --------------------------------------------------------------------------
 
     def param(
-        self, key: WeightKey, shape: tuple[int, ...] | None = None, roles: Sequence[str | None] | None = None
+        self,
+        key: WeightKey | WeightStack,
+        shape: tuple[int, ...] | None = None,
+        roles: Sequence[str | None] | None = None,
     ) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
-        Of a `WeightPart` that part, and `shape` is the part's.
+        Of a `WeightPart` that part, and `shape` is the part's; of a `WeightStack` all of them, one behind the other.
 
         `linear(x, key)` and `linear(x, w, transpose=True)` read it as it is. Floating weights enter the program as f32,
         decoded where they are packed.
@@ -237,6 +240,34 @@ class Emit(Builders[FlowValue]):
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
+        if isinstance(key, WeightStack):
+            program = self._stacked(key, shape, roles)
+        else:
+            program = self._read(key, shape)
+            if roles is not None:
+                self._say(stored_key(key), roles, program.type)
+        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def _stacked(self, keys: WeightStack, shape: tuple[int, ...] | None, roles: Sequence[str | None] | None) -> Program:
+        """The weights under all of the keys, as one."""
+        if shape is not None and shape[:1] != (keys.count,):
+            raise WeightShapeError(f"{self.path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
+        rows = {key: self._read(key, None if shape is None else tuple(shape[1:])) for key in keys.keys}
+        first = next(iter(rows.values())).type
+        for key, row in rows.items():
+            if row.type != first:
+                raise WeightShapeError(
+                    f"{self.path}: {self._weight_at(key)} is {row.type}, the first of {keys} {first}"
+                )
+        found = Stack(tuple(rows.values()), None if roles is None else roles[0])
+        if roles is not None:
+            check_roles(roles, found.type, f"{self.path}: weight {keys}")
+            for key in rows:
+                self._say(key, roles[1:], first)
+        return found
+
+    def _read(self, key: WeightKey, shape: tuple[int, ...] | None) -> Program:
+        """The weight under one key, or a part of it, in the dtype of flows."""
         part = key if isinstance(key, WeightPart) else None
         key = stored_key(key)
         if not isinstance(key, str):
@@ -252,9 +283,7 @@ class Emit(Builders[FlowValue]):
             )
         program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
         self.keys_read[key] = None
-        if roles is not None:
-            self._say(key, roles, program.type)
-        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+        return program
 
     def say_roles(self, weight: FlowValue, roles: Sequence[str | None]) -> None:
         """Say what the axes of a weight that was read before are here too."""

@@ -1,4 +1,4 @@
-"""A part of a stored weight as a key: one of several projections that a checkpoint stores as one tensor."""
+"""Keys that are not one stored tensor: a part of one that holds several projections, and one tensor made of several."""
 
 from __future__ import annotations
 
@@ -58,6 +58,34 @@ class WeightPart:
             )
         size = shape[self.axis] // self.count
         return sliced(stored, self.axis, self.index * size, (self.index + 1) * size)
+
+
+@dataclass(frozen=True)
+class WeightStack:
+    """The weights under the keys that `template` makes of 0, 1 … `count` − 1, as one with a leading axis: experts that
+    a checkpoint stores one by one.
+
+    >>> WeightStack("mlp.experts.{}.up_proj.weight", 2).keys
+    ('mlp.experts.0.up_proj.weight', 'mlp.experts.1.up_proj.weight')
+    """
+
+    template: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.template, str) or self.template.count("{}") != 1:
+            raise GraphError(f"WeightStack: expected a key with one {{}} for the number, got {shown(self.template)}")
+        if type(self.count) is not int or self.count < 1:
+            raise GraphError(f"WeightStack: of {quote(self.template)} there is at least 1, got {shown(self.count)}")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in order."""
+        first, last = self.template.split("{}")
+        return tuple(f"{first}{number}{last}" for number in range(self.count))
+
+    def __str__(self) -> str:
+        return self.template.replace("{}", f"{{0..{self.count - 1}}}")
 
 
 WeightKey = str | WeightPart

@@ -32,7 +32,7 @@ from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, is_static, path_text
 from rlx_jax.trace.checks import check_attributes, items_of
-from rlx_jax.trace.weight_part import WeightKey
+from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
 V = TypeVar("V")
 Shape = Sequence[Any]
@@ -95,7 +95,7 @@ class Writer(Generic[V]):
         """A graph value as users get it."""
         raise NotImplementedError
 
-    def weight(self, weight: V | WeightKey, roles: Roles | None = None) -> V:
+    def weight(self, weight: V | WeightKey | WeightStack, roles: Roles | None = None) -> V:
         """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`."""
         raise NotImplementedError
 

@@ -10,6 +10,8 @@ from rlx_jax.ir.hir.cached import cache_slots as cache_slots
 from rlx_jax.ir.hir.composite import DECODER_BIASES as DECODER_BIASES
 from rlx_jax.ir.hir.composite import DECODER_OPERANDS as DECODER_OPERANDS
 from rlx_jax.ir.hir.composite import LlamaDecoderBlock as LlamaDecoderBlock
+from rlx_jax.ir.hir.experts import Experts as Experts
+from rlx_jax.ir.hir.experts import Route as Route
 from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS
 from rlx_jax.ir.hir.masks import MaskKind as MaskKind
 from rlx_jax.ir.hir.masks import check_arity as check_arity
@@ -51,6 +53,6 @@ BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
-    Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps,
+    Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps, Route, Experts,
 )  # fmt: skip
 """Every block."""

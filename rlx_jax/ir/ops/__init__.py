@@ -6,6 +6,7 @@ from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -56,6 +57,6 @@ OPS: tuple[type[Mir], ...] = (
     AttentionOp, RopeTable, SinusoidTable, RopeOp, CacheUpdate, RingStep, Overwrite,
     GatedDeltaOp, SelectiveScanOp, CausalConvOp,
     FusedMatMulBiasAct, FusedSwiGLU, FusedResidualLayerNorm, FusedResidualRmsNorm, ElementwiseRegion,
-    FusedAttentionBlock, FusedTransformerLayer, Patches, GridPositions, JaxFn,
+    FusedAttentionBlock, FusedTransformerLayer, ExpertFfn, Patches, GridPositions, JaxFn,
 )  # fmt: skip
 """Every tensor op. A new one is a class in a file of this folder, and a name here."""

@@ -1,0 +1,129 @@
+"""The feed-forward experts of a mixture, as one op: the plan says how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.errors import ArityError, DTypeError, ShapeError
+from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.pointwise import UNARY, check_kind
+from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
+from rlx_jax.ir.types import TensorType, is_float, is_static
+
+Array = jax.Array
+
+EXPERT_OPERANDS = ("x", "gate", "up", "down", "weights", "ids")
+
+
+def check_experts(op: str, operands: Sequence[TensorType], contract: int) -> None:
+    """The checks of a mixture: x `[…, H]`, gate and up `[E, F, H]`, down `[E, H, F]`, weights and ids `[…, k]`; gate,
+    up and down with their last two axes turned where `contract` is 0."""
+    if len(operands) != len(EXPERT_OPERANDS):
+        raise ArityError(op, str(len(EXPERT_OPERANDS)), len(operands))
+    x, gate, up, down, weights, ids = operands
+    if contract not in (0, 1):
+        raise ShapeError(f"{op}: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
+    if gate.rank != 3 or x.rank < 1:
+        raise ShapeError(f"{op}: gate has rank 3, got {gate}, and x at least 1, got {x}").of(1)
+    count, inner, hidden = (gate.shape[axis] for axis in (0, 2 - contract, 1 + contract))
+    if x.shape[-1] != hidden:
+        raise ShapeError(f"{op}: last axis of x {x} is {x.shape[-1]}, axis {1 + contract} of gate {gate} {hidden}").of(
+            0, 1
+        )
+    wide, narrow = (inner, hidden), (hidden, inner)
+    want = {"up": (up, wide), "down": (down, narrow)}
+    for place, (name, (got, sizes)) in enumerate(want.items(), 2):
+        shape = (count, *(sizes if contract else sizes[::-1]))
+        if got.shape != shape:
+            raise ShapeError(f"{op}: {name} is {got}, expected {list(shape)} beside gate {gate}").of(place)
+    if len({t.dtype for t in (x, gate, up, down)}) != 1 or not is_float(x.dtype):
+        raise DTypeError(f"{op}: x {x}, gate {gate}, up {up} and down {down} have one floating dtype; cast them")
+    if weights.shape != ids.shape or ids.shape[:-1] != x.shape[:-1] or not ids.rank or not is_static(ids.shape[-1]):
+        raise ShapeError(f"{op}: weights and ids are [{', '.join(map(str, x.shape[:-1]))}, k], got {weights} and {ids}")
+    if not is_float(weights.dtype) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise DTypeError(f"{op}: weights are floats and ids integers, got {weights} and {ids}")
+
+
+def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
+    """Each expert is normal over its inputs."""
+    return Normal(int(weight.shape[1 + contract])) if weight.rank == 3 else 1.0
+
+
+def _flops(op: Any, operands: Types, results: Types) -> int:
+    """Of the experts that were chosen: three products for each token and choice."""
+    gate, ids = operands[1], operands[5]
+    return 6 * ids.size * int(gate.shape[1]) * int(gate.shape[2])
+
+
+def _bytes(op: Any, operands: Types, results: Types) -> int:
+    """Each operand is read once; of the experts no more than are chosen."""
+    experts, ids = operands[1:4], operands[5]
+    chosen = min(ids.size, int(experts[0].shape[0]))
+    read = sum(t.nbytes // int(t.shape[0]) for t in experts) * chosen
+    return read + sum(t.nbytes for t in (operands[0], *operands[4:], *results))
+
+
+def _workspace(op: Any, operands: Types, results: Types) -> int:
+    """Gate and up of each token and choice, and what each choice gives."""
+    x, gate, *_, ids = operands
+    widest = 2 * max(int(gate.shape[1]), int(gate.shape[2]))
+    return ids.size * widest * x.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExpertFfn(Mir):
+    """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ: the experts of a mixture (Shazeer et al. 2017), none of
+    which has a capacity.
+
+    x `[…, H]`; gate and up `[E, F, H]`, down `[E, H, F]` (`contract=1`), or each `[E, in, out]` (`contract=0`); weights
+    `[…, k]` floats and ids `[…, k]` integers in `[0, E)` → `[…, H]`. Each token is computed alone. The weights enter in
+    f32, and what an expert that was not chosen would give is never seen, be it infinite. `eval` computes all experts;
+    `lowering/lir/experts.py` has ways that compute those that were chosen.
+    """
+
+    traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
+    ids = (5, 1)
+
+    activation: str = "silu"
+    contract: int = 1
+    precision: str = "default"
+
+    def check(self, *operands: TensorType) -> None:
+        check_kind(self.activation, UNARY)
+        check_experts("experts", operands, self.contract)
+
+    def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array) -> Array:
+        wide, narrow = (
+            ("...h,efh->...ef", "...ef,ehf->...eh") if self.contract else ("...h,ehf->...ef", "...ef,efh->...eh")
+        )
+        hits = ids[..., None] == jnp.arange(gate.shape[0], dtype=ids.dtype).reshape((1,) * ids.ndim + (-1,))
+        share = jnp.where(hits, weights.astype(jnp.float32)[..., None], 0.0).sum(-2)
+        inner = self.gated(self.product(wide, x, gate), self.product(wide, x, up))
+        each = self.product(narrow, inner, down, jnp.float32)
+        chosen = jnp.where(hits.any(-2)[..., None], each * share[..., None], 0.0)
+        return chosen.sum(-2).astype(x.dtype)
+
+    def product(self, subscripts: str, a: Array, b: Array, dtype: Any = None) -> Array:
+        """One of the products, in the dtype of its operands or in `dtype`."""
+        dtype = a.dtype if dtype is None else dtype
+        precision = lax.Precision(self.precision)
+        return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """What lies between the products."""
+        return UNARY[self.activation](gate) * up
+
+    def initial(self, place: int, weight: TensorType) -> Initial:
+        """Each expert is normal over its inputs."""
+        return initial_of_expert(place, weight, self.contract)
+
+    def text(self) -> str:
+        notes = [self.activation] * (self.activation != "silu") + ["contract=0"] * (not self.contract)
+        notes += [f"precision={self.precision}"] * (self.precision != "default")
+        return f"experts({', '.join(notes)})" if notes else "experts"

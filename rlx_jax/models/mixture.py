@@ -1,0 +1,64 @@
+"""The recipe of decoders with experts, and the fields that their configs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import jax
+
+from rlx_jax.blocks import STACKED_KEYS, DecoderLayerSpec, ExpertKeys
+from rlx_jax.errors import ConfigError
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import DecoderFlow, weight_specs
+from rlx_jax.models.decoder_config import DecoderConfig
+from rlx_jax.weights.source import WeightSource
+
+C = TypeVar("C", bound=DecoderConfig)
+
+INERT = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+"""Fields of the router that have a part in its own training alone."""
+
+
+@dataclass(frozen=True)
+class MixtureFlow(DecoderFlow[C]):
+    """As `DecoderFlow`, for layers with experts. `layout` are the keys of experts where a checkpoint stores them
+    otherwise than the family does."""
+
+    layout: ExpertKeys | None = None
+
+    def stored_in(self, source: WeightSource) -> Self:
+        """Experts that are stored stacked, as transformers 5 holds them in memory."""
+        layers = range(self.config.num_hidden_layers)
+        stacked = any(source.has(f"model.layers.{i}.{STACKED_KEYS.gate}") for i in layers)
+        return replace(self, layout=STACKED_KEYS) if stacked else self
+
+    def spec(self, index: int = 0) -> Any:
+        return self.form.spec(self._layer(index))
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return weight_specs(self.config, layer_spec=self._layer)
+
+    def _layer(self, index: int) -> DecoderLayerSpec:
+        spec = self.config.layer_spec(index)
+        if spec.moe is None or self.layout is None:
+            return spec
+        return replace(spec, moe=replace(spec.moe, keys=self.layout))
+
+
+def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
+    """How many experts there are and how many a token goes to; the keywords are the family's defaults.
+
+    Raises:
+        ConfigError: no such number, or two names of one field that differ.
+    """
+    names = [name for name in ("num_local_experts", "num_experts") if name in c.values]
+    counts = {c.whole(name, high=2**16) for name in names} or {experts}
+    chosen = c.whole("num_experts_per_tok", top_k, high=2**16)
+    if len(counts) > 1:
+        raise ConfigError(f"{c.where}: num_local_experts and num_experts are both given and differ")
+    count = counts.pop()
+    if chosen > count:
+        raise ConfigError(f"{c.where}: num_experts_per_tok is {chosen}, and there are {count} experts")
+    c.seen.update(INERT)
+    return count, chosen

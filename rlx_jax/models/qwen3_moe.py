@@ -1,0 +1,85 @@
+"""Qwen 3 with experts (`Qwen3MoeForCausalLM`): Qwen 3's attention, and experts in some layers or in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from rlx_jax.blocks import DecoderLayerSpec, MoeSpec
+from rlx_jax.errors import ConfigError, quote
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import weight_specs as weight_specs
+from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
+from rlx_jax.models.mixture import MixtureFlow, experts_of
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """Sizes of a Qwen 3 model with experts, `moe_intermediate_size` wide each, of which a token goes to
+    `num_experts_per_tok`.
+
+    Every `decoder_sparse_step`-th layer has them, but for those of `mlp_only_layers`; the others have an MLP,
+    `intermediate_size` wide. Every layer reads the last `sliding_window` keys only; None reads all.
+    """
+
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    moe_intermediate_size: int = 768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
+        plain = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
+        window = c.whole_or_null("sliding_window", 4096)
+        c.seen.add("max_window_layers")  # the reference has one window for all layers
+        return cls(
+            **plain,
+            attention_bias=c.flag("attention_bias", cls.attention_bias),
+            sliding_window=window if c.flag("use_sliding_window", False) else None,
+            moe_intermediate_size=c.whole("moe_intermediate_size", cls.moe_intermediate_size),
+            num_experts=experts,
+            num_experts_per_tok=top_k,
+            norm_topk_prob=c.flag("norm_topk_prob", cls.norm_topk_prob),
+            decoder_sparse_step=c.whole("decoder_sparse_step", cls.decoder_sparse_step),
+            mlp_only_layers=_layers(c, plain["num_hidden_layers"]),
+        )
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has them."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        bias, moe = self.attention_bias, None
+        if self.has_experts(index):
+            moe = MoeSpec(
+                num_experts=self.num_experts, top_k=self.num_experts_per_tok, inner=self.moe_intermediate_size,
+                normalise=self.norm_topk_prob,
+            )  # fmt: skip
+        return layer_of(self, window=self.sliding_window, qkv_bias=bias, output_bias=bias, qk_norm="heads", moe=moe)
+
+
+def _layers(c: Fields, count: int) -> tuple[int, ...]:
+    """The layers that have an MLP whatever their number."""
+    found = c.raw("mlp_only_layers", None)
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < count for i in found):
+        raise ConfigError(
+            f"{c.where}: field 'mlp_only_layers' is {quote(found)}; expected a list of layers in [0, {count})"
+        )
+    return tuple(sorted(set(found)))
+
+
+@dataclass(frozen=True)
+class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
+    """The recipe of Qwen 3 with experts: see `DecoderFlow`."""
+
+    name: str = "qwen3_moe"
+
+    config_type = Qwen3MoeConfig
