@@ -192,6 +192,11 @@ CALLS: dict[str, Call] = {
     "gated_ffn": lambda m, i: m.gated_ffn(gate=i.x, up=i.y, activation="gelu_tanh"),
     "swiglu_ffn": lambda m, i: m.swiglu_ffn(i.x, up=i.w, gate=i.w, down=i.v),
     "fused_swiglu": lambda m, i: m.fused_swiglu(i.x, gate_first=False),
+    "route": lambda m, i: m.route(i.x, i.g, top_k=3, scores="sigmoid", normalise=False, scale=2.0),
+    "experts": lambda m, i: m.experts(
+        i.x, *m.route(m.linear(i.x, i.w), top_k=2), gate=m.stack([i.w] * 6), up=m.stack([i.w] * 6),
+        down=m.stack([i.v] * 6), activation="gelu_tanh",
+    ),
     # attention, positions, tokens, layers
     "attention": lambda m, i: m.attention(i.x, i.x, i.y, heads=2, causal=True, mask=i.keep, softcap=3.0),
     "cross_attention": lambda m, i: m.cross_attention(i.x, i.x, i.y, heads=2, mask=i.keep, scale=0.3),

@@ -29,7 +29,9 @@ from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt2",
+)  # fmt: skip
 NAMES = sorted(f"{family}/{f.stem}" for family in FAMILIES for f in (checkpoints.FIXTURES / family).glob("*.npz"))
 SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
 PLAIN = checkpoints.FIXTURES / "qwen3" / "tied_v4"
@@ -40,10 +42,14 @@ PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"
 DEEP = checkpoints.FIXTURES / "gemma3_text" / "deep_v5"
 CONV = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 SCALED = checkpoints.FIXTURES / "gpt2" / "scaled_v5"
-EACH = [ODD, SLIDING, LATE, PLAIN, CAPS, PATTERN, DEEP, CONV, SCALED]
+EXPERTS = checkpoints.FIXTURES / "mixtral" / "window_v5"
+MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
+STEP = checkpoints.FIXTURES / "qwen3_moe" / "step_v4"
+EACH = [ODD, SLIDING, LATE, PLAIN, CAPS, PATTERN, DEEP, CONV, SCALED, EXPERTS, MIXED, STEP]
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 QUICK = (
     "llama/", "mistral/window", "qwen2/window", "qwen3/window", "gemma/", "gemma2/caps", "gemma3_text/pattern", "gpt2/",
+    "mixtral/", "qwen3_moe/mixed",
 )  # fmt: skip
 """The fixtures of the default suite; the slow tier has the others."""
 
@@ -89,7 +95,7 @@ def test_logits(name: str) -> None:
     assert_rows_close(lm.logits(record["ragged_tokens"], lengths), record["ragged_logits"], lengths)
 
 
-GREEDY = recorded(("qwen3/window", "gemma3_text/pattern", "gpt2/bare"))
+GREEDY = recorded(("qwen3/window", "gemma3_text/pattern", "gpt2/bare", "qwen3_moe/mixed"))
 
 
 @pytest.mark.parametrize("name", [p for p in GREEDY if not p.values[0].startswith("llama")])

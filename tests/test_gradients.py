@@ -47,6 +47,8 @@ from rlx_jax.blocks import (
     LoadStream,
     LogitSoftcap,
     MaskKind,
+    MoeFfn,
+    MoeSpec,
     Named,
     Qwen3DecodeLayer,
     Qwen3DecodeLayerSpec,
@@ -238,6 +240,7 @@ PLACES = {"img_ids": np.array([[[0, 0], [1, 2], [3, 1]]], np.int32), "txt_ids": 
 MOMENTS = {"timestep": np.array([0.0004, 0.0017], np.float32), "guidance": np.array([0.0012, 0.0007], np.float32)}
 """The model multiplies both by 1000."""
 
+EXPERTS = MoeSpec(num_experts=3, top_k=3, inner=F, scores="sigmoid", scale=1.5)  # another choice would be a step
 ATTENTION = with_biases({"q": (4 * D, H), "k": (2 * D, H), "v": (2 * D, H)}, "q k v")
 ROPE = {"rope_cos": np.cos(X[0, :, :2]), "rope_sin": np.sin(X[0, :, :2])}
 MLP = with_biases({"l.mlp.gate_proj": (F, H), "l.mlp.up_proj": (F, H), "l.mlp.down_proj": (H, F)})
@@ -276,6 +279,9 @@ CASES = {
     ),
     "streams": Case({"x": X}, MIXED, with_biases({"w": (H, H), "t": (H, F)}, "w")),
     "gated ffn": Case({"x": X}, (SwiGlu.hf_mlp("l", bias=False),), MLP),
+    "experts": Case(
+        {"x": X}, (MoeFfn("l", EXPERTS),), {f"l.{key}": shape for key, shape in EXPERTS.shapes(H).items()}
+    ),
     "gelu ffn": Case(
         {"x": X},
         (GeluFfn.hf_bert("l"), ClsTokenPool()),

@@ -98,6 +98,9 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.GatedDelta(2, 4, 0.5, 1e-6), (*["f32 2 3 6"] * 2, "f32 2 3 20", *["f32 2 3 4"] * 2)),
     (hir.SelectiveScan(4, 2), ("f32 2 3 12", "f32 2 3 4", "f32 4", *["f32 2 3 10"] * 2)),
     (hir.CountedPositions(1), ("i32 2 3",)),
+    (hir.Route(2, "sigmoid", False, 1.5, biased=True), ("f32 2 3 4", "f32 4")),
+    (hir.Experts("gelu_tanh", 0),
+     ("f32 2 3 8", "f32 4 8 5", "f32 4 8 5", "f32 4 5 8", "f32 2 3 2", "i32 2 3 2")),
     (hir.RelativeBias(8, 16), ("f32 9 2", "f32 2 3 8")),
     (
         hir.LlamaDecoderBlock(2, 4, 1, 1e-5, hir.MaskKind.sliding_window(2), 1),

@@ -25,6 +25,7 @@ from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -694,10 +695,23 @@ def recurrent_samples() -> Iterator[Sample]:
         yield Sample(conv, (f"f32 batch {tokens} 6", "f32 6 4", *["f32 6"] * bias), means(conv))
 
 
+def expert_samples() -> Iterator[Sample]:
+    """Experts for rows of tokens, for tokens and for one alone, in both orientations, two choices being one expert."""
+    out_in, in_out = ("f32 3 5 8", "f32 3 5 8", "f32 3 8 5"), ("f32 3 8 5", "f32 3 8 5", "f32 3 5 8")
+    for op, x, experts, choices in (
+        (ExpertFfn(), "f32 batch seq 8", out_in, "batch seq 2"),
+        (ExpertFfn("gelu_tanh", 0), "f32 batch 8", in_out, "batch 3"),
+        (ExpertFfn(), "f32 8", out_in, "1"),
+        (ExpertFfn(), "bf16 seq 8", tuple(t.replace("f32", "bf16") for t in out_in), "seq 2"),
+    ):
+        operands = (x, *experts, f"f32 {choices}", f"i32 {choices}")
+        yield Sample(op, operands, lambda *arrays, op=op: meaning.formula.experts(op, *arrays), tolerance=1e-5)
+
+
 SAMPLES = [
     *unary_samples(), *binary_samples(), *attention_samples(), *contraction_samples(), *sequence_samples(),
     *system_samples(), *shaping_samples(), *layer_samples(), *image_samples(), *window_samples(),
-    *control_samples(), *token_samples(), *recurrent_samples(),
+    *control_samples(), *token_samples(), *recurrent_samples(), *expert_samples(),
 ]  # fmt: skip
 BY_CLASS = {cls: [s for s in SAMPLES if type(s.op) is cls] for cls in dict.fromkeys(type(s.op) for s in SAMPLES)}
 

@@ -717,6 +717,14 @@ def generating(**tables: Any) -> Any:
     return rlx.CausalLM(Llama32Flow.for_prefill(LLAMA), checkpoint(), profile=profile(**tables))
 
 
+def mixture(**tables: Any) -> Any:
+    """A layer's experts alone."""
+    spec = rlx.blocks.MoeSpec(num_experts=3, top_k=2, inner=4)
+    flow = rlx.ModelFlow("mixture").input("x", ("batch", 8)).moe("l", spec)
+    shapes = {f"l.{key}": shape for key, shape in spec.shapes(8).items()}
+    return rlx.compile(flow, {key: np.ones(shape, "f4") for key, shape in shapes.items()}, profile=profile(**tables))
+
+
 def embedding(**tables: Any) -> Any:
     """A model that runs forward alone, on requests."""
     return rlx.load(FIXTURES / "bert" / "bare_v5", profile=profile(**tables))
@@ -783,6 +791,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     "backend.cpu.skip_fusion": [(small, True, "")],
     "backend.cpu.unfuse_regions": [(small, False, "")],
     "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
+    "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
     "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],
     "backend.cpu.stop_early": [(embedding, False, "only a CausalLM generates"), (generating, False, "")],
 }

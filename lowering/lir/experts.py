@@ -82,7 +82,7 @@ def blocked(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyA
     needs = -(-counts // rows)
     begins = jnp.cumsum(needs) - needs  # the first block of each expert
     owner = jnp.clip(jnp.searchsorted(begins + needs, jnp.arange(blocks), side="right"), 0, experts - 1)
-    within = (jnp.arange(blocks) - begins[owner])[:, None] * rows + jnp.arange(rows)
+    within = (jnp.arange(blocks) - begins[owner])[:, None] * rows + jnp.arange(rows)[None, :]
     used = within < counts[owner][:, None]
     choice = order[jnp.where(used, first[owner][:, None] + within, 0)]  # the choice that each row of a block is of
     inside = x.reshape(-1, x.shape[-1])[choice // top]

@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -442,6 +443,7 @@ MIR: dict[type[Op], Meaning] = {
     AttentionOp: attend,
     RopeTable: rope_table,
     SinusoidTable: sinusoids,
+    ExpertFfn: formula.experts,
     RopeOp: rotate,
     CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     RingStep: lambda op, *arrays: formula.ring_step(*arrays),
@@ -649,6 +651,8 @@ HIR: dict[type[Op], Meaning] = {
     hir.CausalConv: causal_conv_block,
     hir.GatedDelta: packed_state,
     hir.SelectiveScan: packed_state,
+    hir.Route: formula.route,
+    hir.Experts: formula.experts,
 }
 """What each block means."""
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2")
 V4_LLAMA_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "pretraining_tp": 1}
 V4_SPARSE_DROPS = ("head_dim", "num_key_value_heads", "mlp_bias", "pretraining_tp", "attention_dropout", "rope_theta")
 
@@ -139,7 +139,9 @@ def old_spelling(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
         config["rope_scaling"] = None if kind == "default" else rope
         if config["model_type"] == "gemma2":  # layers alternated
             config.pop("layer_types")
-        if "max_window_layers" in config:  # which layers slide followed from it; a window stood there, used or not
+        if config["model_type"] == "qwen3_moe":
+            config |= {"num_experts": config.pop("num_local_experts"), "max_window_layers": 1}
+        elif "max_window_layers" in config:  # which layers slide followed from it; a window stood there, used or not
             config.pop("layer_types")
             config["sliding_window"] = config["sliding_window"] or 4096
     else:
@@ -391,6 +393,32 @@ def random_qwen(family: str, seed: int) -> Checkpoint:
     return Checkpoint(f"{family.capitalize()}ForCausalLM", config, seed=seed, **storage)
 
 
+def random_mixtral(seed: int) -> Checkpoint:
+    """A Mixtral configuration drawn from `seed`; as many experts as a token goes to, or more."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
+    config |= {"sliding_window": draw.choice([None, 3, 7]), "intermediate_size": draw.randint(5, 30)}
+    return Checkpoint("MixtralForCausalLM", config, seed=seed, **random_storage(draw))
+
+
+def random_qwen3_moe(seed: int) -> Checkpoint:
+    """A Qwen 3 configuration with experts drawn from `seed`: in all layers, in some by number, or by a list."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
+    layers = config["num_hidden_layers"]
+    config |= {"use_sliding_window": draw.random() < 0.5, "sliding_window": draw.choice([2, 5])}
+    config |= {"attention_bias": draw.random() < 0.5, "norm_topk_prob": draw.random() < 0.5}
+    config |= {"decoder_sparse_step": draw.choice([1, 1, 2]), "moe_intermediate_size": draw.randint(5, 30)}
+    config |= {"mlp_only_layers": [i for i in range(layers) if draw.random() < 0.3]}
+    return Checkpoint("Qwen3MoeForCausalLM", config, seed=seed, **random_storage(draw))
+
+
+def random_experts(draw: random.Random) -> dict[str, Any]:
+    """How many experts there are and how many a token goes to, drawn."""
+    experts = draw.randint(1, 9)
+    return {"num_local_experts": experts, "num_experts_per_tok": draw.randint(1, experts)}
+
+
 def random_gemma(family: str, seed: int) -> Checkpoint:
     """A Gemma 1, 2 or 3 configuration drawn from `seed`; windows are shorter than most rows, softcaps bite."""
     draw = random.Random(seed)
@@ -443,6 +471,8 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "mistral": random_mistral,
     "qwen2": functools.partial(random_qwen, "qwen2"),
     "qwen3": functools.partial(random_qwen, "qwen3"),
+    "mixtral": random_mixtral,
+    "qwen3_moe": random_qwen3_moe,
     "gemma": functools.partial(random_gemma, "gemma"),
     "gemma2": functools.partial(random_gemma, "gemma2"),
     "gemma3_text": functools.partial(random_gemma, "gemma3_text"),

@@ -268,6 +268,63 @@ QWEN3: dict[str, Checkpoint] = {
     ),
 }
 
+MIXTRAL: dict[str, Checkpoint] = {
+    # a window shorter than the prompts, head_dim of its own
+    "window_v5": Checkpoint(
+        "MixtralForCausalLM",
+        {
+            **sizes(vocab=91, hidden=34, ffn=26, layers=2, heads=4, kv=2, head_dim=10),
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 5,
+            "rope_parameters": rope(10000.0),
+            **NO_IDS,
+        },
+        seed=37,
+    ),
+}
+
+QWEN3_MOE: dict[str, Checkpoint] = {
+    # a layer without experts, weights that do not sum to 1
+    "mixed_v5": Checkpoint(
+        "Qwen3MoeForCausalLM",
+        {
+            **sizes(vocab=93, hidden=30, ffn=34, layers=3, heads=4, kv=2, head_dim=6),
+            "moe_intermediate_size": 23,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": rope(10000.0),
+            **NO_IDS,
+        },
+        seed=38,
+    ),
+    # experts in every second layer, weights that do, transformers 4 spelling, a window, bf16
+    "step_v4": Checkpoint(
+        "Qwen3MoeForCausalLM",
+        {
+            **sizes(vocab=87, hidden=33, ffn=22, layers=2, heads=3, kv=1, head_dim=8),
+            "moe_intermediate_size": 17,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": rope(1000000.0),
+            **NO_IDS,
+        },
+        seed=39,
+        spelling="v4",
+        dtype="bfloat16",
+    ),
+}
+
 GEMMA: dict[str, Checkpoint] = {
     # grouped heads, tied by default, a base of its own
     "tied_v4": Checkpoint(
@@ -383,6 +440,8 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

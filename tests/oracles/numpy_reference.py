@@ -131,8 +131,8 @@ def layer_windows(config: dict[str, Any]) -> list[int | None]:
         every = config.get("sliding_window_pattern", 2)  # transformers 4 did not write the layers of Gemma 2
         kinds = config.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
         return [window if kind.startswith("sliding") else None for kind in kinds]
-    if config["model_type"] == "mistral":
-        return [window] * layers
+    if config["model_type"] in ("mistral", "mixtral") or (config["model_type"] == "qwen3_moe" and window):
+        return [window if config["model_type"] != "qwen3_moe" or config["use_sliding_window"] else None] * layers
     if not config.get("use_sliding_window"):
         return [None] * layers
     kinds = config.get("layer_types")
@@ -184,9 +184,39 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
             heads.append(softmax(scores) @ value[:, shared])
         x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, axis=-1))
         h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
-        gate = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.mlp.gate_proj", h))
-        x = x + linear(w, f"{p}.mlp.down_proj", gate * linear(w, f"{p}.mlp.up_proj", h))
+        x = x + (experts(config, w, p, h) if has_experts(w, p) else gated(config, w, f"{p}.mlp", h))
     return [*states, rms_norm(x, w["model.norm.weight"], eps)]
+
+
+def gated(config: dict[str, Any], w: Weights, p: str, h: Array, names: Sequence[str] = ("gate", "up", "down")) -> Array:
+    """`(act(h Wg) ⊙ (h Wu)) Wd`."""
+    gate, up, down = (name if name[-1].isdigit() else f"{name}_proj" for name in names)
+    return linear(
+        w, f"{p}.{down}", ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.{gate}", h)) * linear(w, f"{p}.{up}", h)
+    )
+
+
+# -- experts -----------------------------------------------------------------------------------
+
+
+def has_experts(w: Weights, p: str) -> bool:
+    """Whether the layer under `p` has a router."""
+    return any(f"{p}.{name}.gate.weight" in w for name in ("mlp", "block_sparse_moe"))
+
+
+def experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
+    """Each token through the experts of which its router thinks most, one after the other."""
+    mixtral = f"{p}.block_sparse_moe.gate.weight" in w
+    block = f"{p}.{'block_sparse_moe' if mixtral else 'mlp'}"
+    names = ("w1", "w3", "w2") if mixtral else ("gate", "up", "down")
+    scores = softmax(h @ w[f"{block}.gate.weight"].T)
+    out = np.zeros_like(h)
+    for token, row in enumerate(scores):
+        chosen = np.argsort(-row, kind="stable")[: config["num_experts_per_tok"]]
+        total = row[chosen].sum() if mixtral or config.get("norm_topk_prob") else 1.0
+        for e in chosen:
+            out[token] += row[e] / total * gated(config, w, f"{block}.experts.{e}", h[token : token + 1], names)[0]
+    return out
 
 
 # -- Gemma -------------------------------------------------------------------------------------

@@ -442,3 +442,36 @@ def spectrum(kind: str, x: np.ndarray, n: int | None, axis: int, norm: str) -> n
     out = read @ matrix * scale
     out = out.real if kind == "irfft" else out[..., : size // 2 + 1] if kind == "rfft" else out
     return np.moveaxis(out, -1, axis)
+
+
+# -- experts -----------------------------------------------------------------------------------
+
+GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def experts(op: Any, *operands: np.ndarray) -> np.ndarray:
+    """Each token through each of its experts, one after the other."""
+    x, gate, up, down, weights, ids = operands
+    turn = (lambda w: w) if op.contract == 1 else np.transpose
+    out = np.zeros(x.shape)
+    for place in np.ndindex(ids.shape):
+        e, token = ids[place], x[place[:-1]].astype(np.float64)
+        inner = GATES[op.activation](turn(gate[e]) @ token) * (turn(up[e]) @ token)
+        out[place[:-1]] += weights[place] * (turn(down[e]) @ inner)
+    return out
+
+
+def route(op: Any, logits: np.ndarray, bias: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """The foremost experts of each token, and their weights."""
+    logits = logits.astype(np.float64)
+    scores = {"softmax": softmax, "sigmoid": sigmoid, "chosen": lambda x: x}[op.scores](logits)
+    ids = np.argsort(-(scores + bias), axis=-1, kind="stable")[..., : op.top_k]
+    weights = np.take_along_axis(scores, ids, -1)
+    if op.scores == "chosen":
+        weights = softmax(weights)
+    if op.normalise:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights * op.scale, ids

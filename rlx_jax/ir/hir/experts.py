@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Route(Hir):
     traits = TABLES
 
     top_k: int
-    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    scores: str = "softmax"
     normalise: bool = True
     scale: float = 1.0
     biased: bool = False

@@ -51,8 +51,8 @@ def check_experts(op: str, operands: Sequence[TensorType], contract: int) -> Non
 
 
 def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
-    """Each expert is normal over its inputs."""
-    return Normal(int(weight.shape[1 + contract])) if weight.rank == 3 else 1.0
+    """Each expert is normal over its inputs, whether it is stored alone or with the others."""
+    return Normal(int(weight.shape[-1 if contract else -2])) if weight.rank > 1 else 1.0
 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:

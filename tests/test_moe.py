@@ -1,0 +1,445 @@
+"""Mixtures of experts: routing, the ways that they run, how they are stored, and models of one's own with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.blocks import ExpertKeys, MoeFfn, MoeSpec
+from rlx_jax.device import named_device
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.lowering.lir.experts import block_rows, choose
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
+from rlx_jax.lowering.lower import as_function
+from rlx_jax.models.mixtral import MixtralConfig
+from rlx_jax.models.qwen3_moe import Qwen3MoeConfig
+from tests.oracles import checkpoints, op_formulas
+from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.recorded import load_record
+
+MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
+MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
+WAYS = ("xla", "gathered", "blocked", "ragged")
+SIZES = {
+    "one token": ((1, 1), 2, 7),
+    "few": ((3, 3), 3, 4),
+    "many": ((2, 40), 2, 3),
+    "all experts": ((5,), 4, 4),
+    "one expert": ((2, 3), 1, 1),
+}
+"""Tokens, choices of each, experts."""
+
+
+def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0) -> list[np.ndarray]:
+    """x, gate, up, down, weights and ids; no expert is chosen twice by one token."""
+    lead, top, experts = SIZES[name]
+    rng = np.random.default_rng(seed)
+    x, weights = rng.normal(size=(*lead, 6)), rng.uniform(0.1, 1, (*lead, top))
+    gate, up, down = (rng.normal(size=(experts, *size)) for size in ((5, 6), (5, 6), (6, 5)))
+    ids = np.stack([rng.permutation(experts)[:top] for _ in range(x[..., 0].size)]).reshape(*lead, top)
+    if not contract:
+        gate, up, down = (w.transpose(0, 2, 1) for w in (gate, up, down))
+    floats = [jnp.asarray(a, as_dtype(dtype)) for a in (x, gate, up, down)]
+    return [np.array(a) for a in (*floats, weights.astype(np.float32), ids.astype(np.int32))]
+
+
+# -- the op and its implementations ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "contract"),
+    [
+        pytest.param(name, contract, marks=() if (name, contract) in (("few", 1), ("many", 0)) else pytest.mark.slow)
+        for name in SIZES
+        for contract in (1, 0)
+    ],
+)
+def test_every_way_is_the_formula(name: str, contract: int) -> None:
+    """All implementations, and the block by its own expansion, against NumPy in float64, with their gradients."""
+    op, arrays = ExpertFfn("gelu_tanh", contract), operands(name, contract)
+    want = op_formulas.experts(op, *arrays)
+    types = tuple(TensorType(a.shape, a.dtype) for a in arrays)
+    ways: dict[str, Any] = {way: lambda *a, way=way: IMPLEMENTATIONS[way](op, *a) for way in WAYS}
+    expanded = as_function(hir.Experts("gelu_tanh", contract), types, TypeCache())
+    ways["expanded"] = lambda *a: expanded(*a)[0]
+    pull = np.random.default_rng(1).normal(size=want.shape).astype(np.float32)
+
+    def both(way: Any) -> Any:
+        return jax.jit(lambda *a: (way(*a), jax.grad(lambda *p: (way(*p, a[5]) * pull).sum(), range(5))(*a[:5])))
+
+    found = {way: both(run)(*arrays) for way, run in ways.items()}
+    for value, slopes in found.values():
+        assert_close(value, want, tolerance=1e-6)
+        for slope, other in zip(slopes, found["xla"][1], strict=True):
+            assert_close(slope, np.asarray(other), tolerance=3e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16(way: str) -> None:
+    """Sums are taken in f32, whichever way it runs; the result has the dtype of x."""
+    op, arrays = ExpertFfn(), operands("few", 1, "bf16")
+    got = jax.jit(lambda *a: IMPLEMENTATIONS[way](op, *a))(*arrays)
+    wide = [a.astype(np.float64) if a.dtype != np.int32 else a for a in arrays]
+    assert got.dtype == jnp.bfloat16
+    assert_close(np.asarray(got, np.float32), op_formulas.experts(op, *wide), tolerance=0.02)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "expanded"])
+def test_what_was_not_chosen_is_not_seen(way: str) -> None:
+    """An expert whose product is infinite does not reach the tokens that do not go to it; an id alone decides."""
+    op, arrays = ExpertFfn(), operands("few", 1)
+    arrays[5] = np.stack([np.full((3, 3), 0), np.full((3, 3), 1), np.full((3, 3), 2)], -1).astype(np.int32)
+    want = op_formulas.experts(op, *arrays)
+    arrays[1][3], arrays[2][3] = 1e38, 1e38
+    types = tuple(TensorType(a.shape, a.dtype) for a in arrays)
+    expanded = as_function(hir.Experts(), types, TypeCache())
+    run = (lambda *a: expanded(*a)[0]) if way == "expanded" else lambda *a: IMPLEMENTATIONS[way](op, *a)
+    assert_close(jax.jit(run)(*arrays), want, tolerance=1e-6)
+
+
+CHOICES = [
+    ("cpu", 1, 8, 128, "gathered"), ("cpu", 4, 2, 8, "blocked"), ("cpu", 512, 8, 128, "blocked"),
+    ("h200", 1, 8, 128, "gathered"), ("h200", 8, 8, 128, "gathered"), ("h200", 64, 8, 128, "xla"),
+    ("h200", 16384, 8, 128, "blocked"), ("cuda", 64, 8, 128, "xla"),
+    ("tpu", 1, 8, 128, "gathered"), ("tpu", 64, 8, 128, "ragged"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "tokens", "top", "experts", "way"), CHOICES)
+def test_which_way(device: str, tokens: int, top: int, experts: int, way: str) -> None:
+    """By the numbers of tokens and experts, and the kind of device."""
+    bf16, i32 = as_dtype("bf16"), as_dtype("i32")
+    wide, narrow = TensorType((experts, 768, 2048), bf16), TensorType((experts, 2048, 768), bf16)
+    x, choice = TensorType((tokens, 1, 2048), bf16), (tokens, 1, top)
+    call = (ExpertFfn(), (x, wide, wide, narrow, TensorType(choice, bf16), TensorType(choice, i32)))
+    assert choose(call, named_device(device)).implementation == way
+
+
+@pytest.mark.parametrize(("choices", "experts"), [(1, 128), (512, 128), (131072, 128), (24, 7)])
+def test_blocks_waste_little(choices: int, experts: int) -> None:
+    """Half full they hold at most as many rows again as there are choices."""
+    rows = block_rows(choices, experts)
+    assert 1 <= rows <= max(1, choices) and (rows - 1) * experts <= choices
+
+
+def test_the_op_counts_what_it_needs() -> None:
+    """FLOPs of the chosen experts; bytes of no more experts than are chosen."""
+    arrays = operands("few", 1)
+    types = [TensorType(a.shape, a.dtype) for a in arrays]
+    op, out = ExpertFfn(), [types[0]]
+    assert op.flops(types, out) == 2 * 3 * 9 * 3 * 5 * 6
+    once = sum(a.nbytes for a in arrays) + arrays[0].nbytes
+    assert op.bytes(types, out) == once
+    one = [TensorType(a.shape, a.dtype) for a in operands("one token", 1)]
+    experts = sum(t.nbytes for t in one[1:4])
+    assert op.bytes(one, one[:1]) == 2 * experts // 7 + sum(t.nbytes for t in (*one[:1], *one[4:], one[0]))
+    assert op.workspace(types, out) > 0
+
+
+# -- routing -----------------------------------------------------------------------------------
+
+ROUTES = [
+    hir.Route(2), hir.Route(2, normalise=False), hir.Route(3, "chosen", normalise=False), hir.Route(2, "sigmoid"),
+    hir.Route(3, "sigmoid", normalise=False, scale=2.5), hir.Route(2, "sigmoid", biased=True),
+    hir.Route(2, "softmax", scale=0.5, biased=True), hir.Route(5, "chosen"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ROUTES, ids=str)
+def test_routes(op: hir.Route) -> None:
+    """Weights and ids against NumPy; of equal scores the first expert wins; a bias moves the choice alone."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 3, 5)).astype(np.float32)
+    logits[0, 0] = [1, 3, 3, 1, 3]
+    given = [logits, 3 * rng.normal(size=5).astype(np.float32)][: 1 + op.biased]
+    run = as_function(op, tuple(TensorType(a.shape, a.dtype) for a in given), TypeCache())
+    weights, ids = jax.jit(run)(*given)
+    want = op_formulas.route(op, *given)
+    assert weights.dtype == np.float32 and ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, want[1])
+    assert_close(weights, want[0], tolerance=1e-6)
+    if op.biased:
+        assert (np.asarray(ids) != op_formulas.route(op, logits)[1]).any()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+def test_hopeless_logits_have_weights(scores: Any) -> None:
+    """Where every score underflows they are zeros, or equal, and never NaN."""
+    op = hir.Route(2, scores)
+    types = (TensorType((1, 4), as_dtype("f32")),)
+    weights, _ = as_function(op, types, TypeCache())(jnp.full((1, 4), -200.0, jnp.float32))
+    assert np.isfinite(weights).all() and float(np.sum(weights)) in (0.0, 1.0)
+
+
+def test_the_router_is_f32() -> None:
+    """In bf16 logits are summed, softened and ranked in f32: an order that bf16 cannot tell is told."""
+    spec = MoeSpec(num_experts=2, top_k=1, inner=1, normalise=False)
+    flow = rlx.ModelFlow("m").input("x", ("batch", 2)).moe("l", spec)
+    weights = {f"l.{key}": np.ones(shape, np.float32) for key, shape in spec.shapes(2).items()}
+    weights["l.mlp.gate.weight"] = np.array([[1, 2**-10], [1, 2**-9]], np.float32)
+    weights["l.mlp.experts.1.down_proj.weight"] *= -1
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    got = rlx.compile(flow, weights, profile=profile)(np.ones((1, 2), np.float32))
+    assert float(np.asarray(got)[0, 0]) < 0
+
+
+# -- a flow of one's own -----------------------------------------------------------------------
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
+    """Normal numbers."""
+    rng = np.random.default_rng(seed)
+    return {key: rng.normal(size=shape).astype(np.float32) for key, shape in shapes.items()}
+
+
+def in_numpy(spec: MoeSpec, weights: dict[str, np.ndarray], x: np.ndarray, activation: str = "silu") -> np.ndarray:
+    """A mixture whose experts are stored one by one under `l`."""
+    stacked = [
+        np.stack([weights[f"l.{key.format(e)}"] for e in range(spec.num_experts)])
+        for key in (spec.keys.gate, spec.keys.up, spec.keys.down)
+    ]
+    biased = spec.choice_bias is not None
+    op = hir.Route(spec.top_k, spec.scores, spec.normalise, spec.scale, biased)
+    bias = [weights[f"l.{spec.choice_bias}"]] if biased else []
+    routed = op_formulas.route(op, x @ weights[f"l.{spec.keys.router}"].T, *bias)
+    return op_formulas.experts(ExpertFfn(activation), x, *stacked, *routed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [("fusable", "auto"), *(("direct", way) for way in ("auto", "dense", "gathered", "blocked", "ragged"))],
+)
+def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
+    """`flow.moe` under any setting; the report and the plan say how it ran."""
+    spec = MoeSpec(num_experts=4, top_k=2, inner=5, scores="sigmoid", scale=1.5, choice_bias="mlp.gate.bias")
+    weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
+    x = np.random.default_rng(1).normal(size=(2, 3, 6)).astype(np.float32)
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).moe("l", spec, "gelu_tanh")
+    settings: dict[str, Any] = {"backend": {"cpu": {"experts": way}}} if way != "auto" else {}
+    model = rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(fusion={"policy": policy}, **settings))
+    assert_close(model(x), in_numpy(spec, weights, x, "gelu_tanh"), tolerance=2e-6)
+    told = {"auto": "blocked (12 choices of 4 experts)", "dense": "xla (asked for)"}.get(way, f"{way} (asked for)")
+    assert model.report().experts == ((f"mlp.experts: {told}",) if policy == "direct" else ())
+    assert policy != "direct" or f"experts mlp.experts: {told}" in model.text("lir")
+
+
+def test_tokens_alone_and_padded() -> None:
+    """A token gives the same alone, in a batch, and beside padding, be that not a number."""
+    spec = MoeSpec(num_experts=5, top_k=2, inner=4)
+    weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
+    model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).moe("l", spec), weights)
+    x = np.random.default_rng(2).normal(size=(3, 4, 6)).astype(np.float32)
+    together = np.asarray(model(x))
+    for b in range(3):
+        assert_close(model(x[b : b + 1]), together[b : b + 1], tolerance=1e-6)
+        assert_close(model(x[b : b + 1, :1]), together[b : b + 1, :1], tolerance=1e-6)
+    x[:, 3] = np.nan
+    np.testing.assert_array_equal(np.asarray(model(x))[:, :3], together[:, :3])
+
+
+class Sparse:
+    """A Mixtral from scratch: attention and experts, two layers, as a user writes it."""
+
+    spec = MoeSpec(num_experts=3, top_k=2, inner=7, normalise=True)
+
+    @classmethod
+    def layer(cls, index: int) -> Any:
+        p = f"model.layers.{index}"
+        attend = blocks.SelfAttnPrefillSpec.hf_layer(p, 2, 4, 1)
+        return (
+            rlx.LayerStack.named(f"layer{index}").residual_save().rms_norm(f"{p}.input_layernorm.weight")
+            .self_attn_prefill(attend).linear(f"{p}.self_attn.o_proj.weight").residual_add()
+            .residual_save().rms_norm(f"{p}.post_attention_layernorm.weight").moe(p, cls.spec).residual_add().build()
+        )  # fmt: skip
+
+    @classmethod
+    def flow(cls) -> rlx.ModelFlow:
+        return (
+            rlx.ModelFlow("sparse").input("input_ids", ("batch", "seq"), dtype="int32")
+            .embed("model.embed_tokens.weight").repeat_layers(2, cls.layer).final_norm().lm_head(11, 6, tied=True)
+        )  # fmt: skip
+
+    @classmethod
+    def weights(cls) -> dict[str, np.ndarray]:
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (8, 6), "self_attn.k_proj.weight": (4, 6), "self_attn.v_proj.weight": (4, 6),
+            "self_attn.o_proj.weight": (6, 8), "input_layernorm.weight": (6,), "post_attention_layernorm.weight": (6,),
+        }  # fmt: skip
+        shapes = {f"model.layers.{i}.{k}": s for i in range(2) for k, s in (layer | cls.spec.shapes(6)).items()}
+        return random_weights(shapes | {"model.embed_tokens.weight": (11, 6), "model.norm.weight": (6,)})
+
+
+def test_a_model_written_from_scratch() -> None:
+    """It generates from a cache what the whole row gives, ragged rows as alone, and rolls its layers."""
+    lm = rlx.CausalLM(Sparse.flow(), Sparse.weights(), max_positions=64)
+    assert lm.model.report().refusals == ()
+    rng = np.random.default_rng(3)
+    tokens, lengths = rng.integers(0, 11, (3, 7)), np.array([7, 2, 5])
+    whole = np.asarray(lm.logits(tokens))
+    assert_rows_close(lm.logits(tokens, lengths), whole, lengths, tolerance=1e-6)
+    logits, state = lm.prefill(tokens[:, :4])
+    assert_close(logits, whole[:, :4], tolerance=3e-6)
+    logits, _ = lm.extend(state, tokens[:, 4:])
+    assert_close(logits, whole[:, 4:], tolerance=3e-6)
+    prompts = [tokens[b, :n].tolist() for b, n in enumerate(lengths)]
+    new = lm.generate(prompts, max_new_tokens=6)
+    rows = np.zeros((3, 13), np.int64)
+    for b, n in enumerate(lengths):
+        rows[b, : n + 6] = prompts[b] + new[b]
+    told = np.asarray(lm.logits(rows, lengths + 6)).argmax(-1)
+    assert [told[b, n - 1 : n + 5].tolist() for b, n in enumerate(lengths)] == new
+
+
+# -- where experts are stored ------------------------------------------------------------------
+
+
+def stacked(directory: Path, target: Path, prefix: str = "mlp") -> Path:
+    """The checkpoint with its experts as transformers 5 holds them in memory."""
+    names = ("w1", "w3", "w2") if prefix == "block_sparse_moe" else ("gate_proj", "up_proj", "down_proj")
+
+    def edit(tensors: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in tensors.items() if ".experts." not in k}
+        for router in [k for k in kept if k.endswith(f"{prefix}.gate.weight")]:
+            p = router.removesuffix(f"{prefix}.gate.weight")
+            count = len(kept[router])
+            gate, up, down = (
+                np.stack([tensors[f"{p}{prefix}.experts.{e}.{name}.weight"] for e in range(count)]) for name in names
+            )
+            kept[f"{p}mlp.gate.weight"] = kept.pop(router)
+            kept[f"{p}mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+            kept[f"{p}mlp.experts.down_proj"] = down
+        return kept
+
+    copied = checkpoints.copy(directory, target)
+    checkpoints.edit_tensors(copied, edit)
+    return copied
+
+
+@pytest.mark.parametrize(("directory", "prefix"), [(MIXTRAL, "block_sparse_moe"), (MIXED, "mlp")])
+def test_experts_stored_as_one(directory: Path, prefix: str, tmp_path: Path) -> None:
+    """Gate and up of all experts in one tensor, down in another: the same logits; saved, they are so again."""
+    lm = rlx.load(stacked(directory, tmp_path / "stacked", prefix))
+    record = load_record(directory)
+    assert_close(lm.logits(record["tokens"]), record["logits"])
+    rlx.save(lm.model, tmp_path / "out", format="safetensors")
+    source, before = rlx.open_weights(tmp_path / "out"), rlx.open_weights(tmp_path / "stacked")
+    assert set(source.keys()) == set(before.keys())
+    for key in source.keys():
+        np.testing.assert_array_equal(source.read(key), before.read(key))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_saved_experts_are_those_that_were_loaded(format: Any, tmp_path: Path) -> None:
+    """Stacked in one leaf, and stored one by one under their own keys."""
+    model = rlx.compile(rlx.recipe_for(MIXTRAL))
+    names = [name for name in model.params if "w1" in name]
+    assert names == [f"model.layers.{i}.block_sparse_moe.experts.{{0..4}}.w1.weight" for i in range(2)]
+    assert model.params[names[0]].shape == (5, 26, 34)
+    rlx.save(model, tmp_path / "out", format=format)
+    source, before = rlx.open_weights(tmp_path / "out"), rlx.open_weights(MIXTRAL)
+    assert set(source.keys()) == set(before.keys())
+    for key in source.keys():
+        np.testing.assert_array_equal(source.read(key), before.read(key))
+    weights: Any = model.weights()
+    np.testing.assert_array_equal(
+        weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"],
+        before.read("model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+    )
+
+
+def test_initial_experts() -> None:
+    """Each is normal over its own inputs, and no two are alike."""
+    wide = dataclasses.replace(Sparse.spec, inner=400, num_experts=8)
+    shapes = {f"l.{k}": jax.ShapeDtypeStruct(v, np.float32) for k, v in wide.shapes(100).items()}
+    drawn = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 100)).moe("l", wide).with_weights(shapes)).init(0)
+    for name, value in drawn.items():
+        fan_in = 400 if "down" in name else 100
+        assert abs(float(np.std(value)) * fan_in**0.5 - 1) < 0.1
+        assert np.asarray(value).ndim == 2 or not np.allclose(value[0], value[1])
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+def test_configs() -> None:
+    """What a config leaves out is what the family's class says; layers with experts are those of the reference."""
+    mixtral = MixtralConfig.from_hf(SMALL)
+    assert (mixtral.num_local_experts, mixtral.num_experts_per_tok, mixtral.sliding_window) == (8, 2, None)
+    assert (mixtral.rms_norm_eps, mixtral.num_key_value_heads) == (1e-5, 8)
+    wide = MixtralConfig.from_hf(SMALL | {"head_dim": 4})
+    assert np.isclose(wide.inv_freq[1], 1e6**-0.5)
+    qwen = Qwen3MoeConfig.from_hf(SMALL)
+    assert (qwen.num_experts, qwen.num_experts_per_tok, qwen.moe_intermediate_size) == (128, 8, 768)
+    assert (qwen.norm_topk_prob, qwen.num_key_value_heads, qwen.sliding_window) == (False, 4, None)
+    assert Qwen3MoeConfig.from_hf(SMALL | {"num_experts": 9}) == Qwen3MoeConfig.from_hf(
+        SMALL | {"num_local_experts": 9}
+    )
+    for fields, layers in (
+        ({}, [0, 1, 2, 3]), ({"decoder_sparse_step": 2}, [1, 3]), ({"mlp_only_layers": [0, 3]}, [1, 2]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3]), ({"mlp_only_layers": None}, [0, 1, 2, 3]),
+    ):  # fmt: skip
+        config = Qwen3MoeConfig.from_hf(SMALL | fields)
+        assert [i for i in range(4) if config.layer_spec(i).moe is not None] == layers
+    window = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 4}
+    assert Qwen3MoeConfig.from_hf(SMALL | window).sliding_window == 3
+
+
+BROKEN: list[tuple[Any, str, dict[str, Any]]] = [
+    (MixtralConfig, "num_experts_per_tok is 9", {"num_experts_per_tok": 9}),
+    (MixtralConfig, "num_local_experts", {"num_local_experts": 0}),
+    (MixtralConfig, "num_local_experts", {"num_local_experts": 2.5}),
+    (MixtralConfig, "num_local_experts and num_experts", {"num_local_experts": 4, "num_experts": 5}),
+    (MixtralConfig, "norm_topk_prob", {"norm_topk_prob": False}),
+    (MixtralConfig, "hidden_act", {"hidden_act": "gelu"}),
+    (Qwen3MoeConfig, "mlp_only_layers", {"mlp_only_layers": [4]}),
+    (Qwen3MoeConfig, "mlp_only_layers", {"mlp_only_layers": "0"}),
+    (Qwen3MoeConfig, "decoder_sparse_step", {"decoder_sparse_step": 0}),
+    (Qwen3MoeConfig, "norm_topk_prob", {"norm_topk_prob": 1}),
+    (Qwen3MoeConfig, "moe_intermediate_size", {"moe_intermediate_size": 0}),
+    (Qwen3MoeConfig, "shared_expert_intermediate_size", {"shared_expert_intermediate_size": 8}),
+]
+
+
+@pytest.mark.parametrize(("config", "name", "changes"), BROKEN, ids=lambda v: v if isinstance(v, str) else None)
+def test_configs_that_are_refused(config: Any, name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises((errors.ConfigError, errors.LimitError, errors.UnsupportedError), match=name):
+        config.from_hf(SMALL | changes)
+
+
+def test_what_makes_no_sense_is_named() -> None:
+    """In specs, keys and weights."""
+    for make in (
+        lambda: MoeSpec(num_experts=2, top_k=3, inner=4), lambda: MoeSpec(num_experts=2, top_k=1, inner=0),
+        lambda: ExpertKeys(gate="mlp.gate_up"), lambda: ExpertKeys(gate="e.{}", up="e.{}"),
+        lambda: blocks.WeightStack("mlp.w", 2), lambda: blocks.WeightStack("mlp.{}", 0),
+        lambda: blocks.DecoderLayerSpec(num_heads=1, num_kv_heads=1, head_dim=2, mlp_bias=True, moe=Sparse.spec),
+    ):  # fmt: skip
+        with pytest.raises(errors.GraphError, match="got|give one"):
+            make()
+    shapes = {f"l.{key}": shape for key, shape in Sparse.spec.shapes(6).items()}
+    weights, flow = random_weights(shapes), rlx.ModelFlow("m").input("x", ("batch", 6)).moe("l", Sparse.spec)
+    odd = "l.mlp.experts.1.up_proj.weight"
+    with pytest.raises(errors.WeightShapeError, match=rf"{odd}.*f32\[8,6\].*f32\[7,6\]"):
+        rlx.compile(flow, weights | {odd: np.ones((8, 6), np.float32)})
+    with pytest.raises(errors.MissingWeightError, match=rf"mlp\.experts.*{odd}"):
+        rlx.compile(flow, {k: v for k, v in weights.items() if k != odd})
+    with pytest.raises(errors.WeightShapeError, match=r"gate\.weight.*\[3, 6\]"):
+        rlx.compile(flow, weights | {"l.mlp.gate.weight": np.ones((4, 6), np.float32)})
+    with pytest.raises(errors.GraphError, match="scores"):
+        rlx.compile(flow.moe("l", dataclasses.replace(Sparse.spec, scores="best")), weights)  # type: ignore[arg-type]
+    wrong = MoeFfn("l", dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))
+    with pytest.raises(errors.WeightShapeError, match="bias"):
+        rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 6)).stage(wrong), weights)
