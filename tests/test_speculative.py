@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.look_up import LONGEST, find_place
+from rlx_jax.runtime.compiling import compile_together
 from tests import test_recurrent
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
@@ -151,3 +153,49 @@ def test_what_is_refused(options: dict[str, Any], told: str) -> None:
     for call in (rings().generate, rings().stream):
         with pytest.raises(errors.RequestError, match=told):
             call(PROMPTS[0], **options)
+
+
+# -- drafts of another model -------------------------------------------------------------------
+
+
+@functools.cache
+def perturbed(share: float = 0.1) -> Any:
+    """The model of `rings` with other weights, which says something else now and then."""
+    flow, weights = windowed(WINDOW)
+    rng = np.random.default_rng(1)
+    noise = {key: v + rng.normal(0, share * (v.ndim > 1), v.shape).astype("f4") for key, v in weights.items()}
+    return rlx.CausalLM(replace(flow, name="drafts"), noise)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=["greedy", "penalty"])
+def test_drafts_of_another_model_change_no_token(sampler: rlx.Sampler) -> None:
+    """Its state is taken back alike, rings too. Drafts of the model itself are all kept."""
+    lm = rings()
+    want = lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler)
+    assert lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, speculative=perturbed()) == want
+    counts = lm.report().speculative
+    assert 0 < counts.accepted < counts.drafted and counts.steps < 50
+    assert lm.generate(PROMPTS, max_new_tokens=50, sampler=sampler, speculative=lm, draft_tokens=5) == want
+    counts = lm.report().speculative
+    assert counts.accepted == counts.drafted and counts.steps == 9  # 49 tokens behind the first, 6 a step
+
+
+def test_a_drawn_text_of_its_own_drafts() -> None:
+    """Where both distributions are one every draft is kept, and the same seed draws the same tokens again."""
+    lm, sampler = rings(), SAMPLERS[2]
+    first, again = (lm.generate(PROMPTS, 30, sampler=sampler, seed=4, speculative=lm) for _ in range(2))
+    counts = lm.report().speculative
+    assert first == again
+    assert counts.accepted == counts.drafted
+
+
+def test_one_set_of_parameters() -> None:
+    """Two flows compiled together share their weights; the shorter one drafts for the longer one."""
+    flow, weights = windowed(WINDOW)
+    short = replace(flow, name="short", stages=tuple(s for s in flow.stages if not isinstance(s, rlx.blocks.Repeat)))
+    models = compile_together([flow, short], weights)
+    lm, drafts = (rlx.CausalLM(models[name]) for name in (flow.name, "short"))
+    want = lm.generate(PROMPTS[0], max_new_tokens=20)
+    assert lm.generate(PROMPTS[0], max_new_tokens=20, speculative=drafts) == want
+    assert all(lm.model.params[name] is array for name, array in drafts.model.params.items())
+    assert lm.report().speculative.steps < 20

@@ -67,15 +67,37 @@ def examine(
     after: Mapping[str, Any],
     shardings: Mapping[str, NamedSharding],
     gathered: int = 0,
+    beside: Mapping[str, Lir] | None = None,
 ) -> DonationProof:
     """Measure a compiled program that was given its state to consume; `after` has the state that it returns, or its
     shapes and dtypes. On several devices `shardings` say which part of the state is on each, and sizes are of one;
     beside the state it is allowed what the whole program would be on one device, and `gathered`, the bytes of
-    parameters that devices have parts of and bring together where they are used."""
-    types = state_types(lir.graph, lir.plan.scan)
+    parameters that devices have parts of and bring together where they are used. `beside` are programs that run inside
+    of a loop around it, by what the names of their states begin with."""
+    programs = {"": lir, **(beside or {})}
+    types = {start + n: t for start, one in programs.items() for n, t in state_types(one.graph, one.plan.scan).items()}
     held = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
-    layers = state_types(lir.graph, False)
+    computed = {t for one in programs.values() for t in computed_types(one.graph)}
+    text = compiled.as_text() or ""
+    return DonationProof(
+        state_bytes=sum(t.nbytes for t in held.values()),
+        aliased_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        temp_limit=sum(map(temporaries, programs.values())) + gathered,
+        copies=tuple(cache_copies(text, set(held.values()) - computed)),
+        changed=tuple(
+            f"{k} is read as {t} and written as {got}"
+            for k, t in types.items()
+            if k in after and (got := TensorType(tuple(after[k].shape), np.dtype(after[k].dtype))) != t
+        ),
+        largest=largest_result(text),
+    )
+
+
+def temporaries(lir: Lir) -> int:
+    """Bytes that a program may take beside its state, and a loop around it."""
+    types, layers = state_types(lir.graph, lir.plan.scan), state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, activations too, and widens a cache whole to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
@@ -84,22 +106,9 @@ def examine(
     casts = cast_parameters(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)
     scratch = cost(lir.graph).workspace
-    text = compiled.as_text() or ""
-    return DonationProof(
-        state_bytes=sum(t.nbytes for t in held.values()),
-        aliased_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
-        # what a loop around the program makes of its outputs, such as sorted logits.
-        temp_limit=activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + gathered + slack,
-        copies=tuple(cache_copies(text, set(held.values()) - computed_types(lir.graph))),
-        changed=tuple(
-            f"{k} is read as {t} and written as {got}"
-            for k, t in types.items()
-            if k in after and (got := TensorType(tuple(after[k].shape), np.dtype(after[k].dtype))) != t
-        ),
-        largest=largest_result(text),
-    )
+    # A layer's keys and values as they are written, and once more as XLA:CPU takes them out of a scan's carry; and
+    # what a loop around the program makes of its outputs, such as sorted logits.
+    return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack
 
 
 def computed_types(graph: Graph) -> set[TensorType]:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -28,6 +28,15 @@ prefill of batch 1, seq 16", 0, 1) before and (…, 1, 1) after a compile. Calle
 raises ends the work."""
 Around = Callable[[Function], Function]
 """What a program may be wrapped in before it is compiled, such as a loop that generates. Compared by value."""
+
+
+@runtime_checkable
+class RunsOthers(Protocol):
+    """What wraps a program and runs others inside, each behind a state of its own."""
+
+    def beside(self) -> Mapping[str, Lir]:
+        """Those programs, by what the names of their arrays begin with among those of the whole state."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,9 @@ def compile_program(
     state: StateArrays,
     inputs: Arrays,
     shardings: Shardings | None = None,
+    beside: Mapping[str, Lir] | None = None,
 ) -> Executable:
-    """Trace and compile with XLA; the state is donated, and that is proved.
+    """Trace and compile with XLA; the state is donated, and that is proved. `beside`: see `RunsOthers`.
 
     Raises:
         ProfileError: XLA does not take one of the profile's compiler options.
@@ -154,7 +164,7 @@ def compile_program(
             raise
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    proof = prove_donation(lir, compiled, lowered.out_info[1], shardings) if donates_state else None
+    proof = prove_donation(lir, compiled, lowered.out_info[1], shardings, beside or {}) if donates_state else None
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -162,7 +172,7 @@ def compile_program(
 
 
 def prove_donation(
-    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Shardings | None
+    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Shardings | None, beside: Mapping[str, Lir]
 ) -> DonationProof:
     """The state is consumed in place, or this is an error. `after`: the types of the state that is returned;
     `shardings`: where it and all else is, on several devices.
@@ -172,7 +182,7 @@ def prove_donation(
             warning, as that is an estimate.
     """
     held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
-    donation, name = examine(lir, compiled, after, held, gathered), lir.graph.name
+    donation, name = examine(lir, compiled, after, held, gathered, beside), lir.graph.name
     if broken := donation.broken():
         raise GraphError(
             f"{name}: the state is not updated in place: {broken}; nothing may read the old state once the new one is "

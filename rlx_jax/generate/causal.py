@@ -16,7 +16,7 @@ import numpy as np
 from rlx_jax.compiler.executable import Arrays, Progress, StateArrays
 from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, number, shown
 from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
-from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
+from rlx_jax.generate.drafting import DRAFT_TOKENS, Speaker, draft_plan
 from rlx_jax.generate.generation import DraftPlan, Generation, NewTokens, Request, RequestPlan, generate
 from rlx_jax.generate.request_inputs import NONE, declared, request_inputs
 from rlx_jax.generate.sampler import Sampler
@@ -264,8 +264,8 @@ class CausalLM:
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
             speculative: read several tokens a step, of which those are kept that the model itself would choose:
-                "prompt" drafts what followed the same words earlier in the text. What came of it is in
-                `report().speculative`.
+                "prompt" drafts what followed the same words earlier in the text, another `CausalLM` of the same
+                vocabulary what it would say. What came of it is in `report().speculative`.
             draft_tokens: drafts a step.
 
         Raises:
@@ -276,7 +276,7 @@ class CausalLM:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        drafts = draft_plan(speculative, draft_tokens)
+        drafts = self._drafts(speculative, draft_tokens)
         request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
         new = NewTokens([[] for _ in request.rows])
         for _ in self._blocks(request, new):
@@ -306,7 +306,7 @@ class CausalLM:
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        drafts = draft_plan(speculative, draft_tokens)
+        drafts = self._drafts(speculative, draft_tokens)
         request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
         return self._pieces(request, asked.texts is not None)
 
@@ -445,10 +445,20 @@ class CausalLM:
             )
         for i, row in enumerate(rows):
             self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
+            if drafts is not None:
+                check_positions(len(row) + budget, drafts.positions, f"speculative: {what}")
             if len(row) + budget > MAX_SLOTS:
                 raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
         beside = request_inputs(self.model, inputs, len(rows)) if rows else NONE
         return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts)
+
+    def _drafts(self, speculative: Any, draft_tokens: int) -> DraftPlan | None:
+        other = speculative._speaker if isinstance(speculative, CausalLM) else speculative
+        return draft_plan(other, draft_tokens, self._speaker)
+
+    @property
+    def _speaker(self) -> Speaker:
+        return Speaker(self.model, self.vocab_size, self.tokenizer, self.max_positions)
 
     def _pieces(self, request: Request, text: bool) -> Iterator[Any]:
         ids: list[int] = []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.errors import RequestError, did_you_mean, shown
+from rlx_jax.errors import RequestError, UnsupportedError, did_you_mean, listing, shown
+from rlx_jax.generate.draft_model import DraftModel
 from rlx_jax.generate.generation import DraftPlan
 from rlx_jax.generate.look_up import PromptLookUp
+from rlx_jax.generate.request_inputs import declared
+from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.requests import whole_number
+from rlx_jax.text.tokenizer import Tokenizer
 
 DRAFT_TOKENS = 4
 """Drafts a step where a request does not say."""
@@ -15,11 +20,22 @@ MOST_DRAFTS = 64
 SOURCES = ("prompt",)
 
 
-def draft_plan(speculative: Any, draft_tokens: int) -> DraftPlan | None:
-    """Where the drafts of a request come from; None for plain decoding.
+@dataclass(frozen=True)
+class Speaker:
+    """A model that generates, as another one sees it."""
+
+    model: CompiledModel
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    max_positions: int | None
+
+
+def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPlan | None:
+    """Where the drafts of a request to `speaker` come from; None for plain decoding. A `Speaker` is another model.
 
     Raises:
-        RequestError: neither a source nor None, or `draft_tokens` out of range or without a source.
+        RequestError: neither a source nor None; `draft_tokens` out of range or without a source; a model with another
+            vocabulary, or that reads more than tokens. UnsupportedError: another model over a mesh.
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
     if count > MOST_DRAFTS:
@@ -28,7 +44,29 @@ def draft_plan(speculative: Any, draft_tokens: int) -> DraftPlan | None:
         if count != DRAFT_TOKENS:
             raise RequestError(f"draft_tokens={count} without speculative=: say where drafts come from, as 'prompt'")
         return None
+    if isinstance(speculative, Speaker):
+        check_draft_model(speculative, speaker)
+        return DraftModel(speculative.model, count, speculative.max_positions)
     if isinstance(speculative, str) and speculative == "prompt":
         return PromptLookUp(count)
     hint = did_you_mean(speculative, SOURCES) if isinstance(speculative, str) else ""
-    raise RequestError(f"speculative is {shown(speculative)}; expected 'prompt' or None{hint}")
+    raise RequestError(f"speculative is {shown(speculative)}; expected 'prompt', another CausalLM or None{hint}")
+
+
+def check_draft_model(draft: Speaker, speaker: Speaker) -> None:
+    """Another model may draft: its ids mean the same, and tokens are all that it reads.
+
+    Raises:
+        RequestError, UnsupportedError: as `draft_plan`.
+    """
+    names = f"speculative: {draft.model.name} cannot draft for {speaker.model.name}"
+    if draft.vocab_size != speaker.vocab_size:
+        raise RequestError(f"{names}: it has {draft.vocab_size} tokens, and expected are {speaker.vocab_size}")
+    if draft.tokenizer and speaker.tokenizer and not draft.tokenizer.same_ids(speaker.tokenizer):
+        raise RequestError(f"{names}: their tokenizers give other ids to the same tokens; use a model of one tokenizer")
+    if required := [name for name, d in declared(draft.model).items() if not d.optional]:
+        raise RequestError(f"{names}: beside tokens it reads {listing(required)}")
+    if draft.model.programs.division is not None or speaker.model.programs.division is not None:
+        raise UnsupportedError(
+            f"{names}: a model is over a mesh; on one device it can, and speculative='prompt' on any"
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -33,14 +33,17 @@ class DraftPlan(Protocol):
         """Drafts a step, at least 1."""
 
     @property
-    def source(self) -> DraftSource:
-        """What the loop is compiled with."""
+    def positions(self) -> int | None:
+        """The longest sequence that the source knows, in tokens."""
+
+    def source(self, sizes: Mapping[str, int]) -> DraftSource:
+        """What the loop is compiled with, for this `batch` and `context`."""
 
     def params(self) -> Any:
         """The parameters of the source."""
 
     def start(
-        self, programs: Programs, prompts: Sequence[Sequence[int]], batch: int, slots: int, first: AnyArray
+        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: AnyArray
     ) -> tuple[Any, StateArrays]:
         """What the source keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen."""
 
@@ -88,6 +91,11 @@ class RequestPlan:
     inputs: RequestInputs = NONE
     drafts: DraftPlan | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows and slots."""
+        return {"batch": self.batch, "context": self.slots}
+
 
 def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
     """Read the prompts, each with at least one token, and choose the first new one of each.
@@ -95,41 +103,76 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
     Raises:
         RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
     """
-    sizes, given = {**plan.inputs.sizes, "batch": plan.batch, "context": plan.slots}, plan.inputs.given
-    prefill, extend, verify = (replace(model, program=program) for program in ("prefill", "extend", "verify"))
-    blocks = [{**sizes, "seq": width} for width in plan.widths]
-    options: dict[str, Any] = {"outputs": model.output_names[:1], "given": given}
-    ids, drafts = model.flow.inputs[0].name, plan.drafts
+    sizes, given = {**plan.inputs.sizes, **plan.sizes}, plan.inputs.given
+    logits, ids, drafts = model.output_names[:1], model.flow.inputs[0].name, plan.drafts
     if drafts is None:
         loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early)
-        decode = extend.bound({**sizes, "seq": 1}, loop, **options)
+        decode = model.as_program("extend").bound({**sizes, "seq": 1}, loop, outputs=logits, given=given)
+        readers = bound_readers(model, plan.widths, sizes, given)
     else:
-        options["spare"] = drafts.tokens
-        back = model.programs.template(verify.key(given, options["outputs"])).taken_back
-        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source, drafts.tokens, back)
-        decode = verify.bound({**sizes, "seq": drafts.tokens + 1}, checking, last_only=False, **options)
-    readers = [prefill.reader(blocks[0], **options)]
-    readers += [extend.bound(block, **options) for block in blocks[1:]]
+        verify, spare = model.as_program("verify"), drafts.tokens
+        back = model.programs.template(verify.key(given, logits)).taken_back
+        checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source(plan.sizes), drafts.tokens, back)
+        width = {**sizes, "seq": drafts.tokens + 1}
+        decode = verify.bound(width, checking, last_only=False, outputs=logits, given=given, spare=spare)
+        readers = bound_readers(model, plan.widths, sizes, given, spare)
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
     rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
     inputs = {"rows": rows, "knobs": knobs, "ends": ends}
     if drafts is not None:
-        kept, own = drafts.start(model.programs, prompts, plan.batch, plan.slots, first)
+        kept, own = drafts.start(model.programs, plan, prompts, first)
         state |= {OWN + name: array for name, array in own.items()}
         inputs |= {"params": drafts.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
     return Generation(decode, len(prompts), plan.budget, plan.loop.steps, inputs, state, first)
 
 
+def bound_readers(
+    model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], given: frozenset[str] = frozenset(),
+    spare: int = 0,
+) -> list[BoundProgram]:  # fmt: skip
+    """The programs that read prompts, so many tokens each."""
+    logits = model.output_names[:1]
+    first, *others = ({**sizes, "seq": width} for width in widths)
+    extend = model.as_program("extend")
+    return [
+        model.as_program("prefill").reader(first, outputs=logits, given=given, spare=spare),
+        *(extend.bound(block, outputs=logits, given=given, spare=spare) for block in others),
+    ]
+
+
+class PromptBlock(NamedTuple):
+    """What reading a part of the prompts gives: logits `[B, 1, V]` of the last tokens, the state, and the rows whose
+    prompts end there `[B]` bool."""
+
+    logits: AnyArray
+    state: StateArrays
+    now: np.ndarray[Any, Any]
+
+
+def prompt_blocks(
+    readers: Sequence[BoundProgram], widths: Sequence[int], prompts: Sequence[Sequence[int]], batch: int,
+    beside: Mapping[str, Any],
+) -> Iterator[PromptBlock]:  # fmt: skip
+    """Read the prompts, part by part. `beside` is what comes with the tokens. A row that holds nothing reads one."""
+    ids = readers[0].model.flow.inputs[0].name
+    filled = [*prompts, *([0] for _ in range(batch - len(prompts)))]
+    lengths, live = np.array([len(p) for p in filled]), np.arange(batch) < len(prompts)
+    state: StateArrays = {}
+    at = 0
+    for reader, width in zip(readers, widths, strict=True):
+        new = np.clip(lengths - at, 0, width)
+        tokens = pad_rows([p[at : at + width] for p in filled], width)
+        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32), **beside}, state)
+        yield PromptBlock(logits, state, live & (at < lengths) & (lengths <= at + width))
+        beside = {}  # from now on it is in the state
+        at += width
+
+
 def read_prompts(
     readers: Sequence[BoundProgram], plan: RequestPlan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: AnyArray
 ) -> tuple[Rows, StateArrays, AnyArray]:
-    """The rows, the state after the prompts, and the first tokens `[B, 1]`.
-
-    A row that holds nothing reads one token, and never chooses one.
-    """
-    programs, ids = readers[0].model.programs, readers[0].model.flow.inputs[0].name
-    filled = [*prompts, *([0] for _ in range(plan.batch - len(prompts)))]
-    lengths, live = np.array([len(p) for p in filled]), np.arange(plan.batch) < len(prompts)
+    """The rows, the state after the prompts, and the first tokens `[B, 1]`."""
+    programs, live = readers[0].model.programs, np.arange(plan.batch) < len(prompts)
     seen = np.zeros((plan.batch, len(plan.ends) if plan.method.penalised else 0), bool)
     if plan.method.penalised:
         for row, prompt in enumerate(prompts):
@@ -138,17 +181,11 @@ def read_prompts(
     rows = programs.call(StartRows(plan.method.draws), *start, at=programs.whole)
     first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
-    at, beside = 0, plan.inputs.padded(plan.batch)
-    for reader, width in zip(readers, plan.widths, strict=True):
-        new = np.clip(lengths - at, 0, width)
-        tokens = pad_rows([p[at : at + width] for p in filled], width)
-        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32), **beside}, state)
-        beside = {}  # from now on it is in the state
-        now = live & (at < lengths) & (lengths <= at + width)
-        if now.any():
-            chosen = (logits, rows, now, first, knobs, ends)
+    for block in prompt_blocks(readers, plan.widths, prompts, plan.batch, plan.inputs.padded(plan.batch)):
+        state = block.state
+        if block.now.any():
+            chosen = (block.logits, rows, block.now, first, knobs, ends)
             first, rows = programs.call(FirstTokens(plan.method), *chosen, at=programs.whole)
-        at += width
     return rows, state, first
 
 

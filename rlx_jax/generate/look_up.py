@@ -6,7 +6,7 @@ was given, as in edits, summaries and code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,10 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.decode import Array
+from rlx_jax.generate.generation import RequestPlan
 from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.runtime.programs import Programs
 
 LONGEST = 8
 """Tokens of an end of the text that are compared at most."""
@@ -24,6 +27,10 @@ LONGEST = 8
 @dataclass(frozen=True)
 class LookUp:
     """The source. It keeps the tokens of each row, `[B, T]` int32."""
+
+    def lir(self) -> Lir | None:
+        """It runs no program of its own."""
+        return None
 
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
         """What came after the place that `find_place` finds; see `DraftSource`."""
@@ -75,9 +82,9 @@ class PromptLookUp:
     """The host's half: see `DraftPlan`."""
 
     tokens: int
+    positions: int | None = None
 
-    @property
-    def source(self) -> LookUp:
+    def source(self, sizes: Mapping[str, int]) -> LookUp:
         """What the loop is compiled with."""
         return LookUp()
 
@@ -86,10 +93,10 @@ class PromptLookUp:
         return None
 
     def start(
-        self, programs: Any, prompts: Sequence[Sequence[int]], batch: int, slots: int, first: Any
+        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: Any
     ) -> tuple[Any, StateArrays]:
         """The tokens of prompts `[batch, slots]`, with the first new one of each."""
-        tokens, lengths = np.zeros((batch, slots), np.int32), np.zeros(batch, np.int32)
+        tokens, lengths = np.zeros((plan.batch, plan.slots), np.int32), np.zeros(plan.batch, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         return programs.call(written, tokens, lengths, first, at=programs.whole), {}

@@ -22,6 +22,7 @@ from rlx_jax.compiler.executable import Function, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
 from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
 from rlx_jax.ir.graph import EVERY
+from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.state import LENGTH
 
 OWN = "draft/"
@@ -87,6 +88,9 @@ class Judged:
 class DraftSource(Protocol):
     """Where drafts come from, as functions of arrays, compared by value: a part of the compiled loop."""
 
+    def lir(self) -> Lir | None:
+        """The program that it runs inside of the loop, behind its own state, if it does."""
+
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
         """Up to `count` drafts a row."""
 
@@ -109,6 +113,11 @@ class VerifyLoop(Choosing):
     source: DraftSource
     drafts: int
     carried: tuple[tuple[str, int], ...] = ()
+
+    def beside(self) -> Mapping[str, Lir]:
+        """See `rlx_jax.compiler.executable.RunsOthers`."""
+        lir = self.source.lir()
+        return {} if lir is None else {OWN: lir}
 
     def __call__(self, verify: Function) -> Function:
         def function(

@@ -114,14 +114,29 @@ class CompiledModel:
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
+        key = replace(self.sized(sizes, last_only, outputs, given, spare), around=around)
+        self.programs.check_compiled(key)
+        return BoundProgram(self, key)
+
+    def sized(
+        self,
+        sizes: Mapping[str, int],
+        last_only: bool = True,
+        outputs: tuple[str, ...] | None = None,
+        given: frozenset[str] = frozenset(),
+        spare: int = 0,
+    ) -> ProgramKey:
+        """The key of the program for these sizes; see `bound`."""
         key = self.key(given, outputs, last_only)
         template = self.programs.template(key)
         slots = self._rings(template, sizes.get("context"), spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
-        key = replace(key, binding=binding, around=around)
-        self.programs.check_compiled(key)
-        return BoundProgram(self, key)
+        return replace(key, binding=binding)
+
+    def as_program(self, program: str) -> CompiledModel:
+        """Another program of the same flow."""
+        return replace(self, program=program)
 
     def reader(
         self,

@@ -21,6 +21,7 @@ from rlx_jax.compiler.executable import (
     Executable,
     Function,
     Progress,
+    RunsOthers,
     Shardings,
     StateArrays,
     compile_program,
@@ -196,7 +197,9 @@ class Programs:
             self.tell(what, 0, 1)
             program = self.function(key)
             with own_mesh(self.division):
-                made = compile_program(program.lir, program.run, params, state, inputs, self.shardings(key, inputs))
+                beside = key.around.beside() if isinstance(key.around, RunsOthers) else {}
+                at = self.shardings(key, inputs)
+                made = compile_program(program.lir, program.run, params, state, inputs, at, beside)
             self.tell(what, 1, 1)
             return made
 

@@ -94,6 +94,10 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(repr=False)
     _native: Any = field(repr=False)
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether every token has the same id in both."""
+        return self is other or bool(self._native.get_vocab() == other._native.get_vocab())
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """The token ids of `text`.
 

@@ -1,0 +1,110 @@
+"""Drafts from another model, which decodes them one by one behind a state of its own.
+
+Leviathan et al. 2023. A smaller model of the same vocabulary reads the same text; it draws its drafts from its own
+distribution, and `VerifyLoop` keeps them so that the tokens are distributed as the larger one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.generate.decode import Array
+from rlx_jax.generate.generation import RequestPlan, bound_readers, prompt_blocks
+from rlx_jax.generate.sampler import adjusted, draw, finite_rows, sharpened
+from rlx_jax.generate.speculative import DRAFT, Drafts, Judged, Own, Turn, after_tokens
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.state import LENGTH
+
+
+@dataclass(frozen=True)
+class ModelDrafts:
+    """The source: `extend` of the other model for one token, of `key` among its `programs`. `carried`: arrays of its
+    state that every token changes, with the axis of their rows."""
+
+    programs: Programs
+    key: ProgramKey
+    ids_input: str
+    carried: tuple[tuple[str, int], ...]
+
+    def lir(self) -> Lir | None:
+        """Its program."""
+        return self.programs.function(self.key).lir
+
+    def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
+        """One token after the other; the last draft is read as well, so that the state has it should it be kept."""
+        extend = self.programs.function(self.key).run
+        method, knobs, rows, room = turn.choosing.method, turn.knobs, turn.rows, turn.room
+
+        def step(carry: Any, number: Array) -> Any:
+            state, ids, seen, fine = carry
+            reads = rows.running & (number <= room)
+            outputs, state = extend(
+                own.params, state, {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
+            )
+            ready = adjusted(method, knobs, outputs[0][:, 0], seen)
+            fine = fine & finite_rows(ready)
+            wanted = sharpened(method, knobs, ready) if method.draws else None
+            ids = jnp.argmax(ready, axis=-1).astype(jnp.int32)
+            if wanted is not None:
+                keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new + number)
+                ids = draw(wanted, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT))(keys))
+            if method.penalised:
+                seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), ids].set(True)
+            after = {name: state[name] for name, _ in self.carried}
+            return (state, ids, seen, fine), (ids, fine, wanted, after)
+
+        start = (dict(own.state), rows.ids, rows.seen, rows.running)
+        (state, *_), (ids, fine, wanted, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
+        drafts = Drafts(
+            ids[:count].T,
+            fine[:count].sum(axis=0, dtype=jnp.int32),
+            None if wanted is None else wanted[:count].swapaxes(0, 1),
+        )
+        before = {name: own.state[name] for name, _ in self.carried}
+        return drafts, replace(own, kept=(before, after), state=state)
+
+    def accept(self, own: Own, turn: Turn, judged: Judged) -> Own:
+        """The state after the tokens that were taken."""
+        before, after = own.kept
+        state = own.state | {LENGTH: turn.held + judged.count}
+        for name, axis in self.carried:
+            every = jnp.moveaxis(after[name], 0, axis + 1)
+            state[name] = after_tokens(before[name], every, judged.count, axis)
+        return replace(own, kept=None, state=state)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """The host's half: see `DraftPlan`."""
+
+    model: CompiledModel
+    tokens: int
+    positions: int | None
+
+    def source(self, sizes: Mapping[str, int]) -> ModelDrafts:
+        """See `DraftPlan`."""
+        logits = self.model.output_names[:1]
+        key = self.model.as_program("extend").sized({**sizes, "seq": 1}, outputs=logits, spare=self.tokens)
+        back = self.model.programs.template(self.model.as_program("verify").key(outputs=logits)).taken_back
+        return ModelDrafts(self.model.programs, key, self.model.flow.inputs[0].name, back)
+
+    def params(self) -> Any:
+        """The parameters of the other model."""
+        return self.model.require_params("drafting")
+
+    def start(
+        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: Any
+    ) -> tuple[Any, StateArrays]:
+        """Read the prompts; see `DraftPlan`."""
+        readers = bound_readers(self.model, plan.widths, plan.sizes, spare=self.tokens)
+        *_, last = prompt_blocks(readers, plan.widths, prompts, plan.batch, {})
+        return None, last.state
