@@ -3,8 +3,8 @@
     python benchmarks/speculative.py           the 1B shape in bf16 on one GPU
     python benchmarks/speculative.py --tiny    a small one in f32 on the CPU: checks this script, not a GPU
 
-All goes through `lm.generate`. Layers have random weights, and random weights copy nothing: the head's rows are those of
-the embedding in another order, so that the likeliest next token follows from the last one, and a text never repeats.
+All goes through `lm.generate`. Layers have random weights, and random weights copy nothing: the head's rows are those
+of the embedding in another order, so that the likeliest token follows from the last one, and a text never repeats.
 First figure: a step that reads k drafts, none of which hold, against a plain step. Second: prompts that hold the text
 to come, one token in ten wrong, as an edit would have them. Exits with 1 if a goal is missed.
 """
@@ -47,7 +47,9 @@ SHAPES = {
         Sizes(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, theta=5e5),
         "bf16", 384, 33, 289, 1.8,
     ),
-    "tiny": Shape(Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512), "f32", 64, 9, 49, None),
+    "tiny": Shape(
+        Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512), "f32", 64, 9, 49, None
+    ),
 }  # fmt: skip
 
 
