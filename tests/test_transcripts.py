@@ -20,7 +20,7 @@ QWEN: dict[str, Any] = {
     "linear_value_head_dim": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "rms_norm_eps": 1e-3,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-QWEN_CASES = {
+QWEN_CASES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one head each": {"linear_num_value_heads": 2, "linear_key_head_dim": 5, "linear_conv_kernel_dim": 4},
     "one key head": {"linear_num_key_heads": 1, "linear_value_head_dim": 7},
@@ -29,7 +29,7 @@ MAMBA: dict[str, Any] = {
     "vocab_size": 29, "hidden_size": 15, "num_heads": 6, "head_dim": 5, "state_size": 7, "n_groups": 3, "expand": 2,
     "conv_kernel": 3, "num_hidden_layers": 1, "chunk_size": 4, "layer_norm_epsilon": 1e-3,
 }  # fmt: skip
-MAMBA_CASES = {
+MAMBA_CASES: dict[str, dict[str, Any]] = {
     "groups": {},
     "one group, biases, limits": {"n_groups": 1, "use_bias": True, "time_step_limit": (0.4, 1.3)},
     "a group a head, no bias of the convolution": {"n_groups": 6, "use_conv_bias": False, "conv_kernel": 4},
