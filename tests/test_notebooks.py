@@ -15,12 +15,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["name"]
+
+
+def count(printed: str, before: str) -> int:
+    """The whole number behind the first `before`."""
+    return int(re.findall(re.escape(before) + r"(\d+)", printed)[0])
+
+
 CHECKS = {
     "train": lambda printed: float(re.findall(r"held out: ([\d.]+) nats per byte", printed)[-1]) <= 1.5,
     "generate": lambda printed: "<|im_start|>assistant" in printed and "LimitError" in printed,
     "devices": lambda printed: (
         printed.count("equal tokens") == 2
         and max(map(float, re.findall(r"largest difference ([\d.e+-]+)", printed))) <= 1e-4
+    ),
+    "retrieval": lambda printed: (
+        count(printed, "source: ") >= 17
+        and count(printed, "picture is right: ") >= 35
+        and count(printed, "caption is right: ") >= 130
+        and all(note in printed for note in ("Vienna", "Roses", "fever", "dough", "rent"))
     ),
     "tour": lambda printed: "fused_mm_bias" in printed and "stablehlo" in printed.lower(),
 }
@@ -40,7 +53,7 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 
 def test_all_are_there() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"devices", "generate", "train", "tour"}
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"devices", "generate", "retrieval", "train", "tour"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
