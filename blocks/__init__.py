@@ -86,6 +86,8 @@ from rlx_jax.blocks.moe import MoeFfn as MoeFfn
 from rlx_jax.blocks.moe import MoeSpec as MoeSpec
 from rlx_jax.blocks.nomic import NomicEncoderLayer as NomicEncoderLayer
 from rlx_jax.blocks.nomic import NomicEncoderLayerSpec as NomicEncoderLayerSpec
+from rlx_jax.blocks.nomic import NomicSelector as NomicSelector
+from rlx_jax.blocks.nomic import PatchRope as PatchRope
 from rlx_jax.blocks.norm import GemmaRmsNorm as GemmaRmsNorm
 from rlx_jax.blocks.norm import LayerNorm as LayerNorm
 from rlx_jax.blocks.norm import RmsNorm as RmsNorm
@@ -136,6 +138,6 @@ FlowStage = (
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
-    | Similarity
+    | Similarity | PatchRope | NomicSelector
 )  # fmt: skip
 """Every stage."""

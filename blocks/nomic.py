@@ -1,14 +1,22 @@
-"""NomicBERT's encoder layer (Nussbaum et al. 2024): rotary attention and a gated MLP, norms behind each half."""
+"""Nomic's encoder layer of texts (Nussbaum et al. 2024): rotary attention and a gated MLP, norms behind each half. And
+what its tower of images has beside layers: tables of patches by row and column, and a query that reads all tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlx_jax.blocks.encoder import add_norm, attend, dense
-from rlx_jax.blocks.ffn import INTO, OUT_OF
+from rlx_jax.blocks.ffn import INTO, OUT_OF, SwiGlu
 from rlx_jax.blocks.rope import rope_tables_for
+from rlx_jax.blocks.self_attention import Three
+from rlx_jax.blocks.vision import read_by_query
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
+from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,77 @@ class NomicEncoderLayer:
         with emit.scope("mlp"):
             inner = emit.add_node(hir.GatedFfn(s.activation), gate, up)
         return add_norm(emit, p, "norm2", dense(emit, p, "mlp.fc2", inner, OUT_OF, bias=False), h, s.eps)
+
+
+@dataclass(frozen=True)
+class PatchRope:
+    """cos and sin of a grid of patches, row by row, for the stages that follow; the active value passes by. The first
+    half of a head of `head_dim` columns, a multiple of 4, turns by the row, the second by the column, each by the
+    frequencies of a head of its own width (EVA-02: Fang et al. 2023). `before` tokens in front do not turn.
+
+    With `reference` (rows, columns) places are scaled as if the grid had so many.
+    """
+
+    grid: tuple[int, int]
+    head_dim: int
+    theta: float = 10000.0
+    reference: tuple[int, int] | None = None
+    before: int = 1
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        half = self.head_dim // 2
+        if self.head_dim < 4 or self.head_dim % 4:
+            raise ShapeError(f"{emit.path}: PatchRope: head_dim is {self.head_dim}; expected a multiple of 4")
+        places = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], axis=-1).reshape(-1, 2)
+        table = np.concatenate([np.zeros((self.before, 2)), places])[None].astype(np.int32)
+        scale = (1.0, 1.0) if self.reference is None else tuple(np.divide(self.reference, self.grid).tolist())
+        frequencies, axes = axial_frequencies((half, half), self.theta)
+        scaled = [f * scale[axis] for f, axis in zip(frequencies, axes, strict=True)]
+        with emit.scope("rotary_emb"):
+            emit.state.rope_cos, emit.state.rope_sin = emit.rope_angles(emit.constant(table), scaled, axes=axes)
+        return value
+
+
+@dataclass(frozen=True)
+class NomicSelector:
+    """`x + mlp(ln(p))` with what a learned query reads of all tokens as p: `[B,S,H]` → same, every token alike.
+
+    Weights under the prefix: `attn.latent` `[1, 1, H]`, `attn.Wq.*`, `attn.Wkv.*` (keys above values),
+    `attn.out_proj.*`, `norm1.*`, and `mlp.{fc11,fc12,fc2}.*`, whose gate is `fc12`.
+    """
+
+    prefix: str
+    num_heads: int
+    eps: float = 1e-6
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "NomicSelector"), self.prefix
+        if x.ndim != 3:
+            raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
+        with emit.scope("selector"):
+            weights, biases = (
+                (f"{p}.attn.Wq.{kind}", *WeightPart.split(f"{p}.attn.Wkv.{kind}", 2)) for kind in ("weight", "bias")
+            )
+            pooled = read_by_query(
+                emit, x, f"{p}.attn.latent", _three(*weights), _three(*biases), f"{p}.attn.out_proj", self.num_heads
+            )
+            normed = emit.layer_norm(pooled, f"{p}.norm1.weight", f"{p}.norm1.bias", self.eps)
+            gate, up, down = (f"{p}.mlp.{name}" for name in ("fc12", "fc11", "fc2"))
+            mlp = SwiGlu(
+                f"{gate}.weight", f"{up}.weight", f"{down}.weight", (f"{gate}.bias", f"{up}.bias", f"{down}.bias")
+            )
+            return x + mlp.emit(emit, normed)
+
+    def shapes(self, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """Every checkpoint key with its shape, for an MLP `inner` wide."""
+        h, f, p = hidden, inner, self.prefix
+        linears = {"attn.Wq": (h, h), "attn.Wkv": (2 * h, h), "attn.out_proj": (h, h)}
+        linears |= {"mlp.fc11": (f, h), "mlp.fc12": (f, h), "mlp.fc2": (h, f)}
+        found: dict[str, tuple[int, ...]] = {f"{p}.attn.latent": (1, 1, h)}
+        for name, shape in linears.items():
+            found |= {f"{p}.{name}.weight": shape, f"{p}.{name}.bias": shape[:1]}
+        return found | {f"{p}.norm1.weight": (h,), f"{p}.norm1.bias": (h,)}
+
+
+def _three(q: WeightKey, k: WeightKey, v: WeightKey) -> Three:
+    return q, k, v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +27,10 @@ from rlx_jax.trace.weight_part import WeightPart
 class VisionEmbed:
     """Images `[B, C, h, w]` → tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: a class token, registers, patches row by row.
 
-    A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`. `position_key` `[1, T, H]` or `[T, H]` has a row for
-    the class token, if there is one, and then one for each patch of `grid`; for images of another size these are
-    resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with registers does. `cls_key` is
-    `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it and have no positions.
+    A patch `(P, Q)` is projected by `patch_weight` `[H, C, P, Q]`, or with `flat_patch` `[H, C·P·Q]`. `position_key`
+    `[1, T, H]` or `[T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
+    images of another size these are resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with
+    registers does. `cls_key` is `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
     """
 
     patch_weight: str
@@ -41,6 +42,7 @@ class VisionEmbed:
     cls_key: str | None = None
     registers_key: str | None = None
     antialias: bool = False
+    flat_patch: bool = False
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         images = emit.require(value, "VisionEmbed")
@@ -68,8 +70,10 @@ class VisionEmbed:
     def _patches(self, emit: Emit, images: FlowValue) -> FlowValue:
         """The projected patches."""
         with emit.scope("patch"):
-            shape = (self.hidden_size, int(images.type.shape[1]), *self.patch)
-            weight = emit.param(self.patch_weight, shape, ("hidden", None, None, None))
+            shape: tuple[int, ...] = (self.hidden_size, int(images.type.shape[1]), *self.patch)
+            if self.flat_patch:
+                shape = (self.hidden_size, math.prod(shape[1:]))
+            weight = emit.param(self.patch_weight, shape, ("hidden", *(None,) * (len(shape) - 1)))
             bias = None if self.patch_bias is None else emit.param(self.patch_bias, (self.hidden_size,))
             patches = emit.add_node(Patches(self.patch), images)
             return emit.linear(patches, weight.reshape(self.hidden_size, -1), bias, transpose=True)
@@ -199,7 +203,7 @@ class VisionSwiGluFfn:
 class LayerKeys:
     """Where a layer keeps its weights, under its prefix. `qkv` is one name or three; `scale1` and `scale2` are those of
     LayerScale, if there is any. Of a gated layer `gated1` holds gate and up, one above the other, and `gated2` stands
-    for `fc2`."""
+    for `fc2`. With `inner`, a norm inside, the feed-forward half is a VisionSwiGluFfn, whose gate is `gate`."""
 
     norm1: str
     norm2: str
@@ -211,6 +215,8 @@ class LayerKeys:
     scale2: str = ""
     gated1: str = ""
     gated2: str = ""
+    gate: str = ""
+    inner: str = ""
 
 
 HF_QKV = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
@@ -224,13 +230,17 @@ CLIP_KEYS = LayerKeys(
     "layer_norm1", "layer_norm2", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.out_proj",
     "mlp.fc1", "mlp.fc2",
 )  # fmt: skip
-"""Of ViT as Hugging Face stores it, of DINOv2 as its authors do, and of CLIP and SigLIP."""
+NOMIC_KEYS = LayerKeys(
+    "norm1", "norm2", "attn.Wqkv", "attn.out_proj", "mlp.fc11", "mlp.fc2", gate="mlp.fc12", inner="mlp.norm"
+)
+"""Of ViT as Hugging Face stores it, of DINOv2 as its authors do, of CLIP and SigLIP, and of Nomic's tower."""
 
 
 @dataclass(frozen=True)
 class PreNormLayerSpec:
     """Keys and sizes of a layer whose norms come first. `activation` is a name in `UNARY`; with `gated` the
-    feed-forward half is SwiGLU. `causal` and `mask_input` are those of `SelfAttention`."""
+    feed-forward half is SwiGLU. `causal` and `mask_input` are those of `SelfAttention`. With `turned` queries and keys
+    are, neighbouring columns of them, by the tables of a stage before. `inner_eps` is that of a norm inside."""
 
     prefix: str
     keys: LayerKeys
@@ -243,6 +253,8 @@ class PreNormLayerSpec:
     qkv_bias: bool = True
     causal: bool = False
     mask_input: str | None = None
+    turned: bool = False
+    inner_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         if self.gated and not (self.keys.gated1 and self.keys.gated2):
@@ -266,7 +278,8 @@ class PreNormLayerSpec:
         return SelfAttention(
             three("weight"), self.key(out, "weight"), self.num_heads, head_dim=width,
             qkv_bias=three("bias") if self.qkv_bias else None, out_bias=self.key(out, "bias"), causal=self.causal,
-            mask_input=self.mask_input, name="attn",
+            mask_input=self.mask_input, rope="" if self.turned else None,
+            rope_style="interleaved" if self.turned else "half", name="attn",
         )  # fmt: skip
 
     @property
@@ -277,6 +290,8 @@ class PreNormLayerSpec:
     @property
     def ffn(self) -> BlockStage:
         """The feed-forward half."""
+        if self.keys.inner:
+            return VisionSwiGluFfn(self.prefix, self.inner_eps)
         fc1, fc2 = ([self.key(name, kind) for kind in ("weight", "bias")] for name in self.inner)
         if not self.gated:
             return Mlp(fc1[0], fc1[1], fc2[0], fc2[1], self.activation)
@@ -288,12 +303,15 @@ class PreNormLayerSpec:
         h, f, k, (fc1, fc2) = self.hidden_size, self.intermediate_size, self.keys, self.inner
         found: dict[str, tuple[int, ...]] = {}
         qkv = {k.qkv: (3 * h, h)} if isinstance(k.qkv, str) else dict.fromkeys(k.qkv, (h, h))
-        for name, shape in {**qkv, k.out: (h, h), fc1: (f * (1 + self.gated), h), fc2: (h, f)}.items():
+        linears = {**qkv, k.out: (h, h), fc1: (f * (1 + self.gated), h), fc2: (h, f)} | (
+            {k.gate: (f, h)} if k.gate else {}
+        )
+        for name, shape in linears.items():
             found[self.key(name, "weight")] = shape
             if self.qkv_bias or name not in qkv:
                 found[self.key(name, "bias")] = shape[:1]
-        for name in (k.norm1, k.norm2):
-            found |= {self.key(name, "weight"): (h,), self.key(name, "bias"): (h,)}
+        for name, width in ({k.norm1: h, k.norm2: h} | ({k.inner: f} if k.inner else {})).items():
+            found |= {self.key(name, "weight"): (width,), self.key(name, "bias"): (width,)}
         return found | {f"{self.prefix}.{name}": (h,) for name in (k.scale1, k.scale2) if name}
 
 
@@ -323,10 +341,9 @@ def dinov2_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float 
 
 
 def nomic_vision_layer_fused(index: int, hidden_size: int, num_heads: int, eps: float = 1e-6) -> BlockStage:
-    """Nomic's vision layer under `layers.{index}`; no rotation of queries and keys."""
-    p = f"layers.{index}"
-    attention = _half(p, "norm1", eps, VitSelfAttn.nomic_vision(p, hidden_size, num_heads))
-    return Named(f"layer{index}", Sequence((*attention, *_half(p, "norm2", eps, VisionSwiGluFfn(p, eps)))))
+    """Nomic's vision layer under `layers.{index}`, all norms with `eps`; no rotation of queries and keys."""
+    spec = PreNormLayerSpec(f"layers.{index}", NOMIC_KEYS, hidden_size, num_heads, 4 * hidden_size, eps, inner_eps=eps)
+    return Named(f"layer{index}", pre_norm_layer(spec))
 
 
 def siglip_layer_fused_with_prefix(
@@ -358,23 +375,29 @@ class AttentionPool:
         x, p = emit.require(value, "AttentionPool"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
-        hidden = int(x.type.shape[-1])
-        head_width(p, hidden, self.num_heads)
         with emit.scope("head"):
-            probe = emit.broadcast_to(emit.param(f"{p}.probe", (1, 1, hidden)), (x.shape[0], 1, hidden))
-            weights = WeightPart.split(f"{p}.attention.in_proj_weight", 3)
-            biases = WeightPart.split(f"{p}.attention.in_proj_bias", 3)
-            q, k, v = (
-                emit.linear(source, w, b, roles=("heads", "hidden"))
-                for source, w, b in zip((probe, x, x), weights, biases, strict=True)
-            )
-            context = emit.add_node(hir.attention(self.num_heads, self.num_heads, MaskKind.NONE), q, k, v)
-            out = f"{p}.attention.out_proj"
-            pooled = emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"))
+            weights = three_parts(f"{p}.attention.in_proj_weight")
+            biases = three_parts(f"{p}.attention.in_proj_bias")
+            pooled = read_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
             normed = emit.layer_norm(pooled, f"{p}.layernorm.weight", f"{p}.layernorm.bias", self.eps)
             fc1, fc2 = f"{p}.mlp.fc1", f"{p}.mlp.fc2"
             mlp = Mlp(f"{fc1}.weight", f"{fc1}.bias", f"{fc2}.weight", f"{fc2}.bias", self.activation)
             return emit.first_token(pooled + mlp.emit(emit, normed))
+
+
+def read_by_query(
+    emit: Emit, x: FlowValue, query: str, weights: Three, biases: Three, out: str, heads: int
+) -> FlowValue:
+    """What a learned query, the weight `query` `[1, 1, H]`, reads of all tokens: `[B,S,H]` → `[B,1,H]`."""
+    hidden = int(x.type.shape[-1])
+    head_width(query, hidden, heads)
+    probe = emit.broadcast_to(emit.param(query, (1, 1, hidden)), (x.shape[0], 1, hidden))
+    q, k, v = (
+        emit.linear(source, w, b, roles=("heads", "hidden"))
+        for source, w, b in zip((probe, x, x), weights, biases, strict=True)
+    )
+    context = emit.add_node(hir.attention(heads, heads, MaskKind.NONE), q, k, v)
+    return emit.linear(context, f"{out}.weight", f"{out}.bias", roles=("hidden", "heads"))
 
 
 def attention_pool_shapes(prefix: str, hidden_size: int, intermediate_size: int) -> dict[str, tuple[int, ...]]:
@@ -429,13 +452,13 @@ class Similarity:
                 f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
             )
         with emit.scope("similarity"):
-            texts, images = _unit(emit, texts), _unit(emit, images)
+            texts, images = unit(emit, texts), unit(emit, images)
             emit.output("text_embeds", texts)
             emit.output("image_embeds", images)
             scores = texts @ images.T * emit.exp(emit.param(self.scale_key).reshape(1, 1))
             return scores if self.bias_key is None else scores + emit.param(self.bias_key).reshape(1, 1)
 
 
-def _unit(emit: Emit, x: FlowValue) -> FlowValue:
+def unit(emit: Emit, x: FlowValue) -> FlowValue:
     """Rows divided by their lengths; a row of zeros stays."""
     return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))

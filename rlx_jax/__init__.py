@@ -37,6 +37,7 @@ from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.mixtral import MixtralFlow as MixtralFlow
 from rlx_jax.models.mpnet import MPNetFlow as MPNetFlow
 from rlx_jax.models.nomic import NomicFlow as NomicFlow
+from rlx_jax.models.nomic_vision import NomicVisionFlow as NomicVisionFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
 from rlx_jax.models.qwen3_moe import Qwen3MoeFlow as Qwen3MoeFlow

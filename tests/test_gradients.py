@@ -79,6 +79,7 @@ from rlx_jax.blocks import (
     qwen3_prefill_layer_fused,
 )
 from rlx_jax.models import dinov2
+from rlx_jax.models.nomic_vision import NomicVisionConfig
 
 B, S, H, F, V, D = 2, 4, 8, 12, 9, 4
 Arrays = Mapping[str, Any]
@@ -221,6 +222,8 @@ WORDS |= {"vocab_size": V, "max_position_embeddings": 8}
 GPT2 = {"vocab_size": V, "n_embd": H, "n_inner": F, "n_layer": 2, "n_head": 2, "n_positions": 8}
 TOWER = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 6, "patch_size": 3}
 TOWER |= {"num_channels": 2}
+NOMIC = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_inner": 1, "img_size": 6, "patch_size": 3, "num_channels": 2}
+NOMIC |= {"layer_norm_epsilon": 1e-6, "use_rotary_pos_emb": True}
 PIXELS = RNG.standard_normal((B, 2, 7, 9)).astype(np.float32)
 """Two rows of three patches, where the table of positions is of two by two."""
 REGISTERS = {"model_type": "dinov2_with_registers", "num_register_tokens": 2, "use_swiglu_ffn": True}
@@ -392,6 +395,10 @@ CASES = {
         pixel_values=PIXELS,
     ),
     "nomic vision": nomic_vision(),
+    "nomic vision, turned": Case.of(
+        rlx.NomicVisionFlow.for_prefill(dataclasses.replace(NomicVisionConfig.from_hf(NOMIC), intermediate_size=F)),
+        pixel_values=PIXELS[:, :, :6, :6],
+    ),
     "clip": Case.of(rlx.ClipFlow.for_prefill(TOWERS | {"projection_dim": 6}), pixel_values=PIXELS, **TEXTS),
     "siglip": Case.of(rlx.SiglipFlow.for_prefill(TOWERS), pixel_values=PIXELS, **TEXTS),
     "similarity": Case(
@@ -430,6 +437,7 @@ SLOW_CASES = (
     "dinov2",
     "dinov2, gated",
     "nomic vision",
+    "nomic vision, turned",
     "clip",
     "siglip",
     "flux 2",

@@ -38,6 +38,7 @@ from rlx_jax.models import (
     mixtral,
     mpnet,
     nomic,
+    nomic_vision,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -114,6 +115,16 @@ class Family:
         return Family(opener, architectures)
 
     @staticmethod
+    def either(*families: Family) -> Family:
+        """Several under one `model_type`: the architecture says which; where it is not named, the first."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            _, name = architecture(config)
+            return next((f for f in families if name in f.architectures), families[0]).open(config, source)
+
+        return Family(opener, tuple(name for f in families for name in f.architectures))
+
+    @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
         """A family of text encoders."""
 
@@ -164,7 +175,10 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": Family.encoder(roberta.RobertaFlow, *tasks("XLMRoberta")),
     "camembert": Family.encoder(roberta.RobertaFlow, *tasks("Camembert")),
     "mpnet": Family.encoder(mpnet.MPNetFlow, *tasks("MPNet")),
-    "nomic_bert": Family.encoder(nomic.NomicFlow, *tasks("NomicBert", "PreTraining")),
+    "nomic_bert": Family.either(
+        Family.encoder(nomic.NomicFlow, *tasks("NomicBert", "PreTraining")),
+        Family.vision(nomic_vision.NomicVisionFlow, "CLIP", "NomicVisionModel"),
+    ),
     "vit": Family.vision(vit.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
     "dinov2": Family.vision(dinov2.Dinov2Flow, "Bit", "Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
     "dinov2_with_registers": Family.vision(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -67,15 +68,15 @@ TOWER_INERT = ("initializer_factor", "tie_word_embeddings")
 """Fields of the towers of CLIP and SigLIP that have no part in what is computed."""
 
 
-def image_fields(c: Fields, image: int = 224, patch: int = 16) -> dict[str, Any]:
-    """The sizes of images and patches. The keywords are the family's defaults.
+def image_fields(c: Fields, image: int = 224, patch: int = 16, name: str = "image_size") -> dict[str, Any]:
+    """The sizes of images and patches. The keywords are the family's defaults, and what it calls the first field.
 
     Raises:
         ConfigError: an image is smaller than a patch.
     """
-    size, cut = c.pair("image_size", image), c.pair("patch_size", patch)
+    size, cut = c.pair(name, image), c.pair("patch_size", patch)
     if size[0] < cut[0] or size[1] < cut[1]:
-        raise ConfigError(f"{c.where}: image_size {list(size)} is smaller than patch_size {list(cut)}")
+        raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(cut)}")
     return {"image_size": size, "patch_size": cut, "num_channels": c.whole("num_channels", 3, high=2**10)}
 
 
@@ -87,7 +88,7 @@ class VisionLayout:
     """Where a checkpoint keeps a vision tower: keys under a prefix, empty for what there is not.
 
     `layers` is the prefix of a layer, `{}` its number. With `flat` positions are stored `[T, H]` and the class token
-    `[H]`, else behind axes of 1.
+    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`.
     """
 
     patch: str
@@ -100,6 +101,7 @@ class VisionLayout:
     after: str = ""
     patch_bias: bool = True
     flat: bool = False
+    flat_patch: bool = False
     left: tuple[str, ...] = ()
 
 
@@ -187,6 +189,22 @@ class VisionFlow(Generic[C]):
 
     def body(self, flow: ModelFlow) -> ModelFlow:
         """The input, and the stages up to the hidden states."""
+        return (
+            flow.input("pixel_values", ("batch", self.config.num_channels, *self.sides))
+            .bind(batch=self.batch)
+            .stage(*self.opening())
+            .patch(self.hooks.stack(self.config.num_hidden_layers, self.spec, self.stage))
+            .stage(*self.closing())
+            .patch(self.hooks.edit)
+        )
+
+    @property
+    def sides(self) -> tuple[int | str, int | str]:
+        """Height and width of the images."""
+        return "height", "width"
+
+    def opening(self) -> tuple[BlockStage, ...]:
+        """The stages before the layers, the first of which takes the images."""
         c, where, p = self.config, self.layout, self.prefix
         embed = VisionEmbed(
             f"{p}{where.patch}.weight",
@@ -198,19 +216,18 @@ class VisionFlow(Generic[C]):
             p + where.cls if where.cls else None,
             p + where.registers if c.registers else None,
             c.antialias,
+            where.flat_patch,
         )
-        before, after = (
-            [LayerNorm(f"{p}{n}.weight", f"{p}{n}.bias", c.layer_norm_eps)] if n else []
-            for n in (where.before, where.after)
-        )
-        return (
-            flow.input("pixel_values", ("batch", c.num_channels, "height", "width"))
-            .bind(batch=self.batch)
-            .stage(embed, *before)
-            .patch(self.hooks.stack(c.num_hidden_layers, self.spec, self.stage))
-            .stage(*after)
-            .patch(self.hooks.edit)
-        )
+        return embed, *self._norm(where.before)
+
+    def closing(self) -> tuple[BlockStage, ...]:
+        """The stages behind the layers."""
+        return self._norm(self.layout.after)
+
+    def _norm(self, name: str) -> tuple[BlockStage, ...]:
+        """The norm of that name, if there is one."""
+        key = self.prefix + name
+        return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose."""
@@ -222,8 +239,9 @@ def vision_shapes(recipe: VisionFlow[Any]) -> WeightShapes:
     c, where, p = recipe.config, recipe.layout, recipe.prefix
     h, rows = c.hidden_size, c.grid[0] * c.grid[1] + bool(where.cls)
     lead = () if where.flat else (1,)
+    patch = (c.num_channels, *c.patch_size)
     found: WeightShapes = {
-        f"{p}{where.patch}.weight": (h, c.num_channels, *c.patch_size),
+        f"{p}{where.patch}.weight": (h, math.prod(patch)) if where.flat_patch else (h, *patch),
         p + where.position: (*lead, rows, h),
     }
     if where.patch_bias:

@@ -1,0 +1,139 @@
+"""Nomic's vision encoder (`NomicVisionModel`), whose vectors stand beside those of nomic-embed-text: config → flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from rlx_jax.blocks import BlockStage, Custom, NomicSelector, PatchRope, PreNormLayerSpec
+from rlx_jax.blocks.vision import NOMIC_KEYS, unit
+from rlx_jax.errors import ConfigError
+from rlx_jax.models import nomic
+from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, WeightShapes, image_fields
+from rlx_jax.trace.emit import Emit, FlowValue
+
+INNER_EPS = 1e-5
+"""Of the norm inside a feed-forward half: PyTorch's own, whatever the config says."""
+
+INNER_STEP = 256
+"""The feed-forward width is rounded up to a multiple of it."""
+
+LAYOUT = VisionLayout(
+    patch="embeddings.proj",
+    position="embeddings.pos_embed",
+    layers="layers.{}",
+    keys=NOMIC_KEYS,
+    cls="embeddings.cls_token",
+    flat_patch=True,
+)
+
+
+@dataclass(frozen=True)
+class NomicVisionConfig(VisionConfig):
+    """Sizes of Nomic's vision encoder. With `turned` queries and keys are, by row and column of their patch, whose
+    places are scaled to a grid of `reference` rows and columns."""
+
+    turned: bool = True
+    reference: tuple[int, int] | None = None
+
+    inert: ClassVar[tuple[str, ...]] = (
+        *nomic.INERT, "drop_path_rate", "eva_qkv_bias", "hidden_features_scaling_factor", "layer_scale_init",
+        "mask_token", "n_positions", "pad_vocab_size_multiple", "patch_dropout", "reorder_and_upcast_attn",
+        "rotary_emb_base", "rotary_emb_interleaved", "type_vocab_size", "vocab_size",
+    )  # fmt: skip
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation_function": ("swiglu",),
+        "causal": (False,),
+        "global_pool": (None,),
+        "layer_scale": (False,),
+        "learned_pos_embedding": (False,),
+        "mlp_fc1_bias": (True,),
+        "mlp_fc2_bias": (True,),
+        "moe_every_n_layers": (None, 0),
+        "no_cls_token": (False,),
+        "no_embed_class": (False,),
+        "no_last_ln": (True,),
+        "norm_mlp": (True,),
+        "num_heads_kv": (None,),
+        "parallel_block": (False,),
+        "parallel_block_tied_norm": (False,),
+        "patch_embed_bias": (True,),
+        "prenorm": (True,),
+        "prepre_layernom": (False,),
+        "qkv_proj_bias": (True,),
+        "register_tokens": (0,),
+        "rotary_emb_fraction": (0, 0.0),
+        "rotary_emb_scale_base": (None,),
+        "rotary_scaling_factor": (None,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "scale_attn_weights": (True,),
+        "sinusoidal_pos_embedding": (False,),
+        "use_pos_embed": (True,),
+        "use_rms_norm": (None, False),
+    }
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        hidden, heads = width_and_heads(c, names=("n_embd", "n_head"))
+        turned = c.flag("use_rotary_pos_emb", False)
+        if turned and hidden // heads % 4:
+            raise ConfigError(
+                f"{c.where}: n_embd {hidden} over n_head {heads} is {hidden // heads}; heads that turn by row and "
+                "column need a multiple of 4"
+            )
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=-(-int(c.real("n_inner")) // INNER_STEP) * INNER_STEP,
+            num_hidden_layers=c.whole("n_layer", 12, high=MAX_LAYERS),
+            num_attention_heads=heads,
+            layer_norm_eps=c.real("layer_norm_epsilon"),
+            activation="silu",
+            **image_fields(c, name="img_size"),
+            turned=turned,
+            reference=None if c.raw("ref_feat_shape") is None else c.pair("ref_feat_shape"),
+        )
+
+
+@dataclass(frozen=True)
+class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
+    """The recipe of Nomic's vision encoder: see `VisionFlow`. `pooled` is the first token, of unit length. Images have
+    the size of the config: the reference knows no other."""
+
+    layout: VisionLayout = LAYOUT
+    name: str = "nomic_vision"
+
+    config_type = NomicVisionConfig
+    layouts = (LAYOUT,)
+
+    @property
+    def sides(self) -> tuple[int | str, int | str]:
+        return self.config.image_size
+
+    def spec(self, index: int) -> PreNormLayerSpec:
+        return replace(super().spec(index), turned=self.config.turned, inner_eps=INNER_EPS)
+
+    def opening(self) -> tuple[BlockStage, ...]:
+        c = self.config
+        if not c.turned:
+            return super().opening()
+        return *super().opening(), PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference)
+
+    def closing(self) -> tuple[BlockStage, ...]:
+        return (self._selector(),)
+
+    def pool(self) -> BlockStage:
+        return Custom(unit_first, "pooled")
+
+    def pool_shapes(self) -> WeightShapes:
+        return self._selector().shapes(self.config.hidden_size, self.config.intermediate_size)
+
+    def _selector(self) -> NomicSelector:
+        c = self.config
+        return NomicSelector(f"{self.prefix}selector", c.num_attention_heads, c.layer_norm_eps)
+
+
+def unit_first(emit: Emit, x: FlowValue) -> FlowValue:
+    """The first token of each row, divided by its length."""
+    return unit(emit, emit.first_token(x))
