@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
@@ -424,12 +422,7 @@ class EndTokenPool:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, ids = emit.require(value, "EndTokenPool"), emit.flow_input(self.ids_input)
         with emit.scope("end_token"):
-            end = emit.max(ids, 1, keepdims=True) if self.end_id is None else self.end_id
-            places = emit.broadcast_to(emit.iota(ids, 1).reshape(1, -1), ids.shape)
-            behind = np.iinfo(np.int32).max
-            found = emit.min(emit.where(emit.eq(ids, end), places, behind), 1)
-            at = emit.where(emit.eq(found, behind), emit.zeros_like(found), found)
-            return emit.first_token(emit.last_token(x, at))
+            return emit.add_node(hir.EndToken(self.end_id), x, ids)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     ),
     (hir.LastToken(), ("f32 2 3 8", "i32 2")),
     (hir.FirstToken(), ("f32 2 3 8",)),
+    (hir.EndToken(5), ("f32 2 3 8", "i32 2 3")),
     (hir.CausalWindow(3), ("f32 2 4 5",)),
     (hir.Carried(hir.CausalWindow(3), 1, every=True), ("f32 2 4 5", "f32 2 2 5", "i32 2", "i32 2")),
     (hir.TimeSteps(0.25, 0.5), ("f32 2 3 4", "f32 4", "f32 4")),

@@ -73,8 +73,8 @@ OP_FACTS: dict[str, tuple[str, int | None, bool, bool, bool]] = {
 # a composite, keeps f32 operands, is stored
 BLOCK_FACTS: dict[str, tuple[bool, bool, bool]] = {
     **dict.fromkeys(
-        ("Attention", "CachedAttention", "Embed", "FirstToken", "GatedFfn", "GrowingAttention", "LastToken",
-         "LayerNorm", "Linear", "RmsNorm", "Split"), (False, False, True),
+        ("Attention", "CachedAttention", "Embed", "EndToken", "FirstToken", "GatedFfn", "GrowingAttention",
+         "LastToken", "LayerNorm", "Linear", "RmsNorm", "Split"), (False, False, True),
     ),
     **dict.fromkeys(("Positions", "Rope", "RopeAngles", "RopeRows", "Sinusoids"), (False, True, True)),
     **dict.fromkeys(

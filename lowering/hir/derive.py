@@ -1,4 +1,4 @@
-"""Derive prefill, extend, verify, explicit and packed from the forward program: a rewrite of HIR.
+"""Derive prefill, extend, verify, explicit, packed and padded from the forward program: a rewrite of HIR.
 
 Every block that knows the sequence has a rule here. Any other node is copied only if it is proved to treat each
 token alone (`tokenwise`); otherwise the flow is refused, naming the stage.
@@ -8,7 +8,8 @@ Both get an input `lengths` `[batch]` int32, the new valid tokens of each row, r
 tokens that may be taken back: the state's length stays what it was, and whoever judges the logits advances it by the
 tokens that are kept. `explicit` has no state:
 its cache comes as inputs and goes as outputs, longer by the new tokens (see `explicit.py`). `packed` has neither: its
-rows hold several sequences each (see `packed.py`).
+rows hold several sequences each (see `packed.py`). Rows of `padded` hold one, and padding behind it that no token reads
+(see `padded.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import Path, TensorType, path_text, symbol
 from rlx_jax.lowering.hir import continued, packed
 from rlx_jax.lowering.hir.explicit import Behind
+from rlx_jax.lowering.hir.padded import TokenMask
 from rlx_jax.lowering.hir.request import Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
@@ -44,7 +46,7 @@ LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
-PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed")
+PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Derivation:
     types: TypeCache
     kv: np.dtype[Any] | None = None
     behind: Behind | None = None  # of `explicit`
+    tokens: TokenMask = field(default_factory=TokenMask)  # of `padded`
     slots: set[tuple[Path, str]] = field(default_factory=set)
 
     def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
@@ -102,7 +105,11 @@ def derive(
     try_slices(graph, types)
     if program in CACHED_PROGRAMS:
         continued.try_blocks(graph, types, lambda op: rule_of(op) is carried)
-    d = Derivation(program, types, kv, Behind.of(graph, kv, given) if program == "explicit" else None)
+    d = Derivation(program, types, kv)
+    if program == "explicit":
+        d.behind = Behind.of(graph, kv, given)
+    if program == "padded":
+        d.tokens = TokenMask.of(graph, given)
     brought = request_of(graph) if program in CACHED_PROGRAMS else Brought()
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
@@ -121,6 +128,8 @@ def derive(
         return None
 
     def enter(graph: Graph) -> Rewrite:
+        if program == "padded":
+            return beside_padding(d, graph, fn)
         return fn if id(graph) not in brought.graphs else beside_request(d, graph, brought, fn)
 
     out = rewrite(graph, enter, types, program)
@@ -128,6 +137,8 @@ def derive(
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return packed.declared(out, types)
+    if program == "padded":
+        return d.tokens.finish(out, types)
     return _with_length(out, types, program) if d.behind is None else d.behind.finish(out, types)
 
 
@@ -158,6 +169,23 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
             return b.add(node.op, *inputs)
         made = fn(b, number, node, inputs)
         return b.add(node.op, *inputs) if made is None else made
+
+    return rewritten
+
+
+def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
+    """`fn` for a graph of `padded`, whose attention and ends of texts read no padding."""
+
+    def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if isinstance(node.op, hir.EndToken):
+            return (d.tokens.end_token(b, node.op, *inputs),)
+        if not isinstance(node.op, hir.Attention):
+            return fn(b, number, node, inputs)
+        if "seq" in b.type(inputs[1]).symbols:
+            return d.tokens.attention(b, graph, node, inputs)
+        check_fixed_keys(node)
+        check_token_wise(d, node, tuple(b.type(v) for v in inputs))
+        return None
 
     return rewritten
 
@@ -333,8 +361,10 @@ def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...])
 
 
 def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
-    """What a plugin's op that knows the sequence is for several in a row, its rule does not say."""
-    raise DeriveError(f"{node.op.text()} has a rule of its plugin, which knows rows of one sequence: no packed rule")
+    """What a plugin's op that knows the sequence is for rows laid out otherwise, its rule does not say."""
+    raise DeriveError(
+        f"{node.op.text()} has a rule of its plugin, which knows rows of one sequence: no {d.program} rule"
+    )
 
 
 RULES: dict[type[Op], Rule] = {
@@ -362,12 +392,18 @@ PACKED: dict[type[Op], Rule] = {
 }
 """The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
 
+PADDED: dict[type[Op], Rule] = dict.fromkeys(
+    (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
+)
+"""The same for rows that are padded: these look at no later token. `beside_padding` has the others."""
+
 
 def rule_of(op: Op, program: str = "") -> Rule | None:
-    """The rule of an op: one of `RULES`, or that of the plugin whose op it is; for `packed`, one of `PACKED`."""
-    if program != "packed":
+    """The rule of an op: one of `RULES`, or that of the plugin whose op it is; for `packed` and `padded`, of theirs."""
+    if program not in ("packed", "padded"):
         return RULES.get(type(op)) or derive_rule(type(op))
-    return PACKED.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
+    table = PACKED if program == "packed" else PADDED
+    return table.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
 
 
 # -- the proof ---------------------------------------------------------------------------------
@@ -391,6 +427,18 @@ def why_not_alone(types: TypeCache, node: Node, operands: tuple[TensorType, ...]
     if not (verdict.token_wise or node.origin.token_wise):
         return verdict.reason
     return types.ask(differing, node.op, operands).get(dim, "") if asks_slices(types, node, operands, dim) else ""
+
+
+def why_rows_mix(graph: Graph, types: TypeCache) -> str:
+    """Which stage may mix rows of the batch, and why; empty if every one is proved to treat them alone."""
+    for inner, node in graph.walk():
+        operands = tuple(inner.type(v) for v in node.inputs)
+        if isinstance(node.op, Leaf) or node.op.regions():
+            continue
+        if any("batch" in t.symbols for t in (*operands, *node.types)):
+            if reason := why_not_alone(types, node, operands, "batch"):
+                return f"{path_text(node.origin.path)}: {node.op.text()} is not proved to treat rows alone: {reason}"
+    return ""
 
 
 def prove(types: TypeCache, op: Op, operands: tuple[TensorType, ...], dim: str) -> Verdict:

@@ -69,11 +69,25 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
     segments = b.leaf(SEGMENTS)
     keep = b(Compare("eq"), b(Slice((ALL, None, ALL, None)), segments), b(Slice((ALL, None, None, ALL)), segments))
     if keeps is not None:
-        kept = keeps if b.type(keeps).rank == 4 else b(Slice((ALL, None, None, ALL)), keeps)
-        keep = b(Where(), keep, b(CastTo(F32), kept), b.leaf(constant(0.0, F32)))
+        keep = kept_by_both(b, keep, keeps)
     if bias is not None:  # tokens of one sequence are as far from each other in a row that others share
         return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias)
     return b.add(replace(op, extra=("keep",)), q, k, v, keep)
+
+
+def kept_by_both(b: Builder, one: Value, other: Value) -> Value:
+    """The keys that two masks keep, each `[B|1, T]` or `[B|1, N|1, S|1, T]`."""
+    if b.type(one).rank != b.type(other).rank:
+        one, other = (x if b.type(x).rank == 4 else b(Slice((ALL, None, None, ALL)), x) for x in (one, other))
+    return b(Where(), kept(b, one), b(CastTo(F32), other), b.leaf(constant(0.0, F32)))
+
+
+def kept(b: Builder, mask: Value) -> Value:
+    """What a mask keeps, as bools."""
+    if b.type(mask).dtype == np.bool_:
+        return mask
+    wide = b(CastTo(F32), mask)
+    return b(Compare("ge"), wide, b.scalar(0.5, wide))
 
 
 def counted_positions(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -38,8 +38,8 @@ from rlx_jax.ir.ops.custom import check_constants
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.division import Division
+from rlx_jax.lowering.hir import explicit, padded
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS, ring_sizes
-from rlx_jax.lowering.hir.explicit import optional_inputs
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report
@@ -116,7 +116,7 @@ def derived_program(built: Built, program: str) -> str:
     Raises:
         DeriveError: such a flow has no other programs.
     """
-    if built.program == "forward" or program not in ("forward", "train", "packed", *CACHED_PROGRAMS):
+    if built.program == "forward" or program not in ("forward", "train", "packed", "padded", *CACHED_PROGRAMS):
         return program
     if program not in ("forward", "train"):
         raise DeriveError(
@@ -150,9 +150,13 @@ def make_template(
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     state, rings = state_types(ran.graph, settings.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
-    bounds, explicit = bounds_of(built.hir, settings.max_positions), job.program == "explicit"
-    bounds = behind_cache(bounds, given) if explicit else packed_rows(bounds) if job.program == "packed" else bounds
-    optional = optional_inputs(built.hir) if explicit else ()
+    bounds = bounds_of(built.hir, settings.max_positions)
+    if job.program == "explicit":
+        bounds = behind_cache(bounds, given)
+    elif job.program == "packed":
+        bounds = packed_rows(bounds)
+    adds = {"explicit": explicit.optional_inputs, "padded": padded.optional_inputs}.get(job.program)
+    optional = () if adds is None else adds(built.hir)
     return Template(
         built,
         ran.blocks,

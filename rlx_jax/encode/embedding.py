@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets, smallest
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, apart, plan
-from rlx_jax.encode.pooled import Vectors, pooled_of
-from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
-from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.rows import masks_of
+from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.text.opening import primary
-from rlx_jax.text.padding import block_width, bucket, padded_to
-from rlx_jax.text.requests import Ids, pad_rows
+from rlx_jax.text.requests import Ids
 
-MASK = "attention_mask"
-BATCH = 32
 CHUNK = 2048
 """Texts that are read and tokenised at once; the next ones are while these run."""
 AHEAD = 32
@@ -41,6 +36,10 @@ R = TypeVar("R")
 
 class Form(Protocol):
     """How texts are laid out and run."""
+
+    @property
+    def model(self) -> CompiledModel:
+        """Whose program runs."""
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
         """Calls for texts of these lengths. Where `more` texts follow, some may be left for later."""
@@ -100,7 +99,7 @@ class PackedForm:
             PooledSegments(self.pipeline, block.slots),
             last_only=False,
             outputs=self.model.output_names[:1],
-            given=frozenset({MASK}),
+            given=masks_of(self.model),
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
@@ -112,97 +111,10 @@ class PackedForm:
                 tokens[row, at:end], segments[row, at:end] = ids[text], number
                 positions[row, at:end] = np.arange(end - at)
                 at = end
-        inputs = {self.model.flow.inputs[0].name: tokens, MASK: (segments > 0).astype(np.int32)}
-        (vectors,), _ = self._program(block)({**inputs, "segments": segments, "positions": positions}, {})
+        inputs = {self.model.flow.inputs[0].name: tokens, "segments": segments, "positions": positions}
+        inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
+        (vectors,), _ = self._program(block)(inputs, {})
         return vectors  # type: ignore[no-any-return]
-
-
-# -- a row for each text -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """`pool` by one pipeline."""
-
-    pipeline: SentencePipeline
-
-    def __call__(self, hidden: jax.Array, keep: jax.Array) -> jax.Array:
-        return pool(hidden, keep, self.pipeline)
-
-
-@dataclass(frozen=True)
-class PaddedBlocks:
-    """The forward program of `model` for blocks that are padded to few sizes."""
-
-    model: CompiledModel
-    buckets: Buckets
-    max_positions: int | None
-    whole: bool = False
-    """Rows are as wide as they are to be: padding that is read stands in them already."""
-
-    def sizes(self, rows: int, width: int) -> tuple[int, int]:
-        """Rows and tokens of the program for so many."""
-        batch = smallest(self.buckets.batch, rows) or self.buckets.rows(bucket(rows, 1, BATCH))
-        return batch, width if self.whole else block_width(self.buckets, width, self.max_positions)
-
-    def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
-        """What the flow gives for a block `[B, S]` and inputs like it, padded to `[rows, width]` with tokens that no
-        other sees. A row that is padding holds one token."""
-        if (rows, width) != block.shape:
-            inputs = {n: padded_to(as_host_array(n, jax.device_get(v)), rows, width) for n, v in inputs.items()}
-            if MASK in inputs:
-                inputs[MASK][block.shape[0] :, 0] = 1
-        return self.model(padded_to(block, rows, width), **inputs)
-
-    def hidden(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> jax.Array:
-        """Hidden states `[rows, width, H]`: see `outputs`."""
-        return primary(self.outputs(block, inputs, rows, width))
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """A row for each text, shortest first, `tokens` of a call at most, and one row at least. Without a pipeline the
-    flow's output `pooled` is the vector."""
-
-    padded: PaddedBlocks
-    pipeline: SentencePipeline | None
-    tokens: int | None
-
-    def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
-        return self.apart(lengths)
-
-    def apart(self, lengths: Sequence[int]) -> list[Block]:
-        most = self.padded.buckets.batch[-1] if self.padded.buckets.batch else BATCH
-        order = sorted(range(len(lengths)), key=lambda text: lengths[text])
-        blocks: list[Block] = []
-        while order:
-            chosen = order[:most]
-            while len(chosen) > 1 and self.tokens is not None and self._tokens(chosen, lengths) > self.tokens:
-                chosen = chosen[:-1]
-            blocks.append(Block(*self._sizes(chosen, lengths), 1, tuple((text,) for text in chosen)))
-            order = order[len(chosen) :]
-        return blocks
-
-    def lanes(self, block: Block) -> int:
-        return 1
-
-    def _sizes(self, texts: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-        return self.padded.sizes(len(texts), max(lengths[text] for text in texts))
-
-    def _tokens(self, texts: Sequence[int], lengths: Sequence[int]) -> int:
-        rows, width = self._sizes(texts, lengths)
-        return rows * width
-
-    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        rows = [ids[text] for (text,) in block.texts]
-        longest = max(map(len, rows))
-        keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
-        hides = {} if self.padded.whole else {MASK: keep}
-        found = self.padded.outputs(pad_rows(rows, longest), hides, block.rows, block.width)
-        if self.pipeline is None:
-            return pooled_of(found)  # type: ignore[no-any-return]
-        call, kept = self.padded.model.programs.call, padded_to(keep, block.rows, block.width)
-        return call(Pooled(self.pipeline), primary(found), kept)  # type: ignore[no-any-return]
 
 
 # -- running -----------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.encode.embedding import MASK, Form, PackedForm, PaddedBlocks, RowForm, Stream, ahead, chunks
+from rlx_jax.encode.embedding import Form, PackedForm, Stream, ahead, chunks
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.pooled import POOLED, check_padding, pooled_width
+from rlx_jax.encode.rows import Blocks, ExactBlocks, PaddedBlocks, RowForm, exact_rows, masks_of
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import (
     DeriveError,
-    GraphError,
     MaskShapeError,
     NumericsError,
     RecompileError,
@@ -26,13 +26,15 @@ from rlx_jax.errors import (
     listing,
     shown,
 )
+from rlx_jax.lowering.hir.derive import why_rows_mix
+from rlx_jax.lowering.hir.padded import MASK
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.programs import ProgramKey
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model
+from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import (
     Ids,
@@ -50,16 +52,23 @@ LONG = 10_000
 UNKNOWN = 2**20
 """Tokens that a text may have where the model knows no limit."""
 
+_BUCKETS = (
+    "Buckets pad blocks with tokens that it may read: leave out buckets.{} of the profile, and texts run at their own "
+    "lengths"
+)
+
 
 class Encoder:
-    """`flow` maps ids `[batch, seq]` and an optional `attention_mask` to hidden states `[batch, seq, hidden]`.
+    """`flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`. A text has those that it has alone: where
+    rows are padded, the flow is proved to read no padding, or else they run at their own lengths; see `packing` and
+    `own_lengths`.
 
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
         tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline a text's vector
             is the flow's side output `pooled` `[batch, width]`, or the mean of its hidden states where there is none.
         padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
-            None: padding is hidden by `attention_mask`.
+            None: no token reads padding.
         max_positions: the longest sequence the model knows, in tokens.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
@@ -89,14 +98,8 @@ class Encoder:
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
-        flow = self.model.flow
-        if padding is None and MASK not in [i.name for i in flow.inputs]:
-            raise GraphError(
-                f"{flow.name}: declares no input {MASK!r} (default=None) that hides padding; declare it, or pass "
-                "padding="
-            )
         self.width = int(self.model.template().built.primary_shape[-1])
-        self.padded = PaddedBlocks(self.model, self.buckets, self.max_positions, whole=padding is not None)
+        self._reasons: dict[tuple[str, frozenset[str]], str] = {}
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
@@ -123,10 +126,34 @@ class Encoder:
         if lengths is not None and MASK in inputs:
             raise RequestError(f"lengths and {MASK} say the same; pass one of them")
         pads = bool(self.buckets.batch or self.buckets.prompt)
-        padded = self.padded.sizes(*block.shape) if pads else block.shape
-        if MASK not in inputs and (lengths is not None or pads):  # a block that fills its bucket runs the same program
-            inputs[MASK] = np.arange(block.shape[1])[None] < valid[:, None]
-        return cropped(self.model.programs, self.padded.hidden(block, inputs, *padded), *block.shape)
+        if lengths is None and MASK not in inputs and not pads:  # no token of it is padding
+            return primary(self.model(block, **inputs))
+        # a block that fills its bucket runs the same program
+        inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
+        blocks = self._blocks(frozenset(inputs))
+        if isinstance(blocks, ExactBlocks):
+            hidden = exact_rows(blocks, block, inputs, self._row_lengths(inputs[MASK], block.shape))
+        else:
+            sizes = blocks.sizes(*block.shape) if pads else block.shape
+            hidden = cropped(self.model.programs, primary(blocks.outputs(block, inputs, *sizes)), *block.shape)
+        self.model.last = blocks.model.last
+        return hidden
+
+    def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
+        """How many tokens each row has, of rows that run at their own lengths.
+
+        Raises:
+            MaskShapeError: a mask that leaves out other tokens than those behind a row.
+        """
+        keep = keep_mask(mask, shape)
+        valid = keep.sum(axis=1)
+        other = keep != (np.arange(shape[1])[None] < valid[:, None])
+        for row in np.flatnonzero((valid == 0) | other.any(axis=1))[:1]:
+            raise MaskShapeError(
+                f"attention_mask: row {row} is not ones, and zeros behind them, and {self.model.name} is run at the "
+                f"length of each row: {self.own_lengths}"
+            )
+        return [int(n) for n in valid]
 
     def embed(
         self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None
@@ -165,8 +192,7 @@ class Encoder:
             out = self._finite(stream)
         finally:
             stream.close()
-        if isinstance(form, PackedForm):
-            self.model.last = form.model.last or self.model.last
+        self.model.last = form.model.last or self.model.last
         return out[0] if single else out
 
     def _requests(self, texts: Any) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
@@ -249,15 +275,48 @@ class Encoder:
             return "texts are padded, and the padding is read"
         if self.buckets.batch or self.buckets.prompt:
             return "the profile's buckets say which blocks there are"
-        try:
-            self.model.programs.template(ProgramKey(self.model.name, "packed", frozenset({MASK})))
-        except DeriveError as reason:
-            return str(reason)
-        return ""
+        return self._why_not("packed", masks_of(self.model))
+
+    @functools.cached_property
+    def own_lengths(self) -> str:
+        """Why rows are not padded, but run at their own lengths; empty if they are: then no token reads padding."""
+        return self._why_not("padded", frozenset({MASK}))
+
+    def _why_not(self, program: str, given: frozenset[str]) -> str:
+        """Why a program cannot be derived from the flow with these inputs; empty if it can."""
+        if (program, given) not in self._reasons:
+            try:
+                self.model.programs.template(ProgramKey(self.model.name, program, given))
+                self._reasons[program, given] = ""
+            except DeriveError as reason:
+                self._reasons[program, given] = str(reason)
+        return self._reasons[program, given]
+
+    def _blocks(self, given: frozenset[str] = frozenset({MASK})) -> Blocks:
+        """How rows run that have different lengths; `given` are the inputs that they bring.
+
+        Raises:
+            DeriveError: the profile has buckets, and tokens may read what is put behind them there.
+        """
+        reason = self._why_not("padded", given)
+        if not reason:
+            return PaddedBlocks(replace(self.model, program="padded", last=None), self.buckets, self.max_positions)
+        if self.buckets.prompt:
+            raise DeriveError(f"{reason}. {_BUCKETS.format('prompt')}")
+        return self._exact(masks_of(self.model))
+
+    def _exact(self, mask: frozenset[str]) -> ExactBlocks:
+        """Rows as they are."""
+        template = self.model.template()
+        mixes = why_rows_mix(template.hir, template.types)
+        if mixes and self.buckets.batch:
+            raise DeriveError(f"{mixes}. {_BUCKETS.format('batch')}")
+        return ExactBlocks(self.model, self.buckets, bool(mixes), mask)
 
     def _form(self, max_tokens: int | None) -> Form:
         if self.packing:
-            return RowForm(self.padded, None if self.pools else self.pipeline, max_tokens)
+            blocks = self._blocks() if self.padding is None else self._exact(frozenset())
+            return RowForm(blocks, None if self.pools else self.pipeline, max_tokens)
         settings = self.model.settings
         sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
         return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes)
@@ -280,10 +339,17 @@ class Encoder:
         `buckets.on_recompile` says.
 
         Raises:
-            RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows.
+            RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows; or rows
+                are not padded; or there is no longest text.
         """
         form = self._form(None)
+        if isinstance(form, RowForm) and isinstance(form.blocks, ExactBlocks) and self.padding is None:
+            raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
         if isinstance(form, PackedForm):
+            if self.max_positions is None:
+                raise RequestError(
+                    f"warmup: {self.model.name} has no longest text, and so no largest program: pass max_positions="
+                )
             blocks = [Block(rows, width, form.sizes.slots(width), ((0,),)) for rows, width in form.sizes.blocks]
         else:
             check_sizes(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))
@@ -297,4 +363,7 @@ class Encoder:
 
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""
-        return replace(self.model.report(), embedding=self.packing or "several texts in a row")
+        how = self.packing or "several texts in a row"
+        if self.packing and self.padding is None and self.own_lengths:
+            how = f"rows at their own lengths: {self.own_lengths}"
+        return replace(self.model.report(), embedding=how)

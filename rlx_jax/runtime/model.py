@@ -274,7 +274,7 @@ class CompiledModel:
         known = tuple(d for d in self.flow.inputs if d.optional or d.name in read)  # extend has some in its state
         names = {d.name for d in known}
         added = (i for i in template.mir.inputs if i.input not in names)
-        optional = (InputDecl(i.input, i.type, None) for i in template.optional)
+        optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
         return (*known, *(InputDecl(i.input, i.type) for i in added), *optional)
 
     def _state_arrays(self, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]) -> StateArrays:

@@ -230,6 +230,12 @@ def first_token(s: Sketch) -> object:
     return s.one(hir.FirstToken(), sequence(s))
 
 
+def end_token(s: Sketch) -> object:
+    """Of texts that hold the id, once or more, or do not."""
+    x = sequence(s)
+    return s.one(hir.EndToken(s.choice((None, 1))), x, integers(s, x.shape[:2], 3))
+
+
 def decoder(s: Sketch) -> object:
     """A whole Llama layer."""
     x, contract = sequence(s), s.draw(2)
@@ -254,7 +260,8 @@ def decoder(s: Sketch) -> object:
 BLOCKS: tuple[Grow, ...] = (
     linear, linear, linears, linears, named, named, named, gated, gated, split, rms_norm, layer_norm, embed, residual,
     residual, rope, attention, attention, cached_attention, growing_attention, last_token, first_token, decoder,
-    counted_positions, relative_bias, tensor_ops.unary, tensor_ops.narrow, patterns.again, patterns.swiglu_halves,
+    end_token, counted_positions, relative_bias, tensor_ops.unary, tensor_ops.narrow, patterns.again,
+    patterns.swiglu_halves,
 )  # fmt: skip
 PALETTES: tuple[tuple[Any, ...], ...] = ((2, 3, WIDTH), ("batch", "seq", WIDTH))
 

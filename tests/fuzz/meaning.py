@@ -138,6 +138,12 @@ def narrow(op: Narrow, x: Array) -> Array:
     return np.take(x, range(start, start + op.length), axis=op.axis)
 
 
+def end_token(op: Any, x: Any, ids: Any) -> Any:
+    """The first place of the end in each row, or of its largest id."""
+    ends = [ids[b] == (ids[b].max() if op.end_id is None else op.end_id) for b in range(len(ids))]
+    return np.stack([x[b, int(np.argmax(end))] for b, end in enumerate(ends)])
+
+
 def take_row(op: TakeRow, x: Array, index: Array) -> Array:
     """One row of each batch entry."""
     return np.stack([x[b % len(x), index[b]] for b in range(len(index))])[:, None]
@@ -643,6 +649,7 @@ HIR: dict[type[Op], Meaning] = {
     hir.GrowingAttention: growing_attention,
     hir.LastToken: lambda op, x, *index: take_row(TakeRow(), x, *index) if index else x[:, -1:],
     hir.FirstToken: lambda op, x: x[:, 0],
+    hir.EndToken: end_token,
     hir.LlamaDecoderBlock: decoder_block,
     hir.Recurrent: recurrent,
     hir.Carried: carried,

@@ -30,6 +30,7 @@ from rlx_jax.ir.hir.recurrent import Recurrent as Recurrent
 from rlx_jax.ir.hir.recurrent import StateSlot as StateSlot
 from rlx_jax.ir.hir.recurrent import initial_value as initial_value
 from rlx_jax.ir.hir.sequence import Attention as Attention
+from rlx_jax.ir.hir.sequence import EndToken as EndToken
 from rlx_jax.ir.hir.sequence import FirstToken as FirstToken
 from rlx_jax.ir.hir.sequence import LastToken as LastToken
 from rlx_jax.ir.hir.sequence import Positions as Positions
@@ -51,7 +52,7 @@ from rlx_jax.ir.hir.token_wise import Split as Split
 
 BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
-    CachedAttention, GrowingAttention, LastToken, FirstToken, LlamaDecoderBlock,
+    CachedAttention, GrowingAttention, LastToken, FirstToken, EndToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
     Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps, Route, Experts,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Blocks that know the sequence: positions, rotations, attention, the first and the last token."""
+"""Blocks that know the sequence: positions, rotations, attention, the first, the last and the end token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.ops.attention import (
@@ -18,6 +19,8 @@ from rlx_jax.ir.ops.attention import (
     check_window,
 )
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.pointwise import Compare, Where
+from rlx_jax.ir.ops.reduce import Reduce
 from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, Slice
 from rlx_jax.ir.traits import BLOCK, TABLES
 from rlx_jax.ir.types import TensorType
@@ -189,3 +192,31 @@ class FirstToken(Hir):
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Slice(((None, None, None), 0)), operands[0])
+
+
+@dataclass(frozen=True)
+class EndToken(Hir):
+    """The token at the end of each text, position axis dropped: x `[B,S,H]`, ids `[B,S]` → `[B,H]`.
+
+    It stands at the first place that holds `end_id`, with None at the first of the row's largest id; without any, at
+    the beginning. CLIP (Radford et al. 2021).
+    """
+
+    traits = BLOCK
+
+    end_id: int | None
+
+    def check(self, *operands: TensorType) -> None:
+        check_arity("end_token", len(operands), 2)
+        x, ids = operands
+        if ids.rank != 2 or ids.dtype.kind not in "iu" or x.rank != 3 or x.shape[:2] != ids.shape:
+            raise ShapeError(f"end_token: x is [B, S, H] and ids are integers [B, S], got {x} and {ids}")
+
+    def expand(self, b: Builder, *operands: Value) -> Value:
+        x, ids = operands
+        end = b(Reduce("max", (1,), keepdims=True), ids) if self.end_id is None else b.scalar(self.end_id, ids)
+        places = b(Reshape((1, -1)), b(Iota(1), ids))
+        behind = b.scalar(np.iinfo(np.int32).max, places)
+        found = b(Reduce("min", (1,)), b(Where(), b(Compare("eq"), ids, end), places, behind))
+        at = b(Where(), b(Compare("eq"), found, behind), b.scalar(0, found), found)
+        return b(Slice(((None, None, None), 0)), b(TakeRow(), x, at))

@@ -1,0 +1,133 @@
+"""What the program `padded` makes of blocks that know the sequence: rows `[B, S]` may be padded, and no token reads
+padding, whatever the flow does with a mask.
+
+The input `attention_mask` `[batch, seq]` says where: 1 for a token, less than ½ for padding. It is the flow's own, or
+one more that is optional; without it nothing is padding. Positions count from the beginning of a row, so that padding
+stands behind the tokens. What stands at padding in an output means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from rlx_jax.errors import DeriveError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, TypeCache, Value
+from rlx_jax.ir.ops.pointwise import CastTo, Where
+from rlx_jax.ir.ops.shape import Slice
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.types import TensorType, is_float, symbol
+from rlx_jax.lowering.hir.packed import EACH, kept, kept_by_both
+
+MASK = "attention_mask"
+ADDED = Input(MASK, type=EACH)
+"""The input where the flow declares none."""
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """The mask of one program while it is derived; None where nothing is padding.
+
+    `same` are the nodes that hold that mask, by number, of each graph and region.
+    """
+
+    mask: Input | None = None
+    same: dict[int, set[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graph: Graph, given: Collection[str]) -> TokenMask:
+        """That of a flow, whose calls supply the optional inputs `given`.
+
+        Raises:
+            DeriveError: its input is no mask over tokens.
+        """
+        own = next((i for i in graph.inputs if i.input == MASK), None)
+        if own is None:
+            return TokenMask(ADDED if MASK in given else None)
+        if own.type.shape != EACH.shape:
+            raise DeriveError(f"input {quote(MASK)} is {own.type}; padded masks tokens by it, [batch, seq]")
+        same: dict[int, set[int]] = {}
+        _find(graph, own, frozenset(), same)
+        return TokenMask(own, same)
+
+    def finish(self, graph: Graph, types: TypeCache) -> Graph:
+        """The program with its input."""
+        if self.mask is not ADDED:
+            return graph
+        b = Builder.resume(graph, types)
+        b.inputs = [*graph.inputs, ADDED]
+        return b.finish(graph.outputs, graph.output_names)
+
+    def _is_mask(self, graph: Graph, keep: Value) -> bool:
+        """Whether attention is given the mask already, over its keys."""
+        batch, *between, keys = graph.type(keep).shape
+        over_keys = (batch, keys) == EACH.shape and all(size == 1 for size in between)
+        return over_keys and keep.node in self.same.get(id(graph), ())
+
+    def attention(self, b: Builder, graph: Graph, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        """attention(q, k, v[, keep]) → the same over those keys that are tokens; None where it is so already"""
+        op = node.op
+        assert isinstance(op, hir.Attention)
+        check_keys(op, *(b.type(x) for x in inputs[:2]))
+        given = dict(zip(op.extra, range(3, len(inputs)), strict=True))
+        at = given.get("keep")
+        if self.mask is None or at is not None and self._is_mask(graph, node.inputs[at]):
+            return None
+        mask = b.leaf(self.mask)
+        if at is None:
+            return b.add(replace(op, extra=("keep", *op.extra)), *inputs[:3], mask, *inputs[3:])
+        return b.add(op, *inputs[:at], kept_by_both(b, mask, inputs[at]), *inputs[at + 1 :])
+
+    def end_token(self, b: Builder, op: hir.EndToken, x: Value, ids: Value) -> Value:
+        """end_token(x, ids) → end_token(x, the ids of tokens), whatever stands behind them"""
+        if self.mask is None:
+            return b(op, x, ids)
+        return b(op, x, b(Where(), kept(b, b.leaf(self.mask)), ids, b.scalar(-1, ids)))
+
+
+def check_keys(op: hir.Attention, q: TensorType, k: TensorType) -> None:
+    """Keys are the tokens, and queries too where the distance of both has a say.
+
+    Raises:
+        DeriveError: they are not.
+    """
+    seq = symbol("seq")
+    if k.shape[1] != seq:
+        raise DeriveError(f"attention reads keys {k} that are not the tokens alone: padded has no rule for that")
+    if (op.causal or op.window is not None) and q.shape[1] != seq:
+        raise DeriveError(
+            f"attention of queries {q}, which are not the tokens, is causal or in a window: the keys that they read "
+            "would hang on how long the row is; use a mask"
+        )
+
+
+def optional_inputs(graph: Graph) -> tuple[Input, ...]:
+    """The optional input that the program adds to those of the flow."""
+    return () if any(i.input == MASK for i in graph.inputs) else (ADDED,)
+
+
+def _find(graph: Graph, mask: Input, given: Collection[int], same: dict[int, set[int]]) -> None:
+    """The nodes of a graph and its regions that hold `mask`: itself, cast, or with axes of 1 between. `given` are the
+    operands of the graph that hold it."""
+    found = same[id(graph)] = set()
+    for number, node in enumerate(graph.nodes):
+        op = node.op
+        if isinstance(op, BodyInput):
+            holds = op.index in given
+        elif isinstance(op, CastTo | Slice):
+            holds = node.inputs[0].node in found and _is_whole(op, graph.type(node.inputs[0]))
+        else:
+            holds = op == mask
+        if holds:
+            found.add(number)
+        if isinstance(op, Repeat):
+            shared = [i for i, v in enumerate(node.inputs) if v.node in found and i >= op.carries]
+            _find(op.body, mask, shared, same)
+
+
+def _is_whole(op: CastTo | Slice, x: TensorType) -> bool:
+    """Whether it keeps what a mask says: of floats a cast may not, which would round them."""
+    if isinstance(op, CastTo):
+        return not is_float(x.dtype)
+    return all(k is None or k is Ellipsis or k == (None, None, None) for k in op.key)
