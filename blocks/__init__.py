@@ -99,6 +99,8 @@ from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec as Qwen3DecoderSpec
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_composed as qwen3_prefill_layer_composed
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused as qwen3_prefill_layer_fused
 from rlx_jax.blocks.qwen3 import qwen3_prefill_layer_fused_kv as qwen3_prefill_layer_fused_kv
+from rlx_jax.blocks.recurrent import CausalWindow as CausalWindow
+from rlx_jax.blocks.recurrent import Recurrent as Recurrent
 from rlx_jax.blocks.rope import RopeTables as RopeTables
 from rlx_jax.blocks.self_attention import Activation as Activation
 from rlx_jax.blocks.self_attention import SelfAttention as SelfAttention

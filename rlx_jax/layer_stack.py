@@ -271,6 +271,15 @@ class Stages:
 
     plugin_named = custom_named
 
+    def recurrent(self, step: Callable[..., Any], *keys: str, init: Any, unroll: int = 1) -> Self:
+        """`state, y_t = step(state, x_t, *weights)` along the tokens, from `init`: `[B, S, …]` → `[B, S, …]`. `keys`
+        name the weights, each given as stored. `emit.recurrent` says what a step is, and takes more than one value."""
+        return self.stage(blocks.Recurrent(step, keys, init=init, unroll=unroll))
+
+    def causal_window(self, width: int) -> Self:
+        """The last `width` tokens up to each, zeros before the first: `[B, S, …]` → `[B, S, width, …]`."""
+        return self.stage(blocks.CausalWindow(width))
+
     def plugin_stage(self, name: str, *fields: Any, **options: Any) -> Self:
         """The stage that an installed plugin gives under `name`, made from these fields; see `rlx_jax.Plugin`.
 

@@ -47,7 +47,6 @@ WHOLE = (
 Call = Callable[[Any, Any], Any]
 
 
-
 def test_a_method_is_written_once() -> None:
     """Topics stand on each other: a helper of one name in two of them would be taken for the other."""
     for topic in TOPICS:

@@ -19,7 +19,15 @@ from rlx_jax.demo import minilm_directory
 from tests.oracles.checkpoints import FIXTURES, copy
 
 ROOT = Path(__file__).parents[1]
-SLOW = {"adding-a-family", "devices", "generation", "programs", "recipes", "training"}  # they compile many programs
+SLOW = {
+    "adding-a-family",
+    "devices",
+    "generation",
+    "programs",
+    "recipes",
+    "recurrence",
+    "training",
+}  # they compile many programs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY = {"llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "bert": FIXTURES / "bert" / "bare_v5"}

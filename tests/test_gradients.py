@@ -24,6 +24,7 @@ from rlx_jax.blocks import (
     BertEncoderLayerSpec,
     BindDecodeInputs,
     BlockAsLayer,
+    CausalWindow,
     ClsTokenPool,
     Custom,
     DecodeRopeParams,
@@ -53,6 +54,7 @@ from rlx_jax.blocks import (
     Qwen3DecodeLayer,
     Qwen3DecodeLayerSpec,
     Qwen3DecoderSpec,
+    Recurrent,
     Repeat,
     ResidualAdd,
     ResidualSave,
@@ -255,6 +257,14 @@ MIXED = (
     Custom(lambda emit, x: emit.stream("b") - x, "difference"),
     Named("again", Sequence([LoadStream("a"), Linear("t.weight", transpose=False)])),
 )
+
+
+def step(h: Any, x: Any, w: Any) -> tuple[Any, Any]:
+    """Elman's cell."""
+    h = jnp.tanh(x + w @ h)
+    return h, h
+
+
 CASES = {
     "tokens": Case(
         {"ids": IDS, "kinds": IDS % 3, "last_token_idx": np.array([2, 0], np.int32)},
@@ -265,6 +275,11 @@ CASES = {
         {"x": X, "ids": IDS},
         (GatherFromInput("ids", "e"), LmHead.separate("head", V, H)),
         {"e": (V, H), "head": (V, H)},
+    ),
+    "a step along the tokens": Case(
+        {"x": X},
+        (CausalWindow(2), Custom(lambda emit, x: x.mean(2)), Recurrent(step, ("w",), init=np.full(H, 0.3, "f4"))),
+        {"w": (H, H)},
     ),
     "residuals and norms": Case(
         {"x": X},

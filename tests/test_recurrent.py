@@ -196,6 +196,19 @@ def test_the_state_after_every_token(name: str, fresh: bool) -> None:
         close(g, expected)
 
 
+def test_stages() -> None:
+    """As methods of a flow."""
+    flow = tokens_flow().causal_window(2).custom(lambda emit, x: x.mean(2)).recurrent(rnn_step, "rnn.h", init=START)
+    got = compiled(flow, {"e": WEIGHTS["e"], "rnn.h": WEIGHTS["rnn.h"]})(TOKENS)
+    x = WEIGHTS["e"].astype(np.float64)[TOKENS]
+    x = (x + np.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]) / 2
+    h, want = START.astype(np.float64), []
+    for t in range(x.shape[1]):
+        h = np.tanh(x[:, t] + h @ WEIGHTS["rnn.h"])
+        want.append(h)
+    close(got, np.stack(want, 1))
+
+
 # -- blocks of a plugin ---------------------------------------------------------------------------
 
 

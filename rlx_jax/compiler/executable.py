@@ -152,6 +152,8 @@ def compile_program(
             "in_shardings": (dict(shardings.params), before, *parted(shardings.inputs, consumed)),
             "out_shardings": (shardings.outputs, dict(shardings.state)),
         }
+    # An array of the state that is written and not read, as in prefill, is an argument too: it gives its memory.
+    at["keep_unused"] = donates_state
     jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options, **at)
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))

@@ -27,6 +27,11 @@ def wide(t: TensorType, lead: int = 0) -> TensorType:
     return TensorType(t.shape[lead:], F32 if is_float(t.dtype) else t.dtype)
 
 
+def step_name(step: Any) -> str:
+    """What a step is called that was given no name."""
+    return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
+
+
 class Recurring(Attending[V]):
     """Blocks that carry a state, and all of `Attending`."""
 
@@ -51,7 +56,7 @@ class Recurring(Attending[V]):
                 computes; the message names the stage and the leaf.
             ShapeError: an x is not `[B, S, …]`, or a parameter has the batch or the tokens as an axis.
         """
-        name = label or getattr(step, "__name__", "step")
+        name = label or step_name(step)
         where = f"{self.path}: recurrent({name})"
         if not callable(step):
             raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")

@@ -1,0 +1,211 @@
+"""Steps of a user's own through what else there is: layers that repeat, precisions, devices, donation, gradients."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks
+from rlx_jax.errors import DeriveError
+from rlx_jax.ir.ops.token_scan import TokenScan
+from tests.divided import mesh
+from tests.test_derive import (
+    EMBEDDING,
+    TOKENS,
+    H,
+    V,
+    assert_generates,
+    compiled,
+    generated,
+    head,
+    profile,
+    tokens_flow,
+    w,
+)
+from tests.test_recurrent import ALL, START, WEIGHTS, close, flow_of, rnn_step, weights_of
+
+N, D = 2, 16
+
+
+def layers(count: int = 3) -> rlx.ModelFlow:
+    """Layers of a window and an Elman cell; the functions of each are its own."""
+
+    def layer(i: int) -> Any:
+        def cell(emit: Any, x: Any) -> Any:
+            mean = emit.causal_window(x, 3).mean(2)
+            y = emit.recurrent(
+                lambda h, x, weight: rnn_step(h, x, weight), emit.linear(mean, f"l.{i}.x"), f"l.{i}.h", init=START
+            )
+            return x + 0.5 * y
+
+        return blocks.Custom(cell, f"layer{i}")
+
+    return head(tokens_flow().repeat_layers(count, layer))
+
+
+LAYERS = EMBEDDING | {f"l.{i}.{name}": w(H, H, seed=2 * i + (name == "x")) for i in range(3) for name in "xh"}
+
+
+def test_layers_are_one_region() -> None:
+    """Functions that compute the same are one body; its state is stacked where layers are scanned."""
+    state = assert_generates(layers(), LAYERS, layers={"roll": "scan"})
+    assert {k: a.shape for k, a in state.leaves.items()} == {
+        "layers.{i}.layer{i}.state": (3, 2, H),
+        "layers.{i}.layer{i}.window": (3, 2, 2, H),
+    }
+    whole = [
+        np.asarray(compiled(layers(), LAYERS, profile=profile(layers={"roll": r}))(TOKENS)) for r in ("scan", "unroll")
+    ]
+    close(whole[0], whole[1])
+
+
+@pytest.mark.parametrize(
+    ("tables", "bound"),
+    [
+        pytest.param({"compute": "bf16"}, 2e-2, marks=pytest.mark.slow),
+        pytest.param({"mixed": "auto_mixed_bf16"}, 2e-2, marks=pytest.mark.slow),
+        pytest.param({"mixed": "always_f16"}, 2e-3, marks=pytest.mark.slow),
+        pytest.param({"compute": "bf16", "matmul": "highest"}, 2e-2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_state_is_f32_whatever_is_computed_in(tables: Any, bound: float) -> None:
+    """Sums of many small numbers are not rounded at every token."""
+    got, state = generated(flow_of(*ALL), WEIGHTS, tables={"precision": tables})
+    assert {str(a.dtype) for a in state.leaves.values()} == {"float32", "int32"}
+    whole = np.asarray(compiled(flow_of(*ALL), WEIGHTS)(TOKENS))
+    for row, want in zip(got, whole, strict=True):
+        close(row, want[: len(row)], 10 * bound)
+
+
+def test_small_numbers_add_up_in_bf16() -> None:
+    """A sum of 2000 entries of 0.001 in bf16 stands still at 0.25."""
+
+    def total(s: Any, x: Any) -> tuple[Any, Any]:
+        return s + 0.001 * x, s
+
+    flow = rlx.ModelFlow("sum").input("x", ("batch", "seq", 1)).recurrent(total, init=np.zeros(1, np.float32))
+    model = compiled(flow, {}, program="prefill", profile=profile(precision={"compute": "bf16"}))
+    out, state = model(np.ones((1, 2000, 1), np.float32), lengths=np.array([2000]), state=model.init_state(1))
+    assert abs(float(state.leaves["total.state"][0, 0]) - 2) < 1e-3 and abs(float(out[0, -1, 0]) - 2) < 1e-2
+
+
+def test_the_precision_of_products_is_the_programs() -> None:
+    """A step is traced before the profile is known, and its products follow it."""
+    flow = flow_of("rnn")
+    for asked, found in (("default", "DEFAULT"), ("highest", "HIGHEST")):
+        model = compiled(flow, weights_of("rnn"), profile=profile(precision={"matmul": asked}))
+        model(TOKENS)
+        dots = re.findall(r"dot_general.*?(?=\n)", model.text("stablehlo"))
+        assert dots and all(found in line for line in dots if found == "HIGHEST")
+
+
+# -- state in place --------------------------------------------------------------------------------
+
+
+def matrix_step(state: Any, x: Any, decay: Any) -> tuple[Any, Any]:
+    """A matrix for each head."""
+    r, k, v = (a.reshape(N, D) for a in x)
+    state = decay[:, :, None] * state + k[:, :, None] * v[:, None, :]
+    return state, jnp.einsum("nk,nkv->nv", r, state).reshape(-1)
+
+
+def matrix(emit: Any, x: Any) -> Any:
+    """Linear attention with decay."""
+    r, k, v = (emit.linear(x, f"m.{n}") for n in "rkv")
+    decay = emit.sigmoid(emit.param("m.decay"))
+    return x + emit.linear(emit.recurrent(matrix_step, (r, k, v), decay, init=np.zeros((N, D, D), "f4")), "m.o")
+
+
+def hybrid() -> rlx.ModelFlow:
+    """Attention in a window, which has a ring, beside a recurrent layer and a window of tokens."""
+    spec = blocks.LlamaDecoderSpec(num_heads=2, head_dim=8, num_kv_heads=1, mask="sliding:8")
+    flow = rlx.ModelFlow("hybrid").input("tokens", ("batch", "seq"), dtype="int32")
+    flow = flow.rope_tables(blocks.RopeTables.theta(8)).embed("e").stage(blocks.llama_prefill_layer_fused(0, spec))
+    return (
+        flow.custom_named("matrix", matrix)
+        .custom_named("near", lambda e, x: e.causal_window(x, 4).mean(2))
+        .lm_head(V, 16, tied=True)
+    )
+
+
+def hybrid_weights() -> dict[str, np.ndarray]:
+    """Theirs."""
+    found = {"e": w(V, 16) * 3, "m.decay": w(N, D) + 3, "m.o": w(16, N * D)} | {
+        f"m.{n}": w(N * D, 16, seed=ord(n)) for n in "rkv"
+    }
+    p = "model.layers.0"
+    shapes = {
+        "self_attn.q_proj": (16, 16),
+        "self_attn.k_proj": (8, 16),
+        "self_attn.v_proj": (8, 16),
+        "self_attn.o_proj": (16, 16),
+    }
+    shapes |= {"mlp.gate_proj": (20, 16), "mlp.up_proj": (20, 16), "mlp.down_proj": (16, 20)}
+    found |= {f"{p}.{n}.weight": w(*shape, seed=3) for n, shape in shapes.items()}
+    return found | {f"{p}.{n}.weight": np.ones(16, np.float32) for n in ("input_layernorm", "post_attention_layernorm")}
+
+
+def test_generation_updates_every_leaf_in_place() -> None:
+    """The ring, the matrices and the window: all their bytes are aliased, and temporaries are what was expected."""
+    lm = rlx.CausalLM(hybrid(), hybrid_weights())
+    lm.generate([[1, 2, 3], [4] * 20], max_new_tokens=12)
+    proofs = [e.donation for key, e in lm.model.programs.executables.items() if key.program == "extend"]
+    assert proofs
+    for proof in proofs:
+        assert proof.aliased_bytes >= proof.state_bytes > 2 * 4 * (N * D * D + 3 * 16 + 2 * 8 * 8)
+        assert not proof.broken() and not proof.surplus()
+
+
+def test_scratch_of_a_step_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that needs much room beside its state says so; without that, the proof would warn."""
+
+    def step(h: Any, x: Any) -> tuple[Any, Any]:
+        table = jnp.sort(h[:, None] * jnp.arange(4096.0)[None] + x[:, None], axis=1)
+        return h + table[:, 7], table[:, 11]
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).recurrent(step, init=np.zeros(8, np.float32))
+    x, lengths = np.ones((4, 2, 8), np.float32), np.array([2, 1, 0, 2])
+
+    def proof() -> Any:
+        model = compiled(flow, {}, program="extend")
+        model(x, lengths=lengths, state=model.init_state(4))
+        (executable,) = model.programs.executables.values()
+        return executable.donation
+
+    assert not proof().surplus()
+    monkeypatch.setattr(TokenScan, "workspace", lambda *given: 0)
+    with pytest.warns(rlx.errors.RlxWarning, match="bytes of temporaries"):
+        assert proof().surplus()
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds",
+    ["data", "data fsdp", "data tensor"],
+)
+def test_devices_that_share_the_rows(kinds: str) -> None:
+    """The tokens of one device; state leaves are divided along the batch."""
+    prompts = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3]]
+    flow, weights = flow_of("rnn", "fast"), weights_of("rnn", "fast")
+    one, many = (rlx.CausalLM(flow, weights, mesh=m) for m in (None, mesh(kinds, 4)))
+    assert one.generate(prompts, max_new_tokens=4) == many.generate(prompts, max_new_tokens=4)
+    _, state = many.prefill([[3, 1, 4]] * 4)
+    assert all("data" in str(a.sharding.spec[0]) for a in state.state.leaves.values())
+
+
+# -- what has no rule ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("program", "match"), [("explicit", "use prefill and extend"), ("packed", "scan runs over")])
+def test_programs_that_have_no_rule(program: str, match: str) -> None:
+    with pytest.raises(DeriveError, match=f"^matrix: .*{match}"):
+        compiled(hybrid(), hybrid_weights(), program=program).text("mir")
