@@ -264,6 +264,8 @@ def test_attention_and_rope_blocks() -> None:
     keep, cos, sin = module.input("keep", (1, 3)), module.input("cos", (1, 3, 2)), module.input("sin", (1, 3, 2))
     outs = [
         module.attention(q, k, v, heads=2, head_dim=4),
+        module.attention(q, k, v, heads=2, head_dim=4, causal=True),
+        module.attention_kind(q, k, v, heads=2, head_dim=4),
         module.attention_(q, k, v, mask_value=keep, heads=2, head_dim=4),
         module.attention_kind_opts(q, k, v, heads=2, head_dim=4, mask="none", scale=0.25, softcap=2.0),
         module.rope(q, cos, sin, head_dim=4),
@@ -282,13 +284,13 @@ def test_attention_and_rope_blocks() -> None:
     causal = np.where(np.tril(np.ones((3, 3))), scores * 0.5, -np.inf)
     kept = np.where(np.array([1, 0, 1]), scores * 0.5, -np.inf)
     capped = 2 * np.tanh(scores * 0.25 / 2)
-    for i, s in enumerate((causal, kept, capped)):
+    for i, s in enumerate((scores * 0.5, causal, causal, kept, capped)):
         want = (softmax(s) @ values["v"][0]).transpose(1, 0, 2).reshape(1, 3, 8)
         np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
     z = values["q"].reshape(1, 3, 2, 4)
     c, s = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
     full = np.concatenate([z[..., :2] * c - z[..., 2:] * s, z[..., 2:] * c + z[..., :2] * s], -1)
-    np.testing.assert_allclose(got[3], full.reshape(1, 3, 8), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[5], full.reshape(1, 3, 8), rtol=1e-5, atol=1e-5)
     part = np.concatenate(
         [
             z[..., :1] * c[..., :1] - z[..., 1:2] * s[..., :1],
@@ -297,7 +299,7 @@ def test_attention_and_rope_blocks() -> None:
         ],
         -1,
     )
-    np.testing.assert_allclose(got[4], part.reshape(1, 3, 8), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[6], part.reshape(1, 3, 8), rtol=1e-5, atol=1e-5)
 
 
 def test_a_decoder_block_equals_its_parts() -> None:
@@ -317,7 +319,7 @@ def test_a_decoder_block_equals_its_parts() -> None:
         v = inputs(m)
         a = m.rms_norm(v["x"], v["ln1_g"], v["ln1_b"])
         q, k = (m.rope(m.linear(a, v[n]), v["cos"], v["sin"], head_dim=4) for n in "qk")
-        h = m.add(v["x"], m.linear(m.attention(q, k, m.linear(a, v["v"]), heads=2, head_dim=4), v["o"]))
+        h = m.add(v["x"], m.linear(m.attention(q, k, m.linear(a, v["v"]), heads=2, causal=True), v["o"]))
         normed = m.rms_norm(h, v["ln2_g"], v["ln2_b"])
         return m.add(h, m.swiglu_ffn(normed, up=v["up"], gate=v["gate"], down=v["down"]))
 
@@ -336,7 +338,7 @@ def test_blocks_need_hir() -> None:
     mir.set_outputs([x])
     for m in (mir, Graph.from_lir(mir.into_lir())):
         (x,) = m.outputs
-        sizes = {"heads": 2, "head_dim": 4}
+        sizes = {"heads": 2, "head_dim": 4, "mask": "none"}
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
             "linear": ((x, x), {}), "linear_fused": ((x, x, x), {}), "shared_linear_pair": ((x, x, x), {}),
             "swiglu_ffn": ((x,), {"up": x, "gate": x, "down": x}), "residual_rms_norm": ((x, x, x), {}),
@@ -383,9 +385,10 @@ def test_arguments_that_mean_nothing() -> None:
     x = m.input("x", ("batch", 3, 8))
     scalar, opened = m.constant(1.0), type(m)
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: m.attention(x, scalar, x, heads=2, head_dim=4), "k is"),
-        (lambda: m.attention(x, x, x, heads=2, head_dim=3), "k is"),
-        (lambda: m.attention(x, x, x, heads=2, head_dim=0), "k is"),
+        (lambda: m.attention(x, scalar, x, heads=2, head_dim=4), "q, k and v are"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=3), "with D = 3"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=0), "with D = 0"),
+        (lambda: m.attention(x, x, x, heads=2, head_dim=3, mask="none"), "k is"),
         (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="cause"), "mask kind"),
         (lambda: m.attention(x, x, x, heads=2, head_dim=4, mask="custom"), "operands"),
         (lambda: m.reshape_(x, (2.5, -1)), "an identifier"),

@@ -138,7 +138,7 @@ def test_biases_of_a_decoder_block() -> None:
             return m.llama_decoder_block(x, *operands, cos, sin, heads=2, head_dim=4, kv_heads=1, biases=given)
         a = m.rms_norm(x, w["ln1_g"], w["ln1_b"])
         q, k = (m.rope(v, cos, sin, head_dim=4) for v in (m.linear(a, w["q"]), m.linear(a, w["k"], w["k_bias"])))
-        h = m.add(x, m.linear(m.attention(q, k, m.linear(a, w["v"]), heads=2, head_dim=4), w["o"]))
+        h = m.add(x, m.linear(m.attention(q, k, m.linear(a, w["v"]), heads=2, causal=True), w["o"]))
         inner = m.gated_ffn(
             gate=m.linear(n := m.rms_norm(h, w["ln2_g"], w["ln2_b"]), w["gate"]), up=m.linear(n, w["up"])
         )

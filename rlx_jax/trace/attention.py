@@ -197,7 +197,8 @@ class Attending(Ops[V]):
         are given. What limits the keys of a query holds together; a query without any key gives zeros.
 
         Args:
-            causal: none behind the query; of more keys than queries, the queries are the last.
+            causal: none behind the query; of more keys than queries, the queries are the last. Without it, and without
+                the name of a mask kind that says so, a query reads all keys.
             mask: what to keep: bools, or numbers of which less than ½ drops a key. `[T]`, `[B, T]`, `[S, T]`,
                 `[B, S, T]` or `[B, N, S, T]`, where B, N and S may be 1.
             bias: added to the scores: `[B, N, S, T]`, 1 on any axis, axes in front may be missing.
@@ -206,16 +207,14 @@ class Attending(Ops[V]):
             softcap: c · tanh(scores / c), before mask and bias. scale: D^(−1/2) by default.
             rope: turns q and k: what `rotary` made, or (cos, sin) for as many columns as they have, in halves.
             layout: "heads" for q, k and v with an axis of heads, `[B, S, N, D]`; so is the result.
-            head_dim, mask_value: of the form by the name of a mask kind (`attention_kind`), which is causal unless it
-                says otherwise: `head_dim=` without `mask=` and `causal=` makes attention causal.
+            head_dim: D, which is checked. mask_value: of the form by the name of a mask kind, `mask="custom"`: see
+                `attention_kind`.
 
         Raises:
             ShapeError, DTypeError: what does not fit, with the shapes that would. GraphError: options that contradict.
         """
         if not (causal is None or isinstance(causal, bool | np.bool_)):
             raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
-        if mask is None and causal is None and head_dim is not None:
-            mask = hir.MaskKind.CAUSAL
         if isinstance(mask, hir.MaskKind | str):
             self._refuse_beside_kind(causal, bias, window, rope, kv_heads, layout)
             width = self._head_width(q, heads) if head_dim is None else head_dim
@@ -224,7 +223,8 @@ class Attending(Ops[V]):
                 out_shape=out_shape,
             )  # fmt: skip
         if mask_value is not None:
-            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; this is mask=")
+            of = "there is none" if mask is None else "this is mask="
+            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {of}")
         q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         width = self._head_width(q, heads) if head_dim is None else head_dim
         groups = self._kv_heads(q, k, v, heads, width, kv_heads)
@@ -308,8 +308,8 @@ class Attending(Ops[V]):
         for name, value in given.items():
             if value is not None:
                 raise GraphError(
-                    f"{self.path}: attention: {name}= does not go with a mask kind, or with head_dim= alone: give the "
-                    "mask as a value, and causal=, window= and bias= beside it"
+                    f"{self.path}: attention: {name}= does not go with a mask kind: give the mask as a value, and "
+                    "causal=, window= and bias= beside it"
                 )
 
     def _head_width(self, q: V, heads: int) -> int:
@@ -388,6 +388,11 @@ class Attending(Ops[V]):
             return int(window), 0 if causal else int(window) - 1
         if len(pair) != 2 or min(pair) < 0:
             raise GraphError(f"{self.path}: attention: window (before, behind) is two counts, got {shown(window)}")
+        if causal and pair[1]:
+            raise GraphError(
+                f"{self.path}: attention: window (before, behind) is {shown(window)}, and a causal query reads no key "
+                "behind its own: leave out causal=True, or write 0 for behind"
+            )
         return int(pair[0]) + 1, int(pair[1])
 
     def _keep(self, mask: V, q: V, k: V) -> V:

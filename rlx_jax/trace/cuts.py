@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Value
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
 from rlx_jax.ir.ops.shape import SizeOf
-from rlx_jax.ir.types import Dim, DimLike, symbol, terms_of
+from rlx_jax.ir.types import Dim, DimLike, symbol
 
 SizeHolder = Callable[[DimLike], tuple[Value, int]]
 """A value of the program with an axis of a symbolic size, and the axis; ShapeError where there is none."""
@@ -64,7 +65,8 @@ def cut_of(x: Value, axis: int, start: Any, stop: Any, holder: SizeHolder, where
 
 
 def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Bound:
-    """One bound: a size, a sum of sizes and numbers, or minus one of these, which counts from the end."""
+    """One bound: a size, or a sum of sizes and numbers, each added or taken away so many times. Where all are taken
+    away it counts from the end."""
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
         return Bound((), abs(int(given)), bool(given < 0))
     if not isinstance(given, Dim):
@@ -73,11 +75,37 @@ def _bound(given: Any, size_of: Callable[[DimLike], SizeOf], where: str) -> Boun
     try:
         return Bound((size_of(dim),))
     except ShapeError:
-        for terms, from_end in ((terms_of(dim), False), (terms_of(-dim), True)):
-            if terms:
-                sizes = tuple(size_of(symbol(t)) for t in terms if not t.isdigit())
-                return Bound(sizes, sum(int(t) for t in terms if t.isdigit()), from_end)
-        raise
+        terms = counted_terms(dim)
+        if not terms or sum(abs(count) for name, count in terms if name) > MOST_TERMS:
+            raise
+    from_end = all(count < 0 for _, count in terms)
+    more, less, offset = list[SizeOf](), list[SizeOf](), 0
+    for name, count in ((name, -n if from_end else n) for name, n in terms):
+        if name:
+            (more if count > 0 else less).extend([size_of(symbol(name))] * abs(count))
+        else:
+            offset += count
+    return Bound(tuple(more), offset, from_end, tuple(less))
+
+
+MOST_TERMS = 64
+"""Sizes of a bound are written out; nobody writes so many."""
+_TERM = re.compile(r"([+-]?) ?(?:(\d+)\*)?(\w+) ?")
+
+
+def counted_terms(dim: DimLike) -> list[tuple[str, int]]:
+    """`[("seq", 2), ("past", -1), ("", 3)]` of `2*seq - past + 3`: how often each symbol counts, and the number.
+    Nothing where the dimension is no such sum."""
+    text, at, found = str(dim), 0, list[tuple[str, int]]()
+    while at < len(text):
+        match = _TERM.match(text, at)
+        if match is None or not (match[1] or at == 0) or not (match[3].isidentifier() or match[3].isdigit()):
+            return []
+        sign, times = -1 if match[1] == "-" else 1, int(match[2] or 1)
+        number = match[3].isdigit()
+        found.append(("" if number else match[3], sign * times * (int(match[3]) if number else 1)))
+        at = match.end()
+    return found
 
 
 def narrowed(start: Any, length: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote, shown
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
@@ -215,10 +216,14 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
     """Scores are finite: a softcap of 0 would make all weights equal, a negative one changes nothing."""
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {softcap!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise GraphError(f"attention: scale is a finite number, got {scale!r}")
+    if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
+        raise GraphError(f"attention: softcap is a finite number over 0, or None for no cap; got {shown(softcap)}")
+    if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
+        raise GraphError(f"attention: scale is a finite number, got {shown(scale)}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

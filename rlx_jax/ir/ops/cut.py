@@ -19,20 +19,23 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Bound:
-    """In a `CutAxis`: `offset` and all of `sizes` behind the front of the axis, or with `from_end` before its end."""
+    """In a `CutAxis`: `offset` and all of `sizes` less those of `minus`, behind the front of the axis, or with
+    `from_end` before its end. A size that counts twice stands there twice."""
 
     sizes: tuple[SizeOf, ...] = ()
     offset: int = 0
     from_end: bool = False
+    minus: tuple[SizeOf, ...] = ()
 
     def at(self, size: DimLike, shapes: Sequence[tuple[DimLike, ...]]) -> DimLike:
         """The index on an axis of this size."""
-        distance = sum((shapes[s.operand][s.axis] for s in self.sizes), start=self.offset)
+        more, less = (sum(shapes[s.operand][s.axis] for s in sizes) for sizes in (self.sizes, self.minus))
+        distance = more - less + self.offset
         return size - distance if self.from_end else distance
 
     def __str__(self) -> str:
-        parts = [str(s) for s in self.sizes] + [str(self.offset)] * bool(self.offset)
-        sum_ = "+".join(parts) or "0"
+        parts = [f"+{s}" for s in self.sizes] + [f"-{s}" for s in self.minus] + [f"{self.offset:+}"] * bool(self.offset)
+        sum_ = "".join(parts).removeprefix("+") or "0"
         return f"end-({sum_})" if self.from_end else sum_
 
 
@@ -60,7 +63,7 @@ class CutAxis(Mir):
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         x = operands[0]
         check_axis("cut", self.axis, x)
-        for size in (*self.start.sizes, *self.stop.sizes):
+        for size in (size for bound in (self.start, self.stop) for size in (*bound.sizes, *bound.minus)):
             if not 0 <= size.operand < len(operands):
                 raise ShapeError(f"cut: there is no operand {size.operand} of {len(operands)}")
             check_axis("cut", size.axis, operands[size.operand])

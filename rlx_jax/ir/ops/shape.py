@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
@@ -213,6 +214,14 @@ def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
     return int(start * x.nbytes // size)
 
 
+def _reaches(size: DimLike, entries: int) -> bool:
+    """Whether an axis has so many entries for every size of the symbols."""
+    try:
+        return bool(size >= entries)
+    except jex.InconclusiveDimensionOperation:
+        return False
+
+
 @dataclass(frozen=True)
 class Narrow(Mir):
     """Elements `start … start+length-1` of one axis. A negative start counts from the end."""
@@ -231,6 +240,11 @@ class Narrow(Mir):
             start = self.start if self.start >= 0 else size + self.start
             if start < 0 or self.length < 0 or start + self.length > size:
                 raise ShapeError(f"narrow: {self.start} … +{self.length} is outside axis {self.axis} of {x}")
+        elif not _reaches(size, self.start + self.length if self.start >= 0 else -self.start):
+            raise ShapeError(
+                f"narrow: {self.start} … +{self.length} of axis {self.axis} of {x}, which may have fewer entries: "
+                "declare the input with a static size, or count by sizes of values (x.shape[1])"
+            )
 
     def eval(self, x: Array) -> Array:
         size = x.shape[self.axis]
