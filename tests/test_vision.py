@@ -5,6 +5,7 @@ A new family adds its fixtures (`tests/oracles/vision.py`) and rows here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.encode.images import ImageProcessor, load_processor
-from rlx_jax.encode.resample import resize
+from rlx_jax.encode.resample import Resizer, resize
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.dinov2 import Dinov2Config
 from rlx_jax.models.vit import ViTConfig
@@ -65,6 +66,16 @@ def test_hidden_states(name: str) -> None:
 def test_images_of_another_size(name: str) -> None:
     """Positions are resampled, as transformers does for square grids alone; what is no whole patch is not read."""
     assert_close(vision(name).hidden_states(record(name)["other_pixels"]), record(name)["other_hidden"])
+
+
+def test_no_registers(tmp_path: Path) -> None:
+    """A model with registers that has none of them stores an empty tensor."""
+    directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
+    changes = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
+    checkpoints.edit_json(directory / "config.json", changes | {"num_register_tokens": 0})
+    empty = {"embeddings.register_tokens": np.zeros((1, 0, 18), np.float32)}
+    checkpoints.edit_tensors(directory, lambda tensors: tensors | empty)
+    assert_close(rlx.load(directory).hidden_states(record("dinov2")["pixels"]), record("dinov2")["hidden"])
 
 
 def test_what_differs_between_families_shows() -> None:
@@ -156,14 +167,17 @@ def pictures(name: str) -> list[npt.NDArray[np.uint8]]:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_image_processors(name: str) -> None:
-    """As transformers' with Pillow: to the last bit of the resized image, so to rounding of what follows."""
+    """As transformers': to the last bit of the resized image, so to rounding of what follows. With Pillow it is
+    another one."""
     processor = load_processor(Folder(VISION / name), "ViT" if name == "vit" else "Bit")
-    assert processor is not None
+    assert processor is not None and processor.resizer == "torch"
+    other = dataclasses.replace(processor, resizer="pillow")
     together = processor(pictures(name))
     for i, picture in enumerate(pictures(name)):
-        want = record(name)[f"processed.{i}"]
-        np.testing.assert_allclose(together[i], want, atol=2e-6)
+        np.testing.assert_allclose(together[i], record(name)[f"processed.{i}"], atol=2e-6)
         np.testing.assert_array_equal(processor(picture)[0], together[i])
+        np.testing.assert_allclose(other(picture)[0], record(name)[f"pillow.{i}"], atol=2e-6)
+    assert np.abs(other(pictures(name)) - together).max() > 1e-3
 
 
 def test_embed_images() -> None:
@@ -268,6 +282,7 @@ def test_requests_that_are_refused() -> None:
         ({"size": {"shortest_edge": 0}}, "expected at least 1"),
         ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
         ({"resample": 6}, "the limit is 5"),
+        ({"resample": 5}, "resample is 5, hamming, which torch does not have"),
         ({"image_mean": [0.5, 0.5]}, "expected 3 finite numbers"),
         ({"image_std": [0.5, 0, 0.5]}, "expected 3 finite numbers over 0"),
         ({"crop_size": {"height": 3}}, "field 'width' is missing"),
@@ -316,9 +331,20 @@ def test_every_setting_shows(tmp_path: Path) -> None:
 def test_resized_to_the_same_size() -> None:
     """No pass is made, whatever the filter; one pixel may become many."""
     picture = pictures("vit")[0]
-    for resample in range(6):
-        np.testing.assert_array_equal(resize(picture, len(picture), picture.shape[1], resample), picture)
-        assert (resize(picture[:1, :1], 4, 3, resample) == picture[0, 0]).all()
+    kinds: tuple[tuple[Resizer, range], ...] = (("pillow", range(6)), ("torch", range(4)))
+    for resizer, resample in ((resizer, number) for resizer, numbers in kinds for number in numbers):
+        np.testing.assert_array_equal(resize(picture, len(picture), picture.shape[1], resample, resizer), picture)
+        assert (resize(picture[:1, :1], 4, 3, resample, resizer) == picture[0, 0]).all()
+
+
+def test_filters_and_resizers() -> None:
+    """What there is not is named."""
+    with pytest.raises(errors.UnsupportedError, match="resample is 4, box, which torch does not have"):
+        ImageProcessor(size=(3, 3), resample=4, resizer="torch")
+    with pytest.raises(errors.UnsupportedError, match="resample is 6; expected 0 to 5"):
+        ImageProcessor(size=(3, 3), resample=6)
+    with pytest.raises(errors.ConfigError, match="resizer is 'cv2'; expected pillow or torch"):
+        ImageProcessor(resizer="cv2")  # type: ignore[arg-type]
 
 
 # -- flows of one's own ------------------------------------------------------------------------
@@ -455,30 +481,33 @@ LIVE = {
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("ending", ["", "Pil"])
 @pytest.mark.parametrize("name", LIVE)
-def test_live_image_processors(name: str, tmp_path: Path) -> None:
-    """As transformers has it with Pillow, to rounding."""
+def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
+    """As transformers has it, to rounding: by the name with torch, or with Pillow."""
     from tests.oracles import vision as oracle
 
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(LIVE[name]), "utf-8")
+    settings = dict(LIVE[name])
+    if ending:
+        kind = settings.pop("feature_extractor_type", "") or settings.pop("image_processor_type")
+        kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast") + ending
+        settings["image_processor_type"] = kind
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings), "utf-8")
     processor = load_processor(Folder(tmp_path), "ViT")
-    assert processor is not None
+    assert processor is not None and processor.resizer == ("pillow" if ending else "torch")
     found = [*oracle.images(5, (40, 61), (90, 23), (19, 19), (224, 150)), np.zeros((20, 31, 4), np.uint8)[..., :3]]
-    for picture, want in zip(found, oracle.processed(tmp_path, found), strict=True):
+    for picture, want in zip(found, oracle.processed(tmp_path, found, bool(ending)), strict=True):
         np.testing.assert_allclose(processor(picture)[0], want, atol=3e-6)
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("resample", [2, 3])
-def test_fast_processors_are_close(resample: int) -> None:
-    """They resize with torch, whose weights have 16 bits: within one grey level, two where a picture grows.
-
-    Of tall pictures Pillow 13 takes the columns first, and torch does not.
-    """
+@pytest.mark.parametrize("resample", [0, 1, 2, 3])
+def test_torch_resizes_so(resample: int) -> None:
+    """To the last grey level, noise too; Pillow is within two or three where a picture grows."""
     from tests.oracles import vision as oracle
 
-    for picture in oracle.images(6, (40, 61), (224, 150), (300, 480)):
-        for height, width in ((24, 37), (224, 224), (64, 20)):
-            want = oracle.resized(picture, height, width, resample).astype(int)
-            grows = height > picture.shape[0] or width > picture.shape[1]
-            assert np.abs(resize(picture, height, width, resample) - want).max() <= 1 + grows
+    noise = np.random.default_rng(7).integers(0, 256, (31, 77, 3), dtype=np.uint8)
+    for picture in (*oracle.images(6, (40, 61), (224, 150), (300, 480)), noise):
+        for height, width in ((24, 37), (224, 224), (64, 20), (31, 90)):
+            want = oracle.resized(picture, height, width, resample)
+            np.testing.assert_array_equal(resize(picture, height, width, resample, "torch"), want)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.encode.resample import FILTERS, Pixels, resize
+from rlx_jax.encode.resample import FILTERS, NEAREST, TORCH, Pixels, Resizer, resize
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
@@ -34,6 +34,8 @@ class ImageProcessor:
         crop: height and width that are cut out of the middle; what is smaller stands in the middle of zeros.
         rescale: factor of every value, or None.
         mean, std: what is taken off each channel, and what it is then divided by; or None.
+        resizer: whose resizing it is, `pillow` or `torch`; the odd line that a crop lacks lies before the image at the
+            first and behind it at the other. torch has no box and no hamming.
         convert_rgb: grey images get three channels, and what is transparent stands on white.
     """
 
@@ -45,6 +47,12 @@ class ImageProcessor:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     convert_rgb: bool = True
+    resizer: Resizer = "pillow"
+
+    def __post_init__(self) -> None:
+        if self.resizer not in ("pillow", "torch"):
+            raise ConfigError(f"ImageProcessor: resizer is {shown(self.resizer)}; expected pillow or torch")
+        check_filter("ImageProcessor", self.resample, self.resizer)
 
     def __call__(self, images: Any) -> PixelValues:
         """Pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's images.
@@ -86,8 +94,8 @@ class ImageProcessor:
                     f"{name}: {pixels.shape[0]} × {pixels.shape[1]} pixels become {height} × {width}; the limit "
                     f"limits.MAX_RESIZED_PIXELS is {limits.MAX_RESIZED_PIXELS}"
                 )
-            pixels = resize(pixels, height, width, self.resample)
-        pixels = pixels if self.crop is None else cropped_middle(pixels, *self.crop)
+            pixels = resize(pixels, height, width, self.resample, self.resizer)
+        pixels = pixels if self.crop is None else cropped_middle(pixels, *self.crop, self.resizer)
         values: Any = pixels.astype(np.float32)
         if self.rescale is not None:
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
@@ -120,6 +128,21 @@ class ImageProcessor:
             return np.repeat(pixels, CHANNELS, axis=2)
         alpha = pixels[..., 3:] / 255
         return np.round(alpha * pixels[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+
+
+def check_filter(where: str, resample: int, resizer: Resizer) -> None:
+    """Whether there is a filter of that number.
+
+    Raises:
+        UnsupportedError: there is none, or torch has none.
+    """
+    if resample != NEAREST and resample not in FILTERS:
+        raise UnsupportedError(f"{where}: resample is {shown(resample)}; expected 0 to {max(FILTERS)}")
+    if resizer == "torch" and resample not in TORCH:
+        raise UnsupportedError(
+            f"{where}: resample is {resample}, {FILTERS[resample].name}, which torch does not have; take "
+            'rlx_jax.ImageProcessor(…, resizer="pillow")'
+        )
 
 
 def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
@@ -185,22 +208,22 @@ def _check_size(rows: int, columns: int, name: str) -> None:
         )
 
 
-def cropped_middle(pixels: Pixels, height: int, width: int) -> Pixels:
+def cropped_middle(pixels: Pixels, height: int, width: int, resizer: Resizer = "pillow") -> Pixels:
     """The middle of an image; one that is smaller stands in the middle of zeros. Of an odd rest the larger half lies
-    behind what is cut out, and before what is put into zeros, as transformers has it with Pillow."""
+    behind what is cut out, and of zeros before the image, as transformers has it with Pillow, or behind it."""
     out = np.zeros((height, width, pixels.shape[2]), np.uint8)
     (to_rows, from_rows), (to_columns, from_columns) = (
-        _overlap(old, new) for old, new in zip(pixels.shape[:2], (height, width), strict=True)
+        _overlap(old, new, resizer == "pillow") for old, new in zip(pixels.shape[:2], (height, width), strict=True)
     )
     out[to_rows, to_columns] = pixels[from_rows, from_columns]
     return out
 
 
-def _overlap(old: int, new: int) -> tuple[slice, slice]:
+def _overlap(old: int, new: int, late: bool) -> tuple[slice, slice]:
     """Where a side of length `old` goes in one of length `new`, and what of it does."""
     if old >= new:
         return slice(0, new), slice((old - new) // 2, (old - new) // 2 + new)
-    start = (new - old + 1) // 2
+    start = (new - old + late) // 2
     return slice(start, start + old), slice(0, old)
 
 
@@ -232,6 +255,8 @@ PROCESSORS: dict[str, Defaults] = {
 }
 """By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on."""
 
+PILLOW = "Pil"
+"""What ends the names of processors that always resize with Pillow. The others do with torch, as transformers 5."""
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
 """Settings without a part in the pixels."""
@@ -279,15 +304,19 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     size, edge = _size(c, d) if c.flag("do_resize", True) else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
+    resample: int = c.whole("resample", d.resample, low=0, high=max(FILTERS))
+    resizer: Resizer = "pillow" if given.endswith(PILLOW) else "torch"
+    check_filter(c.where, resample, resizer)
     made = ImageProcessor(
         size=size,
         shortest_edge=edge,
-        resample=c.whole("resample", d.resample, low=0, high=max(FILTERS)),
+        resample=resample,
         crop=_sides(c, "crop_size", d.crop or 224) if crops else None,
         rescale=c.real("rescale_factor", 1 / 255) if c.flag("do_rescale", True) else None,
         mean=_numbers(c, "image_mean", d.mean, positive=False) if normalises else None,
         std=_numbers(c, "image_std", d.std, positive=True) if normalises else None,
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
+        resizer=resizer,
     )
     unused = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
     off = [name for name, values in OFF.items() if c.values.get(name) in values]

@@ -1,7 +1,8 @@
-"""Images resized as Pillow resizes them: separable filters as wide as the pixels they stand for, in whole numbers.
+"""Images resized as Pillow or torch resizes them: separable filters as wide as the pixels they stand for, in whole
+numbers.
 
-Each axis is one pass. Weights are rounded to 22 bits behind the point, and what a pass gives to a grey level, so that
-the numbers are Pillow's own.
+Each axis is one pass. Weights are rounded to bits behind the point, 22 in Pillow, in torch as many as leave the largest
+one 16, and what a pass gives to a grey level, so that the numbers are theirs.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 BITS = 22
+"""Behind the point of Pillow's weights."""
+WORD = 1 << 15
+"""What torch's weights stay below."""
+
+Resizer = Literal["pillow", "torch"]
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,22 @@ FILTERS: dict[int, Filter] = {
 """By Pillow's numbers, which `preprocessor_config.json` holds; 0 is the nearest pixel."""
 
 
-def resize(image: Pixels, height: int, width: int, resample: int) -> Pixels:
-    """An image `[H, W, C]` uint8 → `[height, width, C]`, by the filter that Pillow numbers `resample`."""
+TORCH = (NEAREST, 1, 2, 3)
+"""The filters that torch has."""
+
+
+def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resizer = "pillow") -> Pixels:
+    """An image `[H, W, C]` uint8 → `[height, width, C]`, by the filter that Pillow numbers `resample`, as `resizer`
+    computes it. torch's are `torch.nn.functional.interpolate` of uint8 with `antialias=True`, and `nearest-exact`."""
+    sizes, fixed = (height, width), resizer == "torch"
     if resample == NEAREST:
-        rows, columns = (_nearest(old, new) for old, new in zip(image.shape, (height, width), strict=False))
+        places = _middle if fixed else _nearest
+        rows, columns = (places(old, new) for old, new in zip(image.shape, sizes, strict=False))
         picked: Pixels = image[rows][:, columns]
         return picked
-    sizes = (height, width)
-    for axis in (0, 1) if columns_first(image.shape[0], image.shape[1], height, width) else (1, 0):
-        image = _passed(image, axis, sizes[axis], FILTERS[resample])
+    rows_last = fixed or not columns_first(image.shape[0], image.shape[1], height, width)
+    for axis in (1, 0) if rows_last else (0, 1):
+        image = _passed(image, axis, sizes[axis], FILTERS[resample], fixed)
     return image
 
 
@@ -85,24 +98,34 @@ def _nearest(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     return np.add.accumulate(steps).astype(np.intp)  # summed as Pillow does, whose places fall just beside some edges
 
 
-def _passed(image: Pixels, axis: int, size: int, chosen: Filter) -> Pixels:
+def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """The pixel under the middle of each new one."""
+    found = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
+    return np.minimum(found.astype(np.intp), old - 1)
+
+
+def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) -> Pixels:
     """One pass along an axis; nothing where it has that size."""
     old = image.shape[axis]
     if old == size:
         return image
-    places, weights = taps(old, size, chosen)
+    places, weights, bits = taps(old, size, chosen, fixed)
     shape = [1, 1, 1]
     shape[axis] = size
-    total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (BITS - 1), np.int32)
+    total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (bits - 1), np.int32)
     for at, weight in zip(places.T, weights.T, strict=True):
         if weight.any():
             total += image.take(at, axis) * weight.reshape(shape)
-    made: Pixels = np.clip(total >> BITS, 0, 255).astype(np.uint8)
+    made: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
     return made
 
 
-def taps(old: int, new: int, chosen: Filter) -> tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, Any]]:
-    """For each of `new` pixels the places that it reads of `old`, and their weights, int32: two `[new, taps]`."""
+def taps(
+    old: int, new: int, chosen: Filter, fixed: bool = False
+) -> tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, Any], int]:
+    """For each of `new` pixels the places that it reads of `old`, and their weights, int32, two `[new, taps]`; and how
+    many bits of these stand behind the point: `BITS`, or where they are `fixed` the most that leave them below `WORD`.
+    """
     scale = old / new
     wide = max(scale, 1.0)
     support = chosen.support * wide
@@ -112,5 +135,9 @@ def taps(old: int, new: int, chosen: Filter) -> tuple[np.ndarray[Any, np.dtype[n
     places = first[:, None] + np.arange(math.ceil(support) * 2 + 1)
     weights = chosen.kernel((places - centre[:, None] + 0.5) / wide) * (places < last[:, None])
     sums = weights.sum(axis=1, keepdims=True)
-    weights = np.divide(weights, sums, out=weights, where=sums != 0) * (1 << BITS)
-    return np.minimum(places, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32)
+    weights = np.divide(weights, sums, out=weights, where=sums != 0)
+    bits, top = BITS, float(weights.max())
+    if fixed:
+        bits = next((n for n in range(BITS) if int(0.5 + top * (1 << (n + 1))) >= WORD), BITS)
+    weights *= 1 << bits
+    return np.minimum(places, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits

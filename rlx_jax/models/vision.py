@@ -231,7 +231,11 @@ class VisionFlow(Generic[C]):
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose."""
-        return tuple(self.prefix + key for key in self.layout.left) + self.layout.left
+        none = (
+            () if self.config.registers or not self.layout.registers else (self.layout.registers,)
+        )  # stored all the same
+        keys = self.layout.left + none
+        return tuple(self.prefix + key for key in keys) + keys
 
 
 def vision_shapes(recipe: VisionFlow[Any]) -> WeightShapes:

@@ -176,19 +176,39 @@ def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
     return found
 
 
-def processed(directory: Path, pictures: list[Any]) -> list[Floats]:
-    """What transformers' image processor makes of pictures, with Pillow."""
+def processed(directory: Path, pictures: list[Any], pillow: bool = False) -> list[Floats]:
+    """What transformers' image processor makes of pictures: with Pillow, or, as it does where torchvision is installed,
+    with torch's resampling, and a crop that stands between zeros as torchvision's does."""
     _, transformers = _modules()
+    utils = importlib.import_module("transformers.image_processing_backends")
     processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+
+    def resize(image: Any, size: Any, resample: int, **_: Any) -> Any:
+        sides = (size.height, size.width)
+        if size.shortest_edge:
+            first = utils.ChannelDimension.FIRST
+            sides = utils.get_resize_output_image_size(
+                image, size=size.shortest_edge, default_to_square=False, input_data_format=first
+            )
+        return resized(image.transpose(1, 2, 0), *sides, resample).transpose(2, 0, 1)
+
+    def crop(image: Any, size: Any, **_: Any) -> Any:
+        lacks = [max(new - old, 0) for old, new in zip(image.shape[1:], (size.height, size.width), strict=True)]
+        image = np.pad(image, ((0, 0), *((n // 2, (n + 1) // 2) for n in lacks)))
+        top, left = (int((old - new) / 2) for old, new in zip(image.shape[1:], (size.height, size.width), strict=True))
+        return image[:, top : top + size.height, left : left + size.width]
+
+    if not pillow:
+        processor.resize, processor.center_crop = resize, crop
     return [np.asarray(processor(picture, return_tensors="np")["pixel_values"][0]) for picture in pictures]
 
 
 def resized(picture: npt.NDArray[np.uint8], height: int, width: int, resample: int) -> npt.NDArray[np.uint8]:
-    """What torchvision, and so a fast image processor, makes of a picture: torch's own resampling of uint8."""
+    """What torchvision makes of a picture: torch's own resampling of uint8."""
     torch, _ = _modules()
-    mode = {2: "bilinear", 3: "bicubic"}[resample]
-    pixels = torch.from_numpy(picture).permute(2, 0, 1)[None]
-    out = torch.nn.functional.interpolate(pixels, (height, width), mode=mode, align_corners=False, antialias=True)
+    mode = {0: "nearest-exact", 1: "lanczos", 2: "bilinear", 3: "bicubic"}[resample]
+    pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))[None]
+    out = torch.nn.functional.interpolate(pixels, (height, width), mode=mode, antialias=bool(resample))
     found: npt.NDArray[np.uint8] = out[0].permute(1, 2, 0).numpy()
     return found
 
@@ -209,6 +229,7 @@ def record(name: str) -> None:
         pictures = images(3, (37, 53), (64, 41), (18, 25))
         found |= {f"picture.{i}": picture for i, picture in enumerate(pictures)}
         found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures))}
+        found |= {f"pillow.{i}": p for i, p in enumerate(processed(directory, pictures, pillow=True))}
     np.savez_compressed(VISION / f"{name}.npz", **found)
 
 
@@ -280,7 +301,7 @@ def random_vision(architecture: str, seed: int) -> Checkpoint:
     else:
         config |= {"intermediate_size": draw.randint(10, 60)}
     if "Registers" in architecture:
-        config |= {"num_register_tokens": draw.randint(1, 5)}
+        config |= {"num_register_tokens": draw.randint(0, 5)}
     storage = hugging_face.random_storage(draw)
     return replace(Checkpoint(architecture, config, seed=seed, **storage), spelling="v5")
 
