@@ -656,12 +656,12 @@ def token_samples() -> Iterator[Sample]:
     yield Sample(
         op, ("f32 batch 4", "bf16 batch seq 4", "bf16", "i32 batch"), functools.partial(meaning.token_scan, op), below=7
     )
-    for window, operands in (
-        (TokenWindows(3), ("f32 batch 9 4",)),
-        (TokenWindows(1), ("i32 batch seq",)),
-        (TokenWindows(2), ("bf16 batch 2",)),
+    for window, x in (
+        (TokenWindows(3), "f32 batch 9 4"),
+        (TokenWindows(1), "i32 batch seq"),
+        (TokenWindows(2), "bf16 batch 2"),
     ):
-        yield Sample(window, operands, functools.partial(meaning.MIR[TokenWindows], window))
+        yield Sample(window, (x,), functools.partial(meaning.MIR[TokenWindows], window))
     for tail, operands in ((TailRows(2), ("f32 batch 9 4", "i32 batch")), (TailRows(3), ("i32 batch 4", "i32 batch"))):
         below = 7 if operands[0] == "f32 batch 9 4" else 2
         yield Sample(tail, operands, functools.partial(meaning.MIR[TailRows], tail), below=below)

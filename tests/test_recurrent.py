@@ -239,17 +239,22 @@ class RunningTotal(Hir):
         return hir.BlockRun((b(Slice((ALL_OF, (1, None, None))), sums),), (b(Reshape((-1, H)), last),))
 
 
+def adds(op: Hir) -> Callable[..., Any]:
+    """A stage of one block."""
+    return lambda emit, x: emit.add_node(op, x)
+
+
 def test_a_block_of_a_plugin_is_tried() -> None:
     """One that follows the protocol generates by the same rule; one that reads padding is refused by its path."""
     plugin = rlx.Plugin("p", derive={RunningTotal: derive.carried})
     with rlx.plugins.using(plugin):
         right, wrong = (
-            head(tokens_flow().custom_named("sum", lambda emit, x, op=op: emit.add_node(op, x)))
-            for op in (RunningTotal(), RunningTotal(careless=True))
+            head(tokens_flow().custom_named("sum", adds(op))) for op in (RunningTotal(), RunningTotal(True))
         )
-        logits, state = rlx.CausalLM(right, EMBEDDING).prefill([[3, 1, 4], [2, 0, 0]], lengths=[3, 1])
+        logits, held = rlx.CausalLM(right, EMBEDDING).prefill([[3, 1, 4], [2, 0, 0]], lengths=[3, 1])
         close(logits[0, -1], EMBEDDING["e"] @ EMBEDDING["e"][[3, 1, 4]].sum(0))
-        close(state.state.leaves["sum.total"][1], EMBEDDING["e"][2])
+        assert held.state is not None
+        close(held.state.leaves["sum.total"][1], EMBEDDING["e"][2])
         compiled(wrong, EMBEDDING)
         with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2 of a row read in pieces"):
             compiled(wrong, EMBEDDING, program="prefill").text("mir")

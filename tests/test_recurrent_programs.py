@@ -28,6 +28,8 @@ from tests.test_derive import (
     w,
 )
 from tests.test_recurrent import ALL, START, WEIGHTS, close, flow_of, rnn_step, weights_of
+from tests.test_serving import compiled as counted
+from tests.test_soak import GROWTH, STEPS, on_device, resident
 
 N, D = 2, 16
 
@@ -182,6 +184,51 @@ def test_scratch_of_a_step_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenScan, "workspace", lambda *given: 0)
     with pytest.warns(rlx.errors.RlxWarning, match="bytes of temporaries"):
         assert proof().surplus()
+
+
+def test_last_token_programs_keep_every_output() -> None:
+    """Those of the last token, the side output's too."""
+
+    def tapped(emit: Any, x: Any) -> Any:
+        y, twice = emit.recurrent(lambda h, t: (h + t, (h, 2 * t)), x, init=np.zeros(H, np.float32))
+        emit.output("twice", twice)
+        return x + y
+
+    for program in ("prefill", "extend"):
+        model = compiled(head(tokens_flow().custom_named("t", tapped)), EMBEDDING, program=program)
+        graph = model.template(last_only=True).mir
+        found = dict(zip(graph.output_names, (str(graph.type(v)) for v in graph.outputs), strict=True))
+        assert found == {"logits": f"f32[batch,1,{V}]", "twice": f"f32[batch,1,{H}]"}
+
+
+@pytest.mark.slow
+def test_speculation_takes_back_what_a_step_did() -> None:
+    """The tokens of one at a time, drafts of which some are not accepted."""
+    lm = rlx.CausalLM(flow_of(*ALL), WEIGHTS)
+    prompts = [[3, 1, 4, 1, 3, 1, 4, 1, 3, 1], [5, 6, 5, 6, 5], [7]]
+    drafted = lm.generate(prompts, max_new_tokens=16, speculative="prompt", draft_tokens=3)
+    assert drafted == lm.generate(prompts, max_new_tokens=16)
+    assert 0 < lm.report().speculative.accepted < lm.report().speculative.drafted
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_steps_of_a_hybrid() -> None:
+    """Memory is flat, nothing compiles, and a reading of the same tokens in large pieces would choose them."""
+    lm: Any = rlx.CausalLM(hybrid(), hybrid_weights())
+    stream = lm.stream([1, 2, 3], max_new_tokens=STEPS)
+    tokens = [next(stream) for _ in range(1000)]
+    seen, held = resident(), on_device()
+    with counted() as events:
+        tokens += list(stream)
+    assert len(tokens) == STEPS and not events
+    assert on_device() - held < 2**16 and resident() - seen < GROWTH
+    row = np.array([1, 2, 3, *tokens])
+    _, state = lm.prefill(row[None, :5003], max_len=STEPS + 8)
+    for at in range(5003, STEPS + 3, 5000):
+        logits, state = lm.extend(state, row[None, at : at + 5000])
+    last, chosen = np.asarray(logits)[0, :-1], row[-len(logits[0]) + 1 :]
+    assert (np.take_along_axis(last, chosen[:, None], 1)[:, 0] >= last.max(axis=1) - 1e-3).all()
+    assert len(set(tokens[-100:])) > 1
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -184,6 +184,10 @@ TOKEN_WISE = [
         (X, "int32 1"),
     ),
     Case("top-k", lambda x: lax.top_k(x, 2), out_axes=(1, 1)),
+    Case("nearly top-k", lambda x: lax.approx_max_k(x, 2), out_axes=(1, 1)),
+    Case("ranks", lambda x: jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)),
+    Case("sorted by keys", lambda x: lax.sort((x, -x), num_keys=2), out_axes=(1, 1)),
+    Case("the median", lambda x: jnp.median(x, axis=-1)),
     Case("sort and argmax of features", lambda x: (jnp.sort(x), jnp.argsort(x), jnp.argmax(x, -1)), out_axes=(1,) * 3),
     Case("cumsum of features", lambda x: jnp.cumsum(x, axis=-1)[..., ::-1]),
     Case("experts by one-hot", one_hot_experts),
@@ -312,6 +316,7 @@ MIXERS = [
     ),
     Case("sort", lambda x: jnp.sort(x, axis=1), reason="sort sorts along"),
     Case("top-k of positions", lambda x: lax.top_k(x[..., 0], 1), reason="top_k ranks"),
+    Case("nearly top-k of positions", lambda x: lax.approx_max_k(x, 1, 1), reason="approx_top_k ranks"),
     Case("scan", recurrent, reason="scan runs over 'seq'"),
     Case(
         "loop as long as the sequence",

@@ -326,6 +326,7 @@ _RULES: dict[str, _Rule] = {
     "concatenate": ("concatenates along", _not_along("dimension")),
     "rev": ("reverses", _not_along("dimensions")),
     "top_k": ("ranks", _not_along("axis")),
+    "approx_top_k": ("ranks", _not_along("reduction_dimension")),
     "split": ("splits", _not_along("axis")),
     "pad": ("pads", lambda eqn, axis: not any(eqn.params["padding_config"][axis])),
     "tile": ("repeats", lambda eqn, axis: bool(eqn.params["reps"][axis] == 1)),

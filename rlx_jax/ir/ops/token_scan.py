@@ -24,21 +24,28 @@ Array = jax.Array
 def _flops(op: Any, operands: Types, results: Types) -> int:
     """Of the products of the step, for each token of each row."""
     batch, tokens = operands[op.states].shape[:2]
-    products: int = jaxpr_flops(op.step.jaxpr)
-    return int(batch) * int(tokens) * products
+    rows: int = int(batch) * int(tokens)
+    return rows * jaxpr_flops(op.step.jaxpr)
 
 
 def _workspace(op: Any, operands: Types, results: Types) -> int:
     """Tokens in front of rows, as the loop cuts and stacks them; and all that one step computes, for each row."""
     batch, tokens = operands[op.states].shape[:2]
     turned = sum(t.nbytes for t in (*operands[op.states : op.states + op.tokens], *results))
-    inside = sum(_nbytes(v.aval) for eqn in op.step.jaxpr.eqns for v in eqn.outvars)
+    inside = _computed(op.step.jaxpr)
     wide = sum(4 * t.size for t in operands if is_float(t.dtype) and t.dtype.itemsize < 4)  # as the step takes them
     return (turned if int(tokens) > 1 else 0) + 2 * int(batch) * inside + wide
 
 
-def _nbytes(aval: Any) -> int:
-    return int(aval.size) * aval.dtype.itemsize
+def _computed(jaxpr: Any) -> int:
+    """Bytes of all that a jaxpr computes; what its calls and loops do inside counts once."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        items = (item for v in eqn.params.values() for item in (v if isinstance(v, tuple | list) else (v,)))
+        inner = (getattr(item, "jaxpr", item) for item in items)  # closed or open
+        total += sum(int(v.aval.size) * int(v.aval.dtype.itemsize) for v in eqn.outvars)
+        total += sum(_computed(j) for j in inner if hasattr(j, "eqns"))
+    return total
 
 
 @dataclass(frozen=True)
