@@ -21,7 +21,7 @@ class Recurrent:
     step: Callable[..., Any]
     keys: tuple[str, ...] = ()
     init: Any = field(default=None, kw_only=True)
-    unroll: int = field(default=1, kw_only=True)
+    unroll: int | None = field(default=None, kw_only=True)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         x = emit.require(value, "Recurrent")

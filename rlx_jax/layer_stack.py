@@ -271,7 +271,7 @@ class Stages:
 
     plugin_named = custom_named
 
-    def recurrent(self, step: Callable[..., Any], *keys: str, init: Any, unroll: int = 1) -> Self:
+    def recurrent(self, step: Callable[..., Any], *keys: str, init: Any, unroll: int | None = None) -> Self:
         """`state, y_t = step(state, x_t, *weights)` along the tokens, from `init`: `[B, S, …]` → `[B, S, …]`. `keys`
         name the weights, each given as stored. `emit.recurrent` says what a step is, and takes more than one value."""
         return self.stage(blocks.Recurrent(step, keys, init=init, unroll=unroll))

@@ -500,6 +500,7 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as m:
             m.setattr(passes, "PIPELINE", rows)
             marked = profile(backend={"cpu": {"unfuse_regions": name != "mark_elementwise_regions"}})
+            marked = profile(fusion={"target": "cuda"}) if name == "unroll_steps" else marked  # it runs there alone
             with pytest.raises(GraphError, match=f"mir graph.*wrong after {name}"):
                 compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]}, profile=marked)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import jax.numpy as jnp
@@ -105,6 +106,23 @@ def test_the_precision_of_products_is_the_programs() -> None:
         model(TOKENS)
         dots = re.findall(r"dot_general.*?(?=\n)", model.text("stablehlo"))
         assert dots and all(found in line for line in dots if found == "HIGHEST")
+
+
+def test_a_turn_of_the_loop_takes_several_tokens() -> None:
+    """On a GPU by default, unless the flow or the profile says otherwise; the numbers are the same."""
+    cuda = {"fusion": {"target": "cuda"}}
+    off = {"fusion": {"target": "cuda", "disable": ["unroll_steps"]}}
+    weights = {key: WEIGHTS[key] for key in ("e", "rnn.h")}
+    for unroll, tables, found in ((None, cuda, 8), (None, off, None), (None, {}, None), (3, cuda, 3), (3, {}, 3)):
+        flow = tokens_flow().recurrent(rnn_step, "rnn.h", init=START, unroll=unroll)
+        elsewhere = pytest.warns(rlx.errors.RlxWarning, match="chosen for the one") if tables else nullcontext()
+        with elsewhere:
+            model = compiled(flow, weights, profile=profile(**tables))
+        assert [n.op.unroll for n in model.template().mir.nodes if isinstance(n.op, TokenScan)] == [found]
+    flows = [tokens_flow().recurrent(rnn_step, "rnn.h", init=START, unroll=u) for u in (1, 3, 40)]
+    whole, *others = (np.asarray(compiled(flow, weights)(TOKENS)) for flow in flows)
+    for other in others:
+        close(other, whole)
 
 
 # -- state in place --------------------------------------------------------------------------------
@@ -223,9 +241,9 @@ def test_a_hundred_thousand_steps_of_a_hybrid() -> None:
     assert len(tokens) == STEPS and not events
     assert on_device() - held < 2**16 and resident() - seen < GROWTH
     row = np.array([1, 2, 3, *tokens])
-    _, state = lm.prefill(row[None, :5003], max_len=STEPS + 8)
-    for at in range(5003, STEPS + 3, 5000):
-        logits, state = lm.extend(state, row[None, at : at + 5000])
+    _, state = lm.prefill(row[None, :1003], max_len=STEPS + 8)
+    for at in range(1003, STEPS + 3, 1000):
+        logits, state = lm.extend(state, row[None, at : at + 1000])
     last, chosen = np.asarray(logits)[0, :-1], row[-len(logits[0]) + 1 :]
     assert (np.take_along_axis(last, chosen[:, None], 1)[:, 0] >= last.max(axis=1) - 1e-3).all()
     assert len(set(tokens[-100:])) > 1

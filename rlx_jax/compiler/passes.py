@@ -38,6 +38,7 @@ from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.mixed import mixed
 from rlx_jax.lowering.mir.regions import mark_elementwise_regions, unfuse_elementwise_regions
 from rlx_jax.lowering.mir.specialise import specialise
+from rlx_jax.lowering.mir.unroll_steps import unroll_steps
 from rlx_jax.lowering.places import Fused, Place
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
@@ -179,6 +180,13 @@ PIPELINE: tuple[Pass, ...] = (
         MIR,
         lambda g, job: mixed(g, job.settings.mixed, job.types, dict(job.settings.classes)),
         lambda job: job.settings.mixed != "none",
+    ),
+    Pass(
+        "unroll_steps",
+        MIR,
+        lambda g, job: unroll_steps(g, job.types),
+        lambda job: job.settings.target in ("cuda", "rocm"),
+        "layout",
     ),
     Pass("cse", MIR, lambda g, job: cse(g, job.types), kind="cleaning"),
     Pass("constant_folding", MIR, lambda g, job: constant_folding(g, job.types), kind="cleaning"),

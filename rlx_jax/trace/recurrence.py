@@ -36,7 +36,7 @@ class Recurring(Attending[V]):
     """Blocks that carry a state, and all of `Attending`."""
 
     def recurrent(
-        self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int = 1, label: str = ""
+        self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int | None = None, label: str = ""
     ) -> Any:
         """`state, y_t = step(state, x_t, *params)` for each token of each row, from `init`; every y, `[B, S, …]`.
 
@@ -48,7 +48,7 @@ class Recurring(Attending[V]):
             params: weights by key or value, or values without batch and tokens, or pytrees of them.
             init: the state before the first token: an array or number, a value without batch (a learned start), or a
                 pytree of them. Its form and types are those of every state.
-            unroll: steps that the loop over tokens takes at a time.
+            unroll: tokens that the loop takes in one turn; None: 1, and on GPUs 8 where the step is small.
             label: what dumps and messages call the step; its own name otherwise.
 
         Raises:
@@ -60,8 +60,8 @@ class Recurring(Attending[V]):
         where = f"{self.path}: recurrent({name})"
         if not callable(step):
             raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")
-        if isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1:
-            raise GraphError(f"{where}: unroll is an int of at least 1, got {shown(unroll)}")
+        if unroll is not None and (isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1):
+            raise GraphError(f"{where}: unroll is an int of at least 1, or None, got {shown(unroll)}")
         xs, x_form = jax.tree.flatten(x)
         weights, weights_form = jax.tree.flatten(params)
         starts, state_form = jax.tree_util.tree_flatten_with_path(init)

@@ -168,7 +168,7 @@ class Recurrent(Hir):
     step: TokenStep
     state: tuple[StateSlot, ...]
     tokens: int
-    unroll: int = 1
+    unroll: int | None = None
 
     def check(self, *operands: TensorType) -> None:
         learned = sum(isinstance(slot.initial, int) for slot in self.state)

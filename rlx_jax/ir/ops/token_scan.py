@@ -55,7 +55,8 @@ class TokenScan(Mir):
     Operands: the state, as `[B, …]` or, where all rows start with the same, as `[…]` or one number; `tokens` values
     `[B, S, …]`; the parameters; where `ragged`, lengths `[B]`: at or behind it the state of a row stays as it is.
     Results: y `[B, S, …]`; the state after the last token `[B, …]`; with `every`, the state after each token
-    `[B, S, …]`. The step is given f32 for narrower floats; floating y come in the dtype of the first floating x.
+    `[B, S, …]`. The loop takes `unroll` tokens in a turn; where None, as the compiler chooses. The step is given f32
+    for narrower floats; floating y come in the dtype of the first floating x.
     """
 
     traits = Traits(
@@ -68,7 +69,7 @@ class TokenScan(Mir):
     tokens: int
     ragged: bool = False
     every: bool = False
-    unroll: int = 1
+    unroll: int | None = None
     precision: str = "default"
 
     def check(self, *operands: TensorType) -> None:
@@ -122,7 +123,7 @@ class TokenScan(Mir):
         else:
             turned = [jnp.moveaxis(x, 1, 0) for x in xs]
             entries = (jnp.arange(count, dtype=jnp.int32), turned)
-            last, made = lax.scan(one, state, entries, unroll=self.unroll)
+            last, made = lax.scan(one, state, entries, unroll=self.unroll or 1)
             made = [jnp.moveaxis(m, 0, 1) for m in made]
         ys = len(made) - first * self.every
         return (*made[:ys], *last, *made[ys:])
