@@ -60,6 +60,10 @@ from rlx_jax.blocks.flux2 import Flux2JoinStreams as Flux2JoinStreams
 from rlx_jax.blocks.flux2 import Flux2Output as Flux2Output
 from rlx_jax.blocks.flux2 import Flux2Rope as Flux2Rope
 from rlx_jax.blocks.flux2 import Flux2SingleBlock as Flux2SingleBlock
+from rlx_jax.blocks.gated_delta import GatedDeltaNet as GatedDeltaNet
+from rlx_jax.blocks.gated_delta import GatedDeltaSpec as GatedDeltaSpec
+from rlx_jax.blocks.gated_delta import GdnScan as GdnScan
+from rlx_jax.blocks.gated_delta import gated_delta_layer as gated_delta_layer
 from rlx_jax.blocks.gemma import GemmaStyle as GemmaStyle
 from rlx_jax.blocks.gemma import gemma2_layer_mask as gemma2_layer_mask
 from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
@@ -140,6 +144,6 @@ FlowStage = (
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
-    | Similarity | PatchRope | NomicSelector
+    | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan
 )  # fmt: skip
 """Every stage."""

@@ -13,7 +13,7 @@ from rlx_jax.blocks.rope import rope_tables_for
 from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
-from rlx_jax.ir.ops.pointwise import FullLike
+from rlx_jax.ir.ops.pointwise import FullLike, Unary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -59,7 +59,9 @@ class SelfAttnPrefillSpec:
 
     With `q_norm_key` and `k_norm_key`, weights `[D]`, queries and keys go through an RMSNorm of each head before the
     rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran;
-    `rope` names the RopeTables to read, where a flow has several.
+    `rope` names the RopeTables to read, where a flow has several. `n_rot` columns of each head are rotated, all by
+    default. `gated`: q's weight is `[N·2D, H]`, for each head D rows of the query and then D of a gate, whose sigmoid
+    the context is multiplied with (Qiu et al., arXiv:2505.06708).
     """
 
     q_key: str
@@ -79,6 +81,8 @@ class SelfAttnPrefillSpec:
     qk_norm_eps: float = 1e-6
     qk_norm_offset: float = 0.0
     rope: str = ""
+    n_rot: int | None = None
+    gated: bool = False
 
     @staticmethod
     def hf_layer(
@@ -128,11 +132,16 @@ def self_attention(
 ) -> tuple[FlowValue, FlowValue, FlowValue]:
     """The context `[B,S,N·D]` of a normalised `x`, with the keys (rotated) and values `[B,S,K·D]` that it reads."""
     with emit.scope("self_attn"):
-        q, k, v = projections(emit, x, spec)
+        q, k, v, *gate = projections(emit, x, spec)
         check_heads(emit, spec, stage, q, k, v)
         mask = mask_kind(spec.mask)
         extra = mask_operand(emit, mask, spec.mask_input, stage)
-        return emit.add_node(spec.block(mask), q, k, v, *extra), k, v
+        return gated(emit, emit.add_node(spec.block(mask), q, k, v, *extra), *gate), k, v
+
+
+def gated(emit: Emit, context: FlowValue, *gate: FlowValue) -> FlowValue:
+    """The context times the sigmoid of its gate, if there is one."""
+    return context * emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
 
 def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue) -> None:
@@ -142,7 +151,8 @@ def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue) -> None:
 
 
 def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str = "qkv") -> list[FlowValue]:
-    """Packed heads of a normalised `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`; q and k normed and rotated."""
+    """Packed heads of a normalised `[B,S,H]`: q `[B,S,N·D]`, k and v `[B,S,K·D]`; q and k normed and rotated. Behind
+    those wanted, the gate of q `[B,S,N·D]` where there is one."""
     s = spec
     keys = dict(zip("qkv", (s.q_key, s.k_key, s.v_key), strict=True))
     biases = dict(zip("qkv", s.biases or (None, None, None), strict=True))
@@ -151,12 +161,29 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
         with emit.scope(f"{name}_proj"):
             roles = ("heads" if name == "q" else "kv_heads", "hidden")
             made[name] = emit.linear(x, keys[name], biases[name], roles=roles)
+    gate: list[FlowValue] = []
+    if s.gated and "q" in made:
+        made["q"], *gate = _query_and_gate(emit, made["q"], s)
     for name, key in (("q", s.q_norm_key), ("k", s.k_norm_key)):
         if key is not None and name in made:
             made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-    cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta, s.rope)
-    rope = hir.Rope(s.head_dim, s.head_dim)
-    return [made[name] if name == "v" else emit.add_node(rope, made[name], cos, sin) for name in wanted]
+    cos, sin = rope_tables_for(emit, x, s.n_rot or s.head_dim, s.rope_theta, s.rope)
+    rope = hir.Rope(s.head_dim, s.n_rot or s.head_dim)
+    return [*(made[name] if name == "v" else emit.add_node(rope, made[name], cos, sin) for name in wanted), *gate]
+
+
+def _query_and_gate(emit: Emit, q: FlowValue, spec: SelfAttnPrefillSpec) -> tuple[FlowValue, FlowValue]:
+    """Both of every head, packed `[B,S,N·D]`."""
+    n, d = spec.num_heads, spec.head_dim
+    if q.type.shape[-1] != 2 * n * d:
+        raise WeightShapeError(
+            f"{emit.path}: weight {quote(spec.q_key)} gives {q.type}; expected {2 * n * d} columns, {n} heads of a "
+            f"query and a gate of width {d}"
+        )
+    heads = q.reshape(*q.shape[:-1], n, 2 * d)
+    query, gate = emit.split(heads, 2)
+    packed = (*q.shape[:-1], n * d)
+    return query.reshape(packed), gate.reshape(packed)
 
 
 def check_heads(emit: Emit, spec: SelfAttnPrefillSpec, stage: str, q: FlowValue, k: FlowValue, v: FlowValue) -> None:

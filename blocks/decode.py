@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, projections, side_outputs
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, gated, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
@@ -175,13 +175,14 @@ class SelfAttnDecode:
                     f"{emit.path}: mask {mask}; decode is causal or in a sliding window; use_custom_mask adds a keep "
                     "mask"
                 )
-            q, *new = projections(emit, x, self.spec)
-            check_heads(emit, self.spec, "SelfAttnDecode", q, *new)
+            q, k, v, *gate = projections(emit, x, self.spec)
+            new = [k, v]
+            check_heads(emit, self.spec, "SelfAttnDecode", q, k, v)
             past, keep = cached(emit, self.layer, new), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
             context, *grown = emit.add_all(block, q, *new, *past, *keep)
             side_outputs(emit, f"kv.{self.layer}", *grown)
-            return context
+            return gated(emit, context, *gate)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Keys and values `[B, P+S, K·D]`."""

@@ -86,6 +86,8 @@ class DecoderLayerSpec:
         mask: causal, or a sliding window of the last keys.
         rope: the name of the RopeTables to read, where a flow has several.
         rope_theta: the base of the rotation when no RopeTables stage ran.
+        n_rot: columns of each head that are rotated, all by default.
+        gated: a sigmoid gate of each head of the context, beside its query in q's weight `[N·2D, H]`.
         score_scale: what q kᵀ is multiplied with; None is D^(−1/2).
         attn_logit_softcap: c tanh(scores / c).
         qkv_bias, output_bias, mlp_bias: biases of the projections.
@@ -104,6 +106,8 @@ class DecoderLayerSpec:
     mask: MaskKind | str = hir.MASK_KINDS["causal"]
     rope: str = ""
     rope_theta: float = 10000.0
+    n_rot: int | None = None
+    gated: bool = False
     score_scale: float | None = None
     attn_logit_softcap: float | None = None
     qkv_bias: bool = False
@@ -133,7 +137,7 @@ class DecoderLayerSpec:
         return replace(
             keys, mask=self.mask, mask_input=mask_input, rope=self.rope, rope_theta=self.rope_theta,
             score_scale=self.score_scale, attn_logit_softcap=self.attn_logit_softcap,
-            qk_norm_eps=self.eps, qk_norm_offset=float(self.zero_centred),
+            qk_norm_eps=self.eps, qk_norm_offset=float(self.zero_centred), n_rot=self.n_rot, gated=self.gated,
         )  # fmt: skip
 
     def around(self, prefix: str, attention: BlockStage, stage: str = "decoder_layer") -> Sequence:
@@ -141,15 +145,18 @@ class DecoderLayerSpec:
 
         `attention` turns the normalised `[B,S,H]` into the context `[B,S,N·D]`, before its output projection.
         """
-        o_proj, n = f"{prefix}.self_attn.o_proj", self.norms
+        o_proj = f"{prefix}.self_attn.o_proj"
         bias = f"{o_proj}.bias" if self.output_bias else None
         output = Linear(f"{o_proj}.weight", bias_key=bias, roles=("hidden", "heads"))
+        return self.with_mixer(prefix, [attention, Named("self_attn", output, again=True)], stage)
+
+    def with_mixer(self, prefix: str, mixer: Iterable[BlockStage], stage: str) -> Sequence:
+        """The layer under `prefix` from small stages: `mixer` turns the normalised `[B,S,H]` into what is added."""
+        n = self.norms
         return Sequence(
             (
                 *([] if self.hidden_shape is None else [CheckHidden(self.hidden_shape, stage)]),
-                *self._added(
-                    prefix, n.before_attention, [attention, Named("self_attn", output, again=True)], n.after_attention
-                ),
+                *self._added(prefix, n.before_attention, mixer, n.after_attention),
                 *self._added(prefix, n.before_mlp, [self.mlp(prefix)], n.after_mlp),
             )
         )
@@ -184,7 +191,8 @@ class DecoderLayerSpec:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names = (getattr(self.norms, f.name) for f in fields(self.norms))
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
-        attention = dict(zip(ATTENTION, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
+        query = q * (2 if self.gated else 1)
+        attention = dict(zip(ATTENTION, [(query, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=True))
         dense = dict(zip(MLP, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True))
         mlp = {} if self.moe is not None else dense
         biased = ATTENTION[:3] * self.qkv_bias + ATTENTION[3:] * self.output_bias + MLP * self.mlp_bias

@@ -259,6 +259,10 @@ class Stages:
         head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
         return self.stage(head(vocab_size, hidden_size))
 
+    def gdn_scan(self, stage: blocks.GdnScan) -> Self:
+        """The gated delta rule over what `emit.set_gdn` registered."""
+        return self.stage(stage)
+
     def custom(self, fn: Callable[[Emit, Any], FlowValue | None], *, token_wise: bool = False) -> Self:
         """Any function `(emit, value) → value`."""
         return self.stage(blocks.Custom(fn, token_wise=token_wise))

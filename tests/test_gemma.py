@@ -38,7 +38,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.hir import Attention
 from rlx_jax.ir.region import Repeat
 from rlx_jax.models.config import Fields
-from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow, text_model
+from rlx_jax.models.gemma import STYLES, TEXT, GemmaConfig, GemmaFlow
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -318,7 +318,7 @@ def test_what_a_text_config_leaves_out() -> None:
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     config = Fields({"model_type": "gemma3", "text_config": text, "image_token_index": 262144}, "config.json")
     with pytest.warns(RlxWarning, match="config.json: model_type 'gemma3' reads images too"):
-        c = GemmaConfig.from_hf(text_model(config, rlx.open_weights({}))[0])
+        c = GemmaConfig.from_hf(TEXT.of(config, rlx.open_weights({}))[0])
     sizes = (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.tie_word_embeddings)
     assert sizes == (262208, 8, 4, 256, True) and c.windows[4:6] == (1024, None)
 

@@ -203,7 +203,7 @@ class DecoderFlow(CausalFlow[C]):
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
             logits=ends.logits,
-            leave=left_keys(c),
+            leave=(*left_keys(c), *ends.left),
         )
 
 

@@ -36,11 +36,13 @@ class Ends:
         rope: rope tables beside those of `inv_freq`, which layers ask for by name (`DecoderLayerSpec.rope`).
         embedded: stages behind the embedding, such as a scale; `inputs_embeds` do not pass them.
         logits: stages behind the head, such as a softcap.
+        left: keys, or prefixes that end in `.`, that are left unread on purpose.
     """
 
     rope: tuple[BlockStage, ...] = ()
     embedded: tuple[BlockStage, ...] = ()
     logits: tuple[BlockStage, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

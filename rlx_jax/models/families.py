@@ -41,6 +41,7 @@ from rlx_jax.models import (
     nomic_vision,
     qwen2,
     qwen3,
+    qwen35,
     qwen3_moe,
     roberta,
     siglip,
@@ -139,7 +140,12 @@ class Family:
 
 def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
     """Gemma 3 with images: its text model, which is all that is built."""
-    return FAMILIES["gemma3_text"].open(*gemma.text_model(config, source))
+    return FAMILIES["gemma3_text"].open(*gemma.TEXT.of(config, source))
+
+
+def _qwen35(config: Fields, source: WeightSource) -> Pretrained:
+    """Qwen 3.5 with images: its text model, which is all that is built."""
+    return FAMILIES["qwen3_5_text"].open(*qwen35.TEXT.of(config, source))
 
 
 def _flux2(config: Fields, source: WeightSource) -> Pretrained:
@@ -165,6 +171,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family.decoder(qwen2.Qwen2Flow, "Qwen2ForCausalLM"),
     "qwen3": Family.decoder(qwen3.Qwen3Flow, "Qwen3ForCausalLM"),
     "qwen3_moe": Family.decoder(qwen3_moe.Qwen3MoeFlow, "Qwen3MoeForCausalLM"),
+    "qwen3_5_text": Family.decoder(qwen35.Qwen35Flow, "Qwen3_5ForCausalLM"),
+    "qwen3_5": Family(_qwen35, ("Qwen3_5ForConditionalGeneration",)),
     "gemma": Family.decoder(gemma.GemmaFlow, "GemmaForCausalLM"),
     "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM"),
     "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -18,7 +17,7 @@ from rlx_jax.blocks import (
     gemma_layer_spec,
     gemma_prefill_layer_composed,
 )
-from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
@@ -33,8 +32,7 @@ from rlx_jax.models.decoder_config import (
     rope_frequencies,
     window_at,
 )
-from rlx_jax.weights.renamed import RenamedSource
-from rlx_jax.weights.source import WeightSource
+from rlx_jax.models.text_part import TextPart
 
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
 """The style of layers by `model_type`."""
@@ -49,20 +47,20 @@ LOCAL = "local"
 
 INERT = ("cache_implementation", "_sliding_window_pattern")
 
-VISION = (
-    "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
-    "boi_token_id", "eoi_token_id", "image_token_id",
+TEXT = TextPart(
+    outer="gemma3",
+    inner="gemma3_text",
+    keys={"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."},
+    defaults={
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    others=(
+        "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
+        "boi_token_id", "eoi_token_id", "image_token_id",
+    ),
+    tied=True,
 )  # fmt: skip
-"""Fields of a Gemma 3 with images that its text model does not read."""
-
-TEXT_DEFAULTS = {
-    "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
-    "num_hidden_layers": 26, "num_attention_heads": 8,
-}  # fmt: skip
-"""What a `text_config` may leave out, as the reference has it."""
-
-TEXT_KEYS = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
-"""Where the text model stands in a checkpoint, and where its keys stand alone."""
 
 
 @dataclass(frozen=True)
@@ -156,38 +154,6 @@ class GemmaFlow(DecoderFlow[GemmaConfig]):
 
     def stage(self, index: int, spec: SelfAttnPrefillSpec) -> BlockStage:
         return gemma_prefill_layer_composed(index, self.config.style, spec, self.config.rms_norm_eps)
-
-
-def text_model(config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
-    """The config and the weights of the text model inside a Gemma 3 that reads images (`model_type` gemma3).
-
-    Warns that the vision tower is left. Keys are those of the text model alone, `model.layers.0…`; files have them
-    under `language_model.model.` or, in newer ones, `model.language_model.`.
-
-    Raises:
-        ConfigError: there is no `text_config`. UnsupportedError: a field that is not handled.
-    """
-    text = config.group("text_config")
-    if text is None:
-        raise ConfigError(f"{config.where}: field 'text_config' is missing; expected an object")
-    kind = text.text("model_type", "gemma3_text")
-    if kind != "gemma3_text":
-        raise UnsupportedError(f"{text.where}: model_type {quote(kind)}; the text model of a gemma3 is a gemma3_text")
-    tied = {"tie_word_embeddings": config.flag("tie_word_embeddings", True)}  # the outer model has the head
-    config.finish(VISION)
-    names = {}
-    for key in source.keys():
-        for stored, own in TEXT_KEYS.items():
-            if key.startswith(stored):
-                names[own + key.removeprefix(stored)] = key
-                break
-    warnings.warn(
-        f"{config.where}: model_type 'gemma3' reads images too; the text model alone is built, and "
-        f"{len(source.keys()) - len(names)} weights of the others are left",
-        RlxWarning,
-        stacklevel=2,
-    )
-    return Fields(TEXT_DEFAULTS | dict(text.values) | tied, text.where), RenamedSource(source, names)
 
 
 def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:

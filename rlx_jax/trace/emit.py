@@ -75,6 +75,7 @@ class FlowState:
     zero_beta: FlowValue | None = None
     embed_weight: FlowValue | None = None
     residual: FlowValue | None = None
+    gdn: tuple[FlowValue, ...] | None = None  # q, k, v, g and beta of a GdnScan
     inputs: dict[str, FlowValue | None] = field(default_factory=dict)
     named: dict[str, FlowValue] = field(default_factory=dict)
     streams: dict[str, FlowValue] = field(default_factory=dict)
@@ -403,6 +404,10 @@ class Emit(Builders[FlowValue]):
                 f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(self.state.named)}"
             )
         return self.state.named[key]
+
+    def set_gdn(self, q: FlowValue, k: FlowValue, v: FlowValue, g: FlowValue, beta: FlowValue) -> None:
+        """Register what a GdnScan reads: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""
+        self.state.gdn = (q, k, v, g, beta)
 
     def set_stream(self, name: str, value: FlowValue) -> None:
         """Keep `value` as stream `name`."""

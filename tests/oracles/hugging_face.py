@@ -65,6 +65,8 @@ def randomise(model: Any, seed: int) -> None:
                 value = rng.uniform(centre - 0.5, centre + 0.5, shape)
             elif name.endswith("bias"):
                 value = rng.normal(0.0, 0.3, shape)
+            elif "conv1d" in name:  # heads of length nearly 0 are not made ones of length 1: that would show rounding
+                value = rng.normal(0.0, 1.0, shape)
             else:
                 value = rng.normal(0.0, 0.2, shape)
                 if not centre and "embed" in name:  # they are scaled by √H
@@ -466,6 +468,23 @@ def random_gpt2(seed: int) -> Checkpoint:
     return Checkpoint("GPT2LMHeadModel", config, seed=seed, bare=bare, **storage)
 
 
+def random_qwen35(seed: int) -> Checkpoint:
+    """A Qwen 3.5 configuration drawn from `seed`: key and value heads, their widths, the window and the pattern."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"attention_bias": draw.random() < 0.4, "num_hidden_layers": draw.randint(2, 5)}
+    groups = draw.choice([1, 2, 3])
+    config |= {"linear_num_key_heads": groups, "linear_num_value_heads": groups * draw.choice([1, 2, 3])}
+    config |= {"linear_key_head_dim": draw.randint(7, 13), "linear_value_head_dim": draw.randint(2, 9)}
+    config |= {"linear_conv_kernel_dim": draw.randint(2, 5), "head_dim": 4 * draw.randint(1, 4)}
+    factor, theta = draw.choice([0.5, 1.0]), draw.choice([10000.0, 1000.0])
+    rope = {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": factor}
+    config |= {"rope_parameters": rope}
+    kinds = [draw.choice(["full_attention", "linear_attention"]) for _ in range(config["num_hidden_layers"])]
+    if draw.random() < 0.7:
+        config |= {"layer_types": ["linear_attention", *kinds[1:]]}
+    return Checkpoint("Qwen3_5ForCausalLM", config, seed=seed, **random_storage(draw) | {"spelling": "v5"})
+
+
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "llama": random_llama,
     "mistral": random_mistral,
@@ -477,6 +496,7 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "gemma2": functools.partial(random_gemma, "gemma2"),
     "gemma3_text": functools.partial(random_gemma, "gemma3_text"),
     "gpt2": random_gpt2,
+    "qwen3_5_text": random_qwen35,
 }
 """Configurations of the decoder-only families by `model_type`."""
 

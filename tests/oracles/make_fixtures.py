@@ -30,6 +30,8 @@ from tests.oracles import checkpoints, diffusion, encoders, hugging_face, texts
 from tests.oracles.hugging_face import Checkpoint
 
 NEW_TOKENS = 24
+MORE_TOKENS = {"qwen3_5_text": 48, "mamba2": 48}
+"""Of families whose state may drift."""
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -435,6 +437,35 @@ GPT2: dict[str, Checkpoint] = {
     ),
 }
 
+QWEN35: dict[str, Checkpoint] = {
+    # two blocks of three layers, all widths odd or of their own, half of each head turns, stored in bfloat16
+    "blocks_v5": Checkpoint(
+        "Qwen3_5ForCausalLM",
+        {
+            **sizes(vocab=61, hidden=22, ffn=26, layers=6, heads=4, kv=2, head_dim=8),
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
+            "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "rope_parameters": rope(1000.0) | {"partial_rotary_factor": 0.5},
+            **NO_IDS,
+        },
+        seed=86,
+        dtype="bfloat16",
+    ),
+    # layers by their interval, biases, tied, a quarter of each head turns, key and value heads alike
+    "tied_v5": Checkpoint(
+        "Qwen3_5ForCausalLM",
+        {
+            **sizes(vocab=53, hidden=18, ffn=20, layers=5, heads=3, kv=1, head_dim=8),
+            "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+            "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": rope(10000.0),
+            **NO_IDS,
+        },
+        seed=82,
+    ),
+}  # fmt: skip
+
 CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -446,6 +477,7 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gpt2": GPT2,
+    "qwen3_5_text": QWEN35,
 }
 """The checkpoints of the decoder-only families, by directory."""
 
@@ -539,20 +571,20 @@ def padded(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
     return tokens, lengths
 
 
-def record_causal(name: str, checkpoint: Checkpoint, directory: Path, file: Path) -> None:
+def record_causal(name: str, checkpoint: Checkpoint, directory: Path, file: Path, count: int) -> None:
     """Write the checkpoint; record logits and hidden states of a batch and of ragged rows, and greedy tokens.
 
     `tokens`, `hidden`, `logits`: `[2, S…]`. `ragged_tokens`, `ragged_lengths`, `ragged_hidden`, `ragged_logits`: three
-    rows, each computed alone, zeros after its end. `greedy` `[3, 24]`: what follows each ragged row, no end token.
+    rows, each computed alone, zeros after its end. `greedy` `[3, count]`: what follows each ragged row, no end token.
     """
     hugging_face.write(checkpoint, directory)
     model = hugging_face.load(directory, "AutoModelForCausalLM")
     rng = np.random.default_rng(checkpoint.seed + 100)
     tokens = rng.integers(0, model.config.vocab_size, (2, 11)).astype(np.int32)
     hidden, logits = hugging_face.llama_batch(model, tokens)
-    prompts, greedy = hugging_face.clear_prompts(model, [4, 13, 7], NEW_TOKENS, checkpoint.seed)
+    prompts, greedy = hugging_face.clear_prompts(model, [4, 13, 7], count, checkpoint.seed)
     for prompt, new in zip(prompts, greedy, strict=True):
-        assert hugging_face.generate(model, prompt, NEW_TOKENS) == new, f"{name}: generate disagrees with forward"
+        assert hugging_face.generate(model, prompt, count) == new, f"{name}: generate disagrees with forward"
         assert model.config.eos_token_id not in new, f"{name}: an end token would cut the row"
     ragged, lengths = padded(prompts)
     record = {"tokens": tokens, "hidden": hidden, "logits": logits}
@@ -712,7 +744,8 @@ def record_family(root: Path, family: str) -> None:
     (root / family).mkdir(parents=True)
     if family in CAUSAL:
         for name, checkpoint in CAUSAL[family].items():
-            record_causal(name, checkpoint, root / family / name, root / family / f"{name}.npz")
+            file, count = root / family / f"{name}.npz", MORE_TOKENS.get(family, NEW_TOKENS)
+            record_causal(name, checkpoint, root / family / name, file, count)
     if family == "llama":
         record_chat(root / "llama" / "gqa_tied_llama3_v5", root / "llama" / "chat.json")
     if family == "bert":

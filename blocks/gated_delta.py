@@ -1,0 +1,186 @@
+"""Gated DeltaNet: the mixer of most layers of Qwen3.5, the layer around it, and the recurrence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlx_jax.blocks.control import Named, check_hidden
+from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape
+from rlx_jax.blocks.norm import rms_norm
+from rlx_jax.errors import GraphError, UnboundStreamError, WeightShapeError, quote
+from rlx_jax.ir import hir
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp
+from rlx_jax.trace.emit import Emit, FlowValue
+
+UNIT = 1e-6
+"""What is added to the sum of squares of a query or key head before its root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """Sizes of a Gated DeltaNet. `key_heads` divides `value_heads`; the widths of both may differ.
+
+    Args:
+        kernel: tokens in the window of its convolution.
+        eps: of the norm behind the recurrence.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise GraphError(f"GatedDeltaSpec: {name} is {size!r}; expected an integer of at least 1")
+        if self.value_heads % self.key_heads:
+            raise GraphError(
+                f"GatedDeltaSpec: {self.value_heads} value heads are no multiple of {self.key_heads} key heads"
+            )
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of q, k and v, packed."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
+        mixed, inner, heads = sum(self.widths), self.widths[2], self.value_heads
+        return {
+            "in_proj_qkv.weight": (mixed, hidden), "in_proj_z.weight": (inner, hidden),
+            "in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden),
+            "conv1d.weight": (mixed, 1, self.kernel), "dt_bias": (heads,), "A_log": (heads,),
+            "norm.weight": (self.value_dim,), "out_proj.weight": (hidden, inner),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size instead of keys and values.
+
+    q, k, v = silu(conv(x W_qkv)), heads of q and k at length 1; `β = σ(x W_b)`,
+    `g = −exp(A_log) · softplus(x W_a + dt_bias)`; the gated delta rule; then `(w ⊙ rms(o) ⊙ silu(x W_z)) W_out`, the
+    norm that of each value head. Weights under `prefix`: see `GatedDeltaSpec.shapes`.
+
+    Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; as in Qwen3.5.
+    """
+
+    prefix: str
+    spec: GatedDeltaSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "GatedDeltaNet"), self.spec
+        with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
+            mixed, z, b, a = (self._projected(emit, x, name) for name in ("qkv", "z", "b", "a"))
+            check_columns(emit, f"{self.prefix}.in_proj_qkv.weight", mixed, sum(s.widths), "queries, keys and values")
+            with emit.scope("conv1d"):
+                w = emit.param(f"{self.prefix}.conv1d.weight")
+                mixed = emit.add_node(Unary("silu"), emit.add_node(hir.CausalConv(), mixed, w))
+            q, k, v = emit.split(mixed, s.widths)
+            biases = (emit.param(f"{self.prefix}.{name}", roles=("heads",)) for name in ("dt_bias", "A_log"))
+            step, rate = emit.add_all(hir.TimeSteps(), a, *biases)
+            block = hir.GatedDelta(s.key_heads, s.value_heads, unit=UNIT)
+            out = emit.add_node(block, q, k, v, step * rate, emit.add_node(Unary("sigmoid"), b))
+            return self._output(emit, out, z)
+
+    def _projected(self, emit: Emit, x: FlowValue, name: str) -> FlowValue:
+        with emit.scope(f"in_proj_{name}"):
+            roles = (None if name == "qkv" else "heads", "hidden")
+            return emit.linear(x, f"{self.prefix}.in_proj_{name}.weight", roles=roles)
+
+    def _output(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
+        """The gated norm of each head, and the projection behind it."""
+        heads = out.reshape(*out.shape[:-1], self.spec.value_heads, self.spec.value_dim)
+        with emit.scope("norm"):
+            normed = rms_norm(emit, heads, f"{self.prefix}.norm.weight", self.spec.eps)
+            gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
+        with emit.scope("out_proj"):
+            return emit.linear(gated, f"{self.prefix}.out_proj.weight", roles=("hidden", "heads"))
+
+
+def gated_delta_layer(index: int, layer: DecoderLayerSpec, spec: GatedDeltaSpec, prefix: str = "model.layers") -> Named:
+    """Layer `index` with a Gated DeltaNet where others have attention; `layer` says what is around it."""
+    p = f"{prefix}.{index}"
+    return Named(f"layer{index}", layer.with_mixer(p, [GatedDeltaNet(f"{p}.linear_attn", spec)], "gated_delta_layer"))
+
+
+def check_columns(emit: Emit, key: str, value: FlowValue, columns: int, what: str) -> None:
+    """What a projection gives is as wide as the sizes say.
+
+    Raises:
+        WeightShapeError: block path, weight, expected, got.
+    """
+    if value.type.shape[-1] != columns:
+        raise WeightShapeError(
+            f"{emit.path}: weight {quote(key)} gives {value.type}; expected {columns} columns of {what}"
+        )
+
+
+# -- the recurrence alone ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GdnScan:
+    """The gated delta rule over the registered inputs of `emit.set_gdn`: q, k, v `[B,S,Hv,n]`, g and beta `[B,S,Hv]` →
+    `[B,S,Hv,n]`. The active value is not read, but there has to be one.
+
+    With `carry_state` it starts from the value registered as `state_key`, `[B,Hv,n,n]` f32, and registers the state
+    after the last token under that key, where later stages and `with_extra_outputs` find it: nothing is written in
+    place. Without it the state is part of the program: `prefill` and `extend` carry it.
+
+    Args:
+        state_size: n, the width of each head. `out_shape`: what the result is held against, if given.
+
+    Raises:
+        UnboundStreamError: no inputs, or no state, are registered. GraphError: `carry_state` without `state_key`.
+    """
+
+    state_size: int
+    out_shape: HiddenShape = None
+    carry_state: bool = False
+    state_key: str | None = None
+
+    @staticmethod
+    def prefill(state_size: int, out_shape: HiddenShape = None) -> GdnScan:
+        """From zeros."""
+        return GdnScan(state_size, out_shape)
+
+    def with_carry(self, key: str) -> GdnScan:
+        """From the state registered as `key`, which it replaces."""
+        return GdnScan(self.state_size, self.out_shape, True, key)
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        emit.require(value, "GdnScan")
+        given = emit.state.gdn
+        if given is None:
+            raise UnboundStreamError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
+        if self.carry_state and self.state_key is None:
+            raise GraphError(f"{emit.path}: GdnScan carries a state, and has no state_key to read it from")
+        q, k, v, g, beta = given
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if t.ndim != 4 or t.type.shape[3] != self.state_size:
+                raise GraphError(f"{emit.path}: GdnScan: {name} is [B, S, heads, {self.state_size}], got {t.type}")
+        with emit.scope("gdn_scan"):
+            out = self._carried(emit, given) if self.state_key and self.carry_state else self._whole(emit, given)
+        check_hidden(emit, out, self.out_shape, "GdnScan")
+        return out
+
+    def _carried(self, emit: Emit, given: Sequence[FlowValue]) -> FlowValue:
+        assert self.state_key is not None
+        out, after = emit.add_all(GatedDeltaOp(held=True), *given, emit.named(self.state_key))
+        emit.set_named(self.state_key, after)
+        return out
+
+    def _whole(self, emit: Emit, given: Sequence[FlowValue]) -> FlowValue:
+        q, k, v, g, beta = given
+        key_heads, value_heads = (int(t.type.shape[2]) for t in (k, v))
+        packed = (t.reshape(*t.shape[:2], -1) for t in (q, k, v))
+        out = emit.add_node(hir.GatedDelta(key_heads, value_heads), *packed, g, beta)
+        return out.reshape(v.shape)

@@ -1,0 +1,64 @@
+"""The text model inside a checkpoint that reads images as well: its config, and its weights under keys of their own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
+from rlx_jax.models.config import Fields
+from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.source import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPart:
+    """What a family's checkpoint with images is made of.
+
+    Args:
+        outer, inner: `model_type` of the whole and of its text model.
+        keys: what keys of the text model begin with in a checkpoint, and what they begin with alone.
+        defaults: what a `text_config` may leave out, as the reference has it.
+        others: fields of the whole that the text model does not read.
+        tied: whether the head is the embedding where the whole does not say.
+    """
+
+    outer: str
+    inner: str
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    others: tuple[str, ...]
+    tied: bool
+
+    def of(self, config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
+        """The config and the weights of the text model. Warns that the vision tower is left.
+
+        Raises:
+            ConfigError: there is no `text_config`. UnsupportedError: a field that is not handled.
+        """
+        text = config.group("text_config")
+        if text is None:
+            raise ConfigError(f"{config.where}: field 'text_config' is missing; expected an object")
+        kind = text.text("model_type", self.inner)
+        if kind != self.inner:
+            raise UnsupportedError(
+                f"{text.where}: model_type {quote(kind)}; the text model of a {self.outer} is a {self.inner}"
+            )
+        head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.tied)}  # the outer model has the head
+        config.finish(self.others)
+        names = {}
+        for key in source.keys():
+            for stored, own in self.keys.items():
+                if key.startswith(stored):
+                    names[own + key.removeprefix(stored)] = key
+                    break
+        warnings.warn(
+            f"{config.where}: model_type {quote(self.outer)} reads images too; the text model alone is built, and "
+            f"{len(source.keys()) - len(names)} weights of the others are left",
+            RlxWarning,
+            stacklevel=2,
+        )
+        values = {**self.defaults, "model_type": self.inner, **dict(text.values), **head}
+        return Fields(values, text.where), RenamedSource(source, names)
