@@ -40,8 +40,8 @@ from rlx_jax.models.nomic import NomicFlow as NomicFlow
 from rlx_jax.models.nomic_vision import NomicVisionFlow as NomicVisionFlow
 from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
 from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
-from rlx_jax.models.qwen35 import Qwen35Flow as Qwen35Flow
 from rlx_jax.models.qwen3_moe import Qwen3MoeFlow as Qwen3MoeFlow
+from rlx_jax.models.qwen35 import Qwen35Flow as Qwen35Flow
 from rlx_jax.models.roberta import RobertaFlow as RobertaFlow
 from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
 from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow

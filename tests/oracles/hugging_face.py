@@ -475,6 +475,8 @@ def random_qwen35(seed: int) -> Checkpoint:
     groups = draw.choice([1, 2, 3])
     config |= {"linear_num_key_heads": groups, "linear_num_value_heads": groups * draw.choice([1, 2, 3])}
     config |= {"linear_key_head_dim": draw.randint(7, 13), "linear_value_head_dim": draw.randint(2, 9)}
+    # A small epsilon would show rounding: what a head reads of its state may nearly cancel, before it is normalised.
+    config |= {"rms_norm_eps": draw.choice([1e-2, 3e-2])}
     config |= {"linear_conv_kernel_dim": draw.randint(2, 5), "head_dim": 4 * draw.randint(1, 4)}
     factor, theta = draw.choice([0.5, 1.0]), draw.choice([10000.0, 1000.0])
     rope = {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": factor}

@@ -444,7 +444,7 @@ QWEN35: dict[str, Checkpoint] = {
         {
             **sizes(vocab=61, hidden=22, ffn=26, layers=6, heads=4, kv=2, head_dim=8),
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
-            "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-4,
+            "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "rms_norm_eps": 2e-2,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
             "rope_parameters": rope(1000.0) | {"partial_rotary_factor": 0.5},
             **NO_IDS,
@@ -458,7 +458,7 @@ QWEN35: dict[str, Checkpoint] = {
         {
             **sizes(vocab=53, hidden=18, ffn=20, layers=5, heads=3, kv=1, head_dim=8),
             "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-2,
             "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": rope(10000.0),
             **NO_IDS,
         },

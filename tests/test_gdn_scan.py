@@ -1,0 +1,83 @@
+"""The stage `GdnScan`: the gated delta rule over registered inputs, with a state of its own or one that is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.blocks import GdnScan
+from rlx_jax.errors import GraphError, UnboundStreamError
+from tests.oracles.comparing import assert_close
+from tests.oracles.gated_delta import gated_delta
+
+HEADS, N, S = 2, 3, 5
+SHAPES = {"q": (HEADS, N), "k": (HEADS, N), "v": (HEADS, N), "g": (HEADS,), "beta": (HEADS,)}
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Inputs `[2, S, …]` and a state."""
+    rng = np.random.default_rng(4)
+    found = {name: rng.normal(size=(2, S, *shape)) for name, shape in SHAPES.items()}
+    found["g"] = -np.abs(found["g"])
+    return found | {"state": rng.normal(size=(2, HEADS, N, N))}
+
+
+def register(emit: Any, value: Any) -> Any:
+    """The inputs, and the state where the flow has one."""
+    emit.set_gdn(*(emit.flow_input(name) for name in SHAPES))
+    if "state_in" in emit.state.inputs:
+        emit.set_named("layer0.state", emit.flow_input("state_in"))
+    return value
+
+
+def flow(*stages: Any, before: Callable[..., Any] = register, state: bool = False) -> Any:
+    """A flow over the inputs."""
+    made = rlx.ModelFlow("gdn")
+    for name, shape in SHAPES.items():
+        made = made.input(name, ("batch", "seq", *shape))
+    if state:
+        made = made.input("state_in", ("batch", HEADS, N, N))
+    return made.custom(before).stage(*stages)
+
+
+def given(names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Arrays as f32, by input."""
+    found = arrays() | {"state_in": arrays()["state"]}
+    return {name: found[name].astype(np.float32) for name in names}
+
+
+def test_from_zeros() -> None:
+    made = flow().gdn_scan(GdnScan.prefill(N, ("batch", "seq", HEADS, N)))
+    found = arrays()
+    assert_close(rlx.compile(made)(**given(tuple(SHAPES))), gated_delta(*(found[name] for name in SHAPES))[0])
+
+
+def test_the_state_goes_from_stage_to_stage() -> None:
+    """What the second scan gives is what it gives behind the first; the state is there under its key, and as output."""
+    scan = GdnScan.prefill(N).with_carry("layer0.state")
+    model: Any = rlx.compile(flow(scan, scan, state=True).with_extra_outputs(["layer0.state"]))
+    got, found = model(**given((*SHAPES, "state_in"))), arrays()
+    once = gated_delta(*(found[name] for name in SHAPES), found["state"])
+    twice = gated_delta(*(found[name] for name in SHAPES), once[1])
+    assert_close(got["output"], twice[0])
+    assert_close(got["layer0.state"], twice[1])
+
+
+REFUSED: dict[str, tuple[Any, Callable[..., Any], type[rlx.RlxError], str]] = {
+    "nothing registered": (GdnScan(N), lambda emit, x: x, UnboundStreamError, "set_gdn"),
+    "a state without a key": (GdnScan(N, carry_state=True), register, GraphError, "state_key"),
+    "a key that nothing has": (GdnScan(N).with_carry("layer1.state"), register, UnboundStreamError, "layer1.state"),
+    "heads of another width": (GdnScan(N + 1), register, GraphError, "q is .B, S, heads, 4."),
+    "another shape": (GdnScan(N, ("batch", "seq", HEADS, N + 1)), register, GraphError, "GdnScan"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    stage, before, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        flow(stage, before=before).build()
