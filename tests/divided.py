@@ -23,6 +23,7 @@ TIED = {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 5}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 8, "n_positions": 256}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
 DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (rlx.Llama32Flow, {}),
     "gpt2": (rlx.Gpt2Flow, GPT2),
@@ -30,6 +31,8 @@ DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (rlx.MistralFlow, WINDOW),
     "qwen2": (rlx.Qwen2Flow, TIED),
     "qwen3": (rlx.Qwen3Flow, {}),
+    "mixtral": (rlx.MixtralFlow, WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3 experts": (rlx.Qwen3MoeFlow, EXPERTS),
     "gemma": (rlx.GemmaFlow, GELU | TIED | {"model_type": "gemma"}),
     "gemma2": (
         rlx.GemmaFlow,

@@ -30,7 +30,10 @@ GRID = [
     if devices >= 2 ** len(kinds.split()) or (devices == 1 and kinds == "tensor")
 ]
 MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor", 8), ("data fsdp tensor", 8)]
+APART = [("expert", 2), ("expert", 4), ("data expert", 4), ("expert tensor", 4), ("fsdp expert tensor", 8)]
+"""Meshes over which experts are divided."""
 QUICK = {
+    ("mixtral", "expert tensor", 4),
     ("mistral", "fsdp tensor", 4),
     ("qwen2", "tensor", 8),
 }
@@ -72,7 +75,7 @@ def slow_but(quick: bool) -> Any:
     [
         pytest.param(f, *g, marks=slow_but((f, *g) in QUICK))
         for f in DECODERS
-        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED)
+        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in ("mixtral", "qwen3 experts")))
     ],
 )
 def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
@@ -289,6 +292,29 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
         assert others == ["all-gather"] * (len(gathered) + (kinds != "fsdp"))
         assert not any(re.search(rf"[\[,]({SLOTS}|5)[,\]]", shape) for _, shape in found)
     assert len(gathered) == (4 * LAYERS + 2 if kinds == "fsdp" else 0)
+
+
+def test_experts_stay_where_they_are() -> None:
+    """Each device has its own; what is sent is one sum behind them, and no weight."""
+    ours = lm("mixtral", "expert tensor", 4)
+    ours.generate(PROMPTS[:3], max_new_tokens=2)
+    (gate,) = (p for name, p in ours.model.params.items() if name.startswith("model.layers.1") and ".w1." in name)
+    assert gate.shape == (4, 48, 32) and gate.sharding.shard_shape(gate.shape) == (2, 24, 32)
+    kept = {k.program: e for k, e in ours.model.programs.executables.items()}
+    for program in ("prefill", "extend"):
+        assert all("experts are divided over devices" in line for line in kept[program].lir.experts())
+        found = sent(ours, program)
+        assert len([kind for kind, _ in found if kind == "all-reduce"]) == 2 * LAYERS
+        assert [kind for kind, _ in found if kind != "all-reduce"] == ["all-gather"]  # of the logits
+
+
+def test_experts_that_do_not_divide() -> None:
+    """The error names the leaf, the axis and what would."""
+    with pytest.raises(
+        rlx.RlxError, match=r"experts\.\{0\.\.4\}.*5 along axis 0.*2 devices.*experts over mesh axis 'expert'"
+    ):
+        rlx.CausalLM(recipe("mixtral", num_local_experts=5), weights("mixtral", ("num_local_experts", 5)),
+                     mesh=mesh("expert", 2))  # fmt: skip
 
 
 def test_the_state_is_divided_and_written_in_place() -> None:

@@ -10,15 +10,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any
@@ -53,6 +57,40 @@ def choose(call: Call, device: Device) -> Choice:
     if device.kind != "cpu" and 2 * tokens <= work * gate.dtype.itemsize:
         return Choice("xla", f"{tokens} tokens: reading the experts takes longer than computing all")
     return Choice("blocked", f"{chosen} choices of {experts} experts")
+
+
+def over_devices(
+    op: ExpertFfn, run: Callable[..., AnyArray], division: Division, arrays: tuple[AnyArray, ...]
+) -> AnyArray:
+    """The op over a mesh: each device runs its own experts, or its part of each, for the rows that it has, and what
+    they give is added. A choice of an expert that another device has is of none here."""
+    x, gate, up, down, weights, ids = arrays
+    rows, choices = (division.value((*op.roles, None), a.shape).spec for a in (x, ids))
+    wide = division.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
+    narrow = division.value(("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape).spec
+    own = _axes(wide[:1])
+
+    def here(*arrays: AnyArray) -> AnyArray:
+        x, gate, up, down, weights, ids = arrays
+        if own:
+            ids = ids - lax.axis_index(own) * gate.shape[0]
+            mine = (ids >= 0) & (ids < gate.shape[0])
+            # An id that no expert has is seen by none; ways that read by id get one, with a weight of nothing.
+            ids = jnp.where(mine, ids, gate.shape[0] if run == op.eval else 0)
+            weights = jnp.where(mine, weights, 0)
+        made = run(x, gate, up, down, weights, ids)
+        return lax.psum(made, _axes(wide)) if _axes(wide) else made
+
+    divided = jax.shard_map(
+        here, mesh=division.mesh, in_specs=(rows, wide, wide, narrow, choices, choices), out_specs=rows
+    )
+    return divided(*arrays)
+
+
+def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
+    """The axes of a mesh that entries of a spec name."""
+    named = (entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry is not None)
+    return tuple(itertools.chain.from_iterable(named))
 
 
 def gathered(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,

@@ -8,6 +8,7 @@ little of each iteration and computes the rest again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,12 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import bind_path, path_text
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
+from rlx_jax.lowering.lir.experts import over_devices
 from rlx_jax.lowering.lir.implementations import CHOSEN, IMPLEMENTATIONS
 from rlx_jax.lowering.lir.layout import rows
 
@@ -128,7 +131,12 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         (x,) = operands
         return (lax.with_sharding_constraint(x, env.division.value(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOSEN) else None
-    out = op.eval(*operands) if choice is None else IMPLEMENTATIONS[choice.implementation](op, *operands)
+    run = op.eval
+    if choice is not None and choice.implementation != "xla":
+        run = functools.partial(IMPLEMENTATIONS[choice.implementation], op)
+    if isinstance(op, ExpertFfn) and op.roles and env.division is not None:
+        return (over_devices(op, run, env.division, operands),)
+    out = run(*operands)
     return out if isinstance(out, tuple) else (out,)
 
 

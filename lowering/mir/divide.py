@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.ops.attention import RopeTable
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
@@ -16,12 +19,15 @@ from rlx_jax.lowering.division import Division
 
 
 def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
-    """x · w → shard(x · w): rows of the batch, tokens, and what the other axis of w is; the width between blocks is
-    whole, so that a sum over divided axes is made where it is."""
+    """x · w → shard(x · w), and so experts: rows of the batch, tokens, and what the other axis of w is; the width
+    between blocks is whole, so that a sum over divided axes is made where it is."""
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, RopeTable):  # every device makes its own
             return b.add(node.op, *(b(Shard((None,) * b.type(v).rank), v) for v in inputs))
+        if isinstance(node.op, ExpertFfn):  # each token is whole where its row is
+            lead = of_dims(b.type(inputs[0]))[:-1]
+            return (b(Shard((*lead, None)), b(replace(node.op, roles=lead), *inputs)),)
         weight = 0 if isinstance(node.op, Gather) else 1
         if not isinstance(node.op, MatMul | FusedMatMulBiasAct | Gather) or len(inputs) <= weight:
             return None

@@ -70,10 +70,12 @@ def _bytes(op: Any, operands: Types, results: Types) -> int:
 
 
 def _workspace(op: Any, operands: Types, results: Types) -> int:
-    """Gate and up of each token and choice, and what each choice gives."""
+    """Gate and up of each choice, what it gives, and the weights of experts beside each other: those of each choice, or
+    where choices are sorted those of a few blocks of each expert."""
     x, gate, *_, ids = operands
-    widest = 2 * max(int(gate.shape[1]), int(gate.shape[2]))
-    return ids.size * widest * x.dtype.itemsize
+    experts, inner, hidden = (int(n) for n in gate.shape)
+    copied = 3 * min(ids.size, 3 * experts) * inner * hidden * x.dtype.itemsize
+    return int(copied + 2 * ids.size * (2 * inner + hidden) * 4)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class ExpertFfn(Mir):
     x `[…, H]`; gate and up `[E, F, H]`, down `[E, H, F]` (`contract=1`), or each `[E, in, out]` (`contract=0`); weights
     `[…, k]` floats and ids `[…, k]` integers in `[0, E)` → `[…, H]`. Each token is computed alone. The weights enter in
     f32, and what an expert that was not chosen would give is never seen, be it infinite. `eval` computes all experts;
-    `lowering/lir/experts.py` has ways that compute those that were chosen.
+    `lowering/lir/experts.py` has ways that compute those that were chosen. `roles` are what the leading axes of x are
+    (`rlx_jax.ir.roles`), where a pass divided the program over a mesh.
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
@@ -93,6 +96,7 @@ class ExpertFfn(Mir):
     activation: str = "silu"
     contract: int = 1
     precision: str = "default"
+    roles: tuple[str | None, ...] = ()
 
     def check(self, *operands: TensorType) -> None:
         check_kind(self.activation, UNARY)
