@@ -37,6 +37,7 @@ from rlx_jax.blocks.decode_layers import LlamaKvTap as LlamaKvTap
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayer as Qwen3DecodeLayer
 from rlx_jax.blocks.decode_layers import Qwen3DecodeLayerSpec as Qwen3DecodeLayerSpec
 from rlx_jax.blocks.decode_layers import gemma_decode_layer as gemma_decode_layer
+from rlx_jax.blocks.decode_layers import gemma_moe_decode_layer_composed as gemma_moe_decode_layer_composed
 from rlx_jax.blocks.decode_layers import gemma_prefill_layer_kv as gemma_prefill_layer_kv
 from rlx_jax.blocks.decode_layers import llama_decode_layer as llama_decode_layer
 from rlx_jax.blocks.decode_layers import qwen3_decode_layer_fused as qwen3_decode_layer_fused
@@ -68,6 +69,7 @@ from rlx_jax.blocks.gemma import GemmaStyle as GemmaStyle
 from rlx_jax.blocks.gemma import gemma2_layer_mask as gemma2_layer_mask
 from rlx_jax.blocks.gemma import gemma_attn_spec as gemma_attn_spec
 from rlx_jax.blocks.gemma import gemma_layer_spec as gemma_layer_spec
+from rlx_jax.blocks.gemma import gemma_moe_prefill_layer_composed as gemma_moe_prefill_layer_composed
 from rlx_jax.blocks.gemma import gemma_prefill_layer_composed as gemma_prefill_layer_composed
 from rlx_jax.blocks.gemma import gemma_strided_layer_mask as gemma_strided_layer_mask
 from rlx_jax.blocks.gpt2 import Gpt2Layer as Gpt2Layer

@@ -6,7 +6,7 @@ Each is the family's own layer with SelfAttnDecode in its middle. A recipe needs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
@@ -15,6 +15,7 @@ from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, LlamaDecoder, LlamaDecoderSpec, norm_beta
 from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer, gemma_layer_spec
+from rlx_jax.blocks.moe import MoeSpec
 from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
@@ -215,7 +216,7 @@ class GemmaDecodeLayerSpec:
     """Sizes of a Gemma layer that decodes; `mask` is causal or a sliding window, a custom mask changes nothing else.
 
     Scores are `score_scale · q kᵀ`, D^(−1/2) unless given, capped by `attn_logit_softcap`; `rope` names the RopeTables
-    to read. `kv_group_size` is num_heads / num_kv_heads and may be left out.
+    to read. `kv_group_size` is num_heads / num_kv_heads and may be left out. `moe`: experts in the place of the MLP.
     """
 
     style: GemmaStyle
@@ -232,6 +233,7 @@ class GemmaDecodeLayerSpec:
     attention_bias: bool = False
     rope_theta: float = 10000.0
     rope: str = ""
+    moe: MoeSpec | None = None
 
     @staticmethod
     def of(
@@ -297,3 +299,8 @@ def gemma_prefill_layer_kv(index: int, style: GemmaStyle, attention: SelfAttnPre
 def gemma_decode_layer(index: int, spec: GemmaDecodeLayerSpec) -> Named:
     """Gemma's layer `index` over cached and new tokens."""
     return Named(f"layer{index}", GemmaDecodeLayer.layer(index, spec))
+
+
+def gemma_moe_decode_layer_composed(index: int, spec: GemmaDecodeLayerSpec, moe: MoeSpec) -> Named:
+    """As `gemma_decode_layer`, with experts in the place of the MLP."""
+    return gemma_decode_layer(index, replace(spec, moe=moe))

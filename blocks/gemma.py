@@ -15,6 +15,7 @@ from typing import Literal
 from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec
 from rlx_jax.blocks.control import BlockStage, Named, Sequence
 from rlx_jax.blocks.decoder import DecoderLayerSpec, LayerNorms
+from rlx_jax.blocks.moe import MoeSpec
 from rlx_jax.errors import GraphError, UnsupportedError
 from rlx_jax.ir.hir import MaskKind
 
@@ -88,14 +89,30 @@ def gemma_prefill_layer_composed(
     return gemma_layer(index, style, attention, eps)
 
 
+def gemma_moe_prefill_layer_composed(
+    index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, moe: MoeSpec, eps: float = 1e-6
+) -> Named:
+    """As `gemma_prefill_layer_composed`, with experts in the place of the MLP, gated by GELU as that is.
+
+    Raises:
+        UnsupportedError: Gemma 4.
+    """
+    return gemma_layer(index, style, attention, eps, moe=moe)
+
+
 def gemma_layer(
-    index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float, *before: BlockStage
+    index: int,
+    style: GemmaStyle,
+    attention: SelfAttnPrefillSpec,
+    eps: float,
+    *before: BlockStage,
+    moe: MoeSpec | None = None,
 ) -> Named:
     """The layer around `attention`, with the stages of `before` between its first norm and that."""
     a, p = attention, f"model.layers.{index}"
     sizes = DecoderLayerSpec(
         num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, eps=eps,
-        output_bias=a.biases is not None,
+        output_bias=a.biases is not None, moe=moe,
     )  # fmt: skip
     spec = gemma_layer_spec(style, sizes)
     if spec.qk_norm is not None:

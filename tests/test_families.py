@@ -333,6 +333,22 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "sliding_window": None, "max_window_layers": 36, "use_sliding_window": False, "attention_bias": False,
         "tie_word_embeddings": False,
     }),
+    "Mixtral-8x7B-v0.1": (46_702_792_704, {
+        "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 32768, "rope_theta": 1000000.0, "sliding_window": None, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02,
+        "tie_word_embeddings": False,
+    }),
+    "Qwen3-30B-A3B": (30_532_122_624, {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "rms_norm_eps": 1e-06, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rope_scaling": None,
+        "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "max_window_layers": 48, "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 """Parameters of the checkpoints that their makers published, and their configs."""
 
@@ -342,7 +358,8 @@ def test_published_sizes(name: str) -> None:
     """A flow of the published config reads as many parameters as the published checkpoint has."""
     count, config = PUBLISHED[name]
     families: dict[str, Any] = {"mistral": rlx.MistralFlow, "qwen2": rlx.Qwen2Flow, "qwen3": rlx.Qwen3Flow}
-    recipe = (families | {"gpt2": rlx.Gpt2Flow})[config["model_type"]]
+    families |= {"gpt2": rlx.Gpt2Flow, "mixtral": rlx.MixtralFlow, "qwen3_moe": rlx.Qwen3MoeFlow}
+    recipe = families[config["model_type"]]
     built = recipe.for_prefill(config).assemble().build()
     assert built.source is not None and built.refusals == ()
     assert sum(math.prod(built.source.spec(key).shape) for key in built.keys_read) == count

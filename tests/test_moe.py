@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.blocks import ExpertKeys, MoeFfn, MoeSpec
+from rlx_jax.blocks import ExpertKeys, GemmaStyle, MoeFfn, MoeSpec
 from rlx_jax.device import named_device
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
@@ -299,6 +299,48 @@ def test_a_model_written_from_scratch() -> None:
         rows[b, : n + 6] = prompts[b] + new[b]
     told = np.asarray(lm.logits(rows, lengths + 6)).argmax(-1)
     assert [told[b, n - 1 : n + 5].tolist() for b, n in enumerate(lengths)] == new
+
+
+STYLES = [GemmaStyle.GEMMA, GemmaStyle.GEMMA2]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.name)
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_gemma_layers_with_experts(style: GemmaStyle, decode: bool) -> None:
+    """`x + after(experts(before(x)))` of norms with 1 + w and experts gated by GELU, where attention gives nothing."""
+    spec = dataclasses.replace(Sparse.spec, normalise=False)
+    attend = blocks.gemma_attn_spec(0, 2, 4, 1, "causal")
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * (style is GemmaStyle.GEMMA2)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (6,) for name in norms} | spec.shapes(6)
+    shapes |= {f"self_attn.{n}_proj.weight": s for n, s in (("q", (8, 6)), ("k", (4, 6)), ("v", (4, 6)), ("o", (6, 8)))}
+    weights = random_weights({f"model.layers.0.{key}": shape for key, shape in shapes.items()})
+    weights["model.layers.0.self_attn.o_proj.weight"][:] = 0
+    x = np.random.default_rng(4).normal(size=(2, 3, 6)).astype(np.float32)
+    flow, inputs = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)), {"x": x}
+    if decode:
+        past = {f"past_{n}_0": np.ones((2, 4, 4), np.float32) for n in "kv"}
+        for name in past:
+            flow = flow.input(name, ("batch", "past", 4))
+        sizes = blocks.GemmaDecodeLayerSpec.of(style, attend, 1e-3)
+        flow = (
+            flow.rope_tables(blocks.RopeTables.theta(4))
+            .bind_decode_inputs(1)
+            .stage(blocks.gemma_moe_decode_layer_composed(0, sizes, spec))
+        )
+        inputs |= past
+    else:
+        flow = flow.stage(blocks.gemma_moe_prefill_layer_composed(0, style, attend, spec, 1e-3))
+    made = rlx.compile(flow, weights)(**inputs)
+    got = made["output"] if isinstance(made, dict) else made
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        return op_formulas.rms_norm(x, weights[f"model.layers.0.{name}.weight"], eps=1e-3, offset=1.0)
+
+    before, after = norms[-2:] if style is GemmaStyle.GEMMA2 else (norms[-1], None)
+    named = {key.replace("model.layers.0", "l"): value for key, value in weights.items()}
+    want = in_numpy(spec, named, norm(before, x.astype(np.float64)), "gelu_tanh")
+    assert_close(got, x + (want if after is None else norm(after, want)), tolerance=3e-6)
 
 
 # -- where experts are stored ------------------------------------------------------------------
