@@ -243,6 +243,7 @@ def bf16_logits(directory: Path, tokens: npt.NDArray[Any]) -> Floats:
     torch, transformers = _modules()
     cls = transformers.AutoModelForCausalLM
     model = cls.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    model.set_experts_implementation("eager")
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
     out: Floats = logits.float().numpy()
