@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.blocks.contracts import KvCacheContract
-from rlx_jax.ir import hir
-from rlx_jax.ir.hir import MaskKind
+from rlx_jax.blocks.self_attention import SelfAttention, three_parts
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 LINEARS: dict[str, tuple[str, str]] = {
-    "attn.c_attn": ("hidden", "heads"),
-    "attn.c_proj": ("heads", "hidden"),
     "mlp.c_fc": ("hidden", "ffn"),
     "mlp.c_proj": ("ffn", "hidden"),
 }
-"""What the axes of each projection are, as stored: `[in, out]`."""
+"""What the axes of the projections behind attention are, as stored: `[in, out]`."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,12 @@ class Gpt2Layer:
             with emit.scope(name):
                 return emit.layer_norm(x, f"{p}.weight", f"{p}.bias", s.eps)
 
-        packed = linear("attn.c_attn", norm("ln_1", x))
-        with emit.scope("attn"):
-            q, k, v = emit.split(packed, [s.hidden_size] * 3)
-            block = hir.attention(s.num_heads, s.num_heads, MaskKind.CAUSAL, scale=s.score_scale)
-            context = emit.add_node(block, q, k, v)
-        h = emit.add_node(Binary("add"), x, linear("attn.c_proj", context))
+        p = f"{s.layer_prefix}.attn"
+        attention = SelfAttention(
+            three_parts(f"{p}.c_attn.weight", axis=1), f"{p}.c_proj.weight", s.num_heads,
+            qkv_bias=three_parts(f"{p}.c_attn.bias"), out_bias=f"{p}.c_proj.bias", transpose=False, causal=True,
+            scale=s.score_scale, name="attn",
+        )  # fmt: skip
+        h = emit.add_node(Binary("add"), x, attention.emit(emit, norm("ln_1", x)))
         inner = linear("mlp.c_fc", norm("ln_2", h), s.activation)
         return emit.add_node(Binary("add"), h, linear("mlp.c_proj", inner))

@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.blocks.encoder import add_norm, attend, dense
 from rlx_jax.blocks.ffn import INTO, OUT_OF, SwiGlu
 from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.blocks.self_attention import Three
+from rlx_jax.blocks.self_attention import Three, three_parts
 from rlx_jax.blocks.vision import read_by_query
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
@@ -64,9 +64,8 @@ class NomicEncoderLayer:
         s, p = self.spec, self.spec.layer_prefix
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
-        packed = dense(emit, p, "attn.Wqkv", x, ("heads", "hidden"), bias=False)
         with emit.scope("attn"):
-            q, k, v = emit.split(packed, [s.num_heads * s.head_dim] * 3)
+            q, k, v = (emit.linear(x, key, roles=("heads", "hidden")) for key in three_parts(f"{p}.attn.Wqkv.weight"))
             rope = hir.Rope(s.head_dim, s.head_dim)
             q, k = (emit.add_node(rope, t, cos, sin) for t in (q, k))
             context = attend(emit, s.num_heads, q, k, v, keep)

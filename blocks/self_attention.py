@@ -11,7 +11,7 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey, stored_key
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
 
 Three = tuple[WeightKey, WeightKey, WeightKey]
 """Keys of q, k and v."""
@@ -168,6 +168,12 @@ class SelfAttention:
         else:
             raise GraphError(f'{emit.path}: SelfAttention: rope="" reads a RopeTables stage, and none ran before')
         return Rotary(cos, sin, width if self.n_rot is None else self.n_rot, self.rope_style)
+
+
+def three_parts(key: str, axis: int = 0) -> Three:
+    """Of queries, keys and values that are stored as one, along an axis."""
+    q, k, v = WeightPart.split(key, 3, axis)
+    return q, k, v
 
 
 def _keys(keys: list[str]) -> str | Three:

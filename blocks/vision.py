@@ -9,7 +9,7 @@ from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import LayerNorm
-from rlx_jax.blocks.self_attention import SelfAttention, Three
+from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind
@@ -129,12 +129,6 @@ class VitSelfAttn:
             out_bias=s.out_bias, name="attn",
         )  # fmt: skip
         return attention.emit(emit, x)
-
-
-def three_parts(key: str) -> Three:
-    """Of queries, keys and values that are stored as one."""
-    q, k, v = WeightPart.split(key, 3)
-    return q, k, v
 
 
 def head_width(where: str, hidden_size: int, num_heads: int) -> int:

@@ -270,6 +270,7 @@ def sent(ours: rlx.CausalLM, program: str) -> list[tuple[str, str]]:
         ("mistral", "fsdp", 4),
         pytest.param("llama", "tensor", 2, marks=pytest.mark.slow),
         pytest.param("gemma", "tensor", 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", "data tensor", 4, marks=pytest.mark.slow),
     ],
 )
 def test_collectives(family: str, kinds: str, devices: int) -> None:
@@ -315,6 +316,15 @@ def test_experts_that_do_not_divide() -> None:
     ):
         rlx.CausalLM(recipe("mixtral", num_local_experts=5), weights("mixtral", ("num_local_experts", 5)),
                      mesh=mesh("expert", 2))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["nomic", pytest.param("bert", marks=pytest.mark.slow)])
+def test_encoders_send_two_sums_a_layer(family: str) -> None:
+    """Also where queries, keys and values are stored as one: no device sends another a part of it."""
+    ours = rlx.Encoder(recipe(family), weights(family), mesh=mesh("tensor", 2))
+    ours.hidden_states(IDS, LENGTHS)
+    assert {k: n for k, n in ours.model.report().collectives.items() if k != "all-reduce"} == {}
+    assert ours.model.report().collectives["all-reduce"] == 2 * LAYERS
 
 
 def test_the_state_is_divided_and_written_in_place() -> None:
