@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,42 @@ def test_it_generates() -> None:
     assert lm.generate(prompts[1], max_new_tokens=5) == got[1]
 
 
+FORMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "a partial": (functools.partial(lambda a, h, x: (a * h + x, h), 0.5), np.zeros(4), {"state": np.zeros(4, "f4")}),
+    "a jitted one": (jax.jit(lambda h, x: (h + x, h)), np.ones(4, np.float16), {"state": np.zeros(4, "f4")}),
+    "numbers of all kinds": (
+        lambda s, x: (
+            (s[0] + 1, {"on": ~s[1]["on"]}, 0.5j * s[2] + x.astype(jnp.complex64)),
+            jnp.where(s[1]["on"], s[2].imag, x * s[0].astype(jnp.float32)),
+        ),
+        (np.int8(3), {"on": True}, jnp.ones(4, np.complex64)),
+        {"state_0": np.int8(0), "state_1_on": np.bool_(0), "state_2": np.zeros(4, "c8")},
+    ),
+    "random numbers": (
+        lambda key, x: (jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key))[0]),
+                        x * jax.random.uniform(jax.random.wrap_key_data(key))),
+        np.array([0, 7], np.uint32),
+        {"state": np.zeros(2, np.uint32)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_steps_and_states(name: str) -> None:
+    """Leaves are named by their place in `init`; without a prompt the first token starts from there too."""
+    step, init, leaves = FORMS[name]
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 4)).recurrent(step, init=init)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    forward, extend = compiled(flow, {}), compiled(flow, {}, program="extend")
+    state, parts = extend.init_state(2), []
+    found = {key.partition(".")[2]: (a.dtype, a.shape[1:]) for key, a in state.leaves.items()}
+    assert found == {key: (a.dtype, a.shape) for key, a in leaves.items()}
+    for t in range(3):
+        out, state = extend(x[:, t : t + 1], lengths=np.array([1, 1]), state=state)
+        parts.append(np.asarray(out))
+    close(np.concatenate(parts, 1), np.asarray(forward(x)))
+
+
 STEP = traced_step("decay", formulas.decay, [tensor_type(s, "f32", "t") for s in ((4,), (4,), ())])
 F4 = tensor_type((4,), "f32", "t")
 BLOCKS: dict[str, Any] = {
@@ -318,6 +355,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "prints": (printing, "effects"),
     "calls Python": (asking, "effects.*pure_callback"),
     "reads another trace": (lambda h, x: (h + LEAKED[0], x), "another trace"),
+    "branches": (lambda h, x: (h + x if x[0] > 0 else h, x), "branches on numbers"),
+    "other shapes": (lambda h, x: (h @ x[:3], x), r"recurrent\(step\) on \(f32.8., f32.8.\): TypeError: dot_general"),
     "no function": (7, "takes a function"),  # type: ignore[dict-item]
 }  # fmt: skip
 
@@ -338,6 +377,11 @@ def test_operands_that_are_refused() -> None:
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=ZEROS, unroll=0), "unroll")
     refused(lambda emit, x: emit.recurrent(mean_step, x, init=x[:, 0]), "init leaf state", ShapeError)
     refused(lambda emit, x: emit.causal_window(x, 0), "width")
+    refused(
+        lambda emit, x: emit.recurrent(lambda h, t: (h + t * emit.param("w")[0], t), x, init=ZEROS),
+        "reads a value or a weight of the flow: give it as one of the parameters",
+    )
+    refused(lambda emit, x: emit.recurrent(mean_step, x, np.ones(3), init=ZEROS), "expected a FlowValue")
     refused(lambda emit, x: emit.causal_window(emit.param("w")[0], 2), r"x is \[B, S", ShapeError)
     big = np.zeros((513, 512), np.float32)
     refused(

@@ -175,7 +175,7 @@ def test_generation_updates_every_leaf_in_place() -> None:
     """The ring, the matrices and the window: all their bytes are aliased, and temporaries are what was expected."""
     lm = rlx.CausalLM(hybrid(), hybrid_weights())
     lm.generate([[1, 2, 3], [4] * 20], max_new_tokens=12)
-    proofs = [e.donation for key, e in lm.model.programs.executables.items() if key.program == "extend"]
+    proofs: list[Any] = [e.donation for key, e in lm.model.programs.executables.items() if key.program == "extend"]
     assert proofs
     for proof in proofs:
         assert proof.aliased_bytes >= proof.state_bytes > 2 * 4 * (N * D * D + 3 * 16 + 2 * 8 * 8)
@@ -222,7 +222,7 @@ def test_last_token_programs_keep_every_output() -> None:
 @pytest.mark.slow
 def test_speculation_takes_back_what_a_step_did() -> None:
     """The tokens of one at a time, drafts of which some are not accepted."""
-    lm = rlx.CausalLM(flow_of(*ALL), WEIGHTS)
+    lm: Any = rlx.CausalLM(flow_of(*ALL), WEIGHTS)
     prompts = [[3, 1, 4, 1, 3, 1, 4, 1, 3, 1], [5, 6, 5, 6, 5], [7]]
     drafted = lm.generate(prompts, max_new_tokens=16, speculative="prompt", draft_tokens=3)
     assert drafted == lm.generate(prompts, max_new_tokens=16)
@@ -264,6 +264,7 @@ def test_devices_that_share_the_rows(kinds: str) -> None:
     one, many = (rlx.CausalLM(flow, weights, mesh=m) for m in (None, mesh(kinds, 4)))
     assert one.generate(prompts, max_new_tokens=4) == many.generate(prompts, max_new_tokens=4)
     _, state = many.prefill([[3, 1, 4]] * 4)
+    assert state.state is not None
     assert all("data" in str(a.sharding.spec[0]) for a in state.state.leaves.values())
 
 

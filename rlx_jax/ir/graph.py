@@ -403,7 +403,7 @@ class TypeCache:
         return results
 
 
-_READS_NUMBERS = (
+READS_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -414,7 +414,7 @@ _READS_NUMBERS = (
 def _misfit(op: Op, operands: tuple[TensorType, ...], error: Exception) -> GraphError:
     """What jax raised while `op` was traced, as one of our errors."""
     given, what = ", ".join(map(str, operands)), first_line(error)
-    if isinstance(error, _READS_NUMBERS):
+    if isinstance(error, READS_NUMBERS):
         return GraphError(
             f"{op.text()} on ({given}) branches on numbers or reads them, and there are none while the flow is "
             f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {what}"

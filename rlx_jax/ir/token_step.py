@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, RlxError
 from rlx_jax.ir.captured import is_consumed
+from rlx_jax.ir.graph import READS_NUMBERS, first_line
 from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 
@@ -85,16 +86,27 @@ def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
         closed, again = (jax.make_jaxpr(lambda *a: fn(*a))(*specs) for _ in range(2))  # noqa: B023, PLW0108
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
+    except (RlxError, RecursionError):
+        raise
+    except READS_NUMBERS as error:
+        raise GraphError(
+            f"recurrent({label}) branches on numbers or reads them, and there are none while it is traced: use "
+            f"jnp.where, jax.lax.cond or jax.lax.select. {first_line(error)}"
+        ) from error
+    except Exception as error:  # whatever jax raises on shapes that do not fit
+        raise GraphError(f"recurrent({label}) on ({', '.join(map(str, given))}): {first_line(error)}") from error
     for array in captured_arrays(closed):
         if isinstance(array, jax.core.Tracer):
             raise GraphError(_of_another_trace(label))
         if is_consumed(array):
-            raise GraphError(f"step {label} captures an array that an earlier call consumed: it has no values any more")
-    outside = sorted({*map(str, closed.effects), *callbacks(closed.jaxpr)})
+            raise GraphError(
+                f"recurrent({label}) captures an array that an earlier call consumed: it has no values any more"
+            )
+    outside = sorted({*(type(e).__name__ for e in closed.effects), *callbacks(closed.jaxpr)})
     if outside:
         raise GraphError(
-            f"step {label} has effects beside its results ({', '.join(outside)}): a step is a pure function of the "
-            "state, the token and the parameters"
+            f"recurrent({label}) has effects beside its results ({', '.join(outside)}): a step is a pure function of "
+            "the state, the token and the parameters"
         )
     if _meaning(closed) != _meaning(again):
         raise GraphError(_changed(label))
@@ -122,14 +134,14 @@ def _meaning(closed: Any) -> tuple[str, tuple[bytes, ...]]:
 
 def _of_another_trace(label: str) -> str:
     return (
-        f"step {label} reads a value that another trace computes (a global of a jitted function, a value of jax.grad "
-        "or jax.vmap around the build): give it as one of the parameters"
+        f"recurrent({label}) reads a value that another trace computes (a global of a jitted function, a value of "
+        "jax.grad or jax.vmap around the build): give it as one of the parameters"
     )
 
 
 def _changed(label: str) -> str:
     return (
-        f"step {label} is another function each time that it is traced: it reads or writes something beside its "
+        f"recurrent({label}) is another function each time that it is traced: it reads or writes something beside its "
         "arguments (a counter, a random number of NumPy), so that prefill and decode would not agree. Carry it in the "
         "state, or give it as a parameter"
     )

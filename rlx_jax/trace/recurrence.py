@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, RlxError, ShapeError, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Constant, located
+from rlx_jax.ir.graph import Constant, first_line, located
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.types import TensorType, is_float, is_static
@@ -77,12 +77,25 @@ class Recurring(Attending[V]):
         def flat(*arrays: Any) -> list[Any]:
             n, m = len(slots), len(xs)
             state = jax.tree.unflatten(state_form, arrays[:n])
-            made = fn(state, jax.tree.unflatten(x_form, arrays[n : n + m]),
-                      *jax.tree.unflatten(weights_form, arrays[n + m :]))  # fmt: skip
-            after, y = _pair(where, made)
+            x_t, given = (
+                jax.tree.unflatten(x_form, arrays[n : n + m]),
+                jax.tree.unflatten(weights_form, arrays[n + m :]),
+            )
+            try:
+                after, y = _pair(where, fn(state, x_t, *given))
+            except RlxError as error:
+                raise (
+                    error
+                    if str(error).startswith(where)
+                    else GraphError(
+                        f"{where}: the step reads a value or a weight of the flow: give it as one of the parameters "
+                        f"({first_line(error)})"
+                    )
+                ) from error
             form.append(jax.tree.structure(y))
             return [*_same_state(where, state_form, slots, after), *jax.tree.leaves(y)]
 
+        flat.__name__ = name
         with located(self.builder.here):
             traced = traced_step(name, flat, given)
         if not form[0].num_leaves:
