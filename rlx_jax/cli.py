@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what was said gets less likely")
     add("--seed", type=int, default=0, metavar="N", help="of the random draws (%(default)s)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--speculative", metavar="prompt|DIR", help="draft from the text itself, or by the smaller checkpoint in DIR")
+    add("--draft-tokens", type=int, default=4, metavar="K", help="with --speculative, drafts a step (%(default)s)")
     add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
     add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
     add("--devices", type=_device_count, metavar="N", help="divide the model over N devices, or auto: over all")
@@ -108,14 +110,15 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     mesh = _mesh(args.devices, args.tensor)
     prompt = _stdin() if args.prompt == "-" else args.prompt
     status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
+    options: dict[str, Any] = {"profile": profile, "mesh": mesh, "dtype": args.dtype, "progress": status}
     try:
-        lm = rlx.load(args.directory, profile=profile, mesh=mesh, dtype=args.dtype, progress=status)
-        if not isinstance(lm, rlx.CausalLM):
-            raise RequestError(
-                f"{quote(args.directory)} is an encoder, which does not generate; use rlx_jax.load in Python"
-            )
+        lm = _language_model(args.directory, options)
+        source = args.speculative
+        if source not in (None, "prompt"):
+            source = _language_model(source, options)
         request: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,
+            "speculative": source, "draft_tokens": args.draft_tokens,
         }  # fmt: skip
         if args.chat or args.system is not None:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -130,6 +133,14 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     finally:
         status.clear()
     yield "\n"
+
+
+def _language_model(directory: str, options: dict[str, Any]) -> rlx.CausalLM:
+    """What a directory holds, if it generates."""
+    lm = rlx.load(directory, **options)
+    if not isinstance(lm, rlx.CausalLM):
+        raise RequestError(f"{quote(directory)} is an encoder, which does not generate; use rlx_jax.load in Python")
+    return lm
 
 
 def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:

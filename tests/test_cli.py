@@ -68,6 +68,16 @@ def test_generate_in_a_terminal() -> None:
     assert status.endswith("\r\x1b[K") and "Traceback" not in status
 
 
+@pytest.mark.parametrize("source", ["prompt", pytest.param(str(BASE), marks=pytest.mark.slow)])
+def test_drafts(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text, by drafts from itself or of another checkpoint."""
+    words = ["generate", str(BASE), "--prompt", CASE["prompt"], "--max-new-tokens", "24"]
+    assert cli.main([*words, "--speculative", source, "--draft-tokens", "3"]) == 0
+    assert capsys.readouterr().out == CASE["text"] + "\n"
+    assert cli.main([*words, "--draft-tokens", "3"]) == 1
+    assert "draft_tokens=3 without speculative=" in capsys.readouterr().err
+
+
 def screen(written: str) -> str:
     """What a terminal shows in the end, of carriage returns and erased lines."""
     lines, column = [""], 0

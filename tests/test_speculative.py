@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.look_up import LONGEST, find_place
 from rlx_jax.runtime.compiling import compile_together
-from tests import test_recurrent
+from tests import test_cross_attention, test_recurrent
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
 from tests.test_derive import head, tokens_flow
@@ -199,3 +200,62 @@ def test_one_set_of_parameters() -> None:
     assert lm.generate(PROMPTS[0], max_new_tokens=20, speculative=drafts) == want
     assert all(lm.model.params[name] is array for name, array in drafts.model.params.items())
     assert lm.report().speculative.steps < 20
+
+
+def test_models_that_cannot_draft() -> None:
+    """Other ids, more than tokens to read, fewer positions than the request has."""
+    flow, weights = windowed(WINDOW)
+    lm = rings()
+    other = load_case(FIXTURES / "llama" / "gqa_plain_attnbias_v5").lm
+    with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, and expected are 19"):
+        lm.generate(PROMPTS[0], speculative=other)
+    short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
+    with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* knows 12"):
+        lm.generate(PROMPTS[0], speculative=short)
+    seeing = test_cross_attention.lm()
+    with pytest.raises(errors.RequestError, match="reader cannot draft for reader: beside tokens it reads 'image', 'keep'"):
+        seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
+
+
+ONE = {name: array[:1] for name, array in test_cross_attention.BESIDE.items()}
+
+
+def test_beside_what_a_request_brings() -> None:
+    """What was computed of an image alone is read from the state, drafts or not."""
+    lm = test_cross_attention.lm()
+    want = lm.generate([[3, 1, 3, 1]], max_new_tokens=16, inputs=ONE)
+    assert lm.generate([[3, 1, 3, 1]], max_new_tokens=16, inputs=ONE, speculative="prompt") == want
+
+
+def test_warmed_up() -> None:
+    """Behind it nothing compiles and nothing goes to the device unasked."""
+    flow, weights = windowed(WINDOW)
+    tables = {"prompt": [16], "batch": [3], "context": [64], "on_recompile": "error"}
+    lm = rlx.CausalLM(flow, weights, profile=rlx.CompileProfile().replace(buckets=tables))
+    lm.warmup(samplers=rlx.Sampler(), speculative="prompt", draft_tokens=3)
+    want = rings().generate(PROMPTS, max_new_tokens=40)
+    compiled = lm.report().compiles
+    with jax.transfer_guard("disallow"):
+        assert lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=3) == want
+        assert lm.generate(PROMPTS[:2], max_new_tokens=40) == want[:2]
+    assert (lm.report().compiles, lm.report().recompiles) == (compiled, 0)
+    with pytest.raises(errors.RecompileError, match="no verify program is compiled for that"):
+        lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["rings", "mistral/window_v5", "gemma3_text/pattern_v4"])
+@pytest.mark.parametrize("count", [2, 7])
+def test_greedy_texts_of_many_models(source: str, count: int) -> None:
+    """Twenty sets of random weights, three prompts each, 256 tokens or all that the model has positions for."""
+    first = rings() if source == "rings" else load_case(FIXTURES / source).lm
+    new = min(256, (first.max_positions or 512) - 14)
+    accepted = 0
+    for seed in range(20):
+        lm = rlx.CausalLM(first.model.replace(params=first.model.init(seed)))
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(0, lm.vocab_size, n).tolist() for n in (3, 9, 14)]
+        want = lm.generate(prompts, new)
+        assert lm.generate(prompts, new, speculative="prompt", draft_tokens=count) == want
+        accepted += lm.report().speculative.accepted
+    assert accepted > 20

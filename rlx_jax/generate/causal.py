@@ -8,20 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Progress, StateArrays
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, number, shown
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, shown
+from rlx_jax.generate.asking import Speaker, begin, blocks, check_request, pieces
 from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
-from rlx_jax.generate.drafting import DRAFT_TOKENS, Speaker, draft_plan
-from rlx_jax.generate.generation import DraftPlan, Generation, NewTokens, Request, RequestPlan, generate
-from rlx_jax.generate.request_inputs import NONE, declared, request_inputs
+from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
+from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
+from rlx_jax.generate.request_inputs import declared, request_inputs
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.serving import (
-    Sizes,
     check_samplers,
     pad_step,
     prefill_slots,
@@ -30,14 +31,12 @@ from rlx_jax.generate.serving import (
     warm_contexts,
     warm_requests,
 )
-from rlx_jax.generate.stopping import cut, settled, split_stops, stopped_at
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights
-from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.report import Report, Speculated
+from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import as_state
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.opening import (
@@ -54,7 +53,6 @@ from rlx_jax.text.tokenizer import Tokenizer
 
 GREEDY = Sampler()
 Inputs = Mapping[str, Any] | None
-MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
 
 
 class CausalLM:
@@ -99,7 +97,7 @@ class CausalLM:
         self._ids, self._logits = self.model.flow.inputs[0].name, self.model.output_names[:1]
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
-        self._speculated: Speculated | None = None
+        self._drafted: NewTokens | None = None
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
             self.eos_ids = tokenizer.eos_ids
@@ -276,13 +274,12 @@ class CausalLM:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        drafts = self._drafts(speculative, draft_tokens)
-        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
-        new = NewTokens([[] for _ in request.rows])
-        for _ in self._blocks(request, new):
+        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, speculative, draft_tokens)
+        speaker = self._speaker
+        for _ in blocks(speaker, request, new):
             pass
         texts = asked.texts is not None
-        outputs: list[Any] = [self._text(ids, request.words) for ids in new.rows] if texts else [*new.rows]
+        outputs: list[Any] = [speaker.text(ids, request.words) for ids in new.rows] if texts else [*new.rows]
         new.check(outputs)
         return outputs[0] if asked.single else outputs
 
@@ -306,9 +303,8 @@ class CausalLM:
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        drafts = self._drafts(speculative, draft_tokens)
-        request = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
-        return self._pieces(request, asked.texts is not None)
+        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, speculative, draft_tokens)
+        return pieces(self._speaker, request, new, asked.texts is not None)
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -321,6 +317,8 @@ class CausalLM:
         seed: int = 0,
         *,
         stream: bool = False,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         allow_special: bool = False,
@@ -330,7 +328,8 @@ class CausalLM:
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            max_new_tokens, sampler, stop, seed: as in `generate`. The checkpoint's end tokens end the reply.
+            max_new_tokens, sampler, stop, seed, speculative, draft_tokens: as in `generate`. The checkpoint's end
+                tokens end the reply.
             tools, chat_template, allow_special, variables: as in `apply_chat_template`.
 
         Raises:
@@ -341,9 +340,10 @@ class CausalLM:
         ids = self.apply_chat_template(
             messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
         )
-        request = self._request(Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed)
-        pieces = self._pieces(request, text=True)
-        return pieces if stream else "".join(pieces)
+        asked = Prompts(None, [ids], True)
+        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, None, speculative, draft_tokens)
+        reply = pieces(self._speaker, request, new, text=True)
+        return reply if stream else "".join(reply)
 
     def apply_chat_template(
         self,
@@ -374,7 +374,7 @@ class CausalLM:
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
-            self._tokenizer("chat needs"),
+            self._speaker.needed("chat needs"),
             messages,
             tools=tools,
             chat_template=chat_template,
@@ -386,7 +386,14 @@ class CausalLM:
 
     # -- warm-up -----------------------------------------------------------------------------
 
-    def warmup(self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None) -> None:
+    def warmup(
+        self,
+        max_new_tokens: int = 64,
+        samplers: Sampler | Sequence[Sampler] | None = None,
+        *,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
+    ) -> None:
         """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
         `generate`, `stream` and `chat` are covered, and `prefill` and `extend` with `logits="last"`. What compiles
@@ -395,6 +402,7 @@ class CausalLM:
         Args:
             max_new_tokens: what requests will ask for at most, where the profile has no `buckets.context`.
             samplers: those that requests will use; None stands for every kind.
+            speculative, draft_tokens: what requests will ask for that draft; the others are covered too.
 
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
@@ -404,18 +412,18 @@ class CausalLM:
             raise RequestError(
                 f"warmup: requests bring {listing(required)}, of sizes that are not known before they come"
             )
-        given = self.model.settings.buckets
+        given, drafts = self.model.settings.buckets, self._drafts(speculative, draft_tokens)
         check_sizes(given)
         chosen = check_samplers(samplers)
         self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
         with self.model.programs.warm_up():
-            self._run_all(chosen)
+            self._run_all(chosen, (None,) if drafts is None else (None, drafts))
 
-    def _run_all(self, samplers: Sequence[Sampler]) -> None:
-        for rows, length, slots, sampler in warm_requests(self.buckets, samplers):
-            request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32)
+    def _run_all(self, samplers: Sequence[Sampler], sources: Sequence[DraftPlan | None]) -> None:
+        for (rows, length, slots, sampler), drafts in product(warm_requests(self.buckets, samplers), sources):
+            request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32, drafts=drafts)
             sizes = replace(request_sizes(self.buckets, [length] * rows, 1, self.max_positions), slots=slots)
-            for step, _ in enumerate(self._generation(request, sizes)):
+            for step, _ in enumerate(begin(self._speaker, request, sizes)):
                 if step == 1:  # the first token, and a block of the loop
                     break
         for rows, width, slots in warm_blocks(self.buckets):
@@ -428,116 +436,29 @@ class CausalLM:
 
     # -- a request ---------------------------------------------------------------------------
 
+    @property
+    def _speaker(self) -> Speaker:
+        return Speaker(
+            self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self.eos_ids
+        )
+
     def _request(
         self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int,
-        inputs: Inputs = None, drafts: DraftPlan | None = None,
-    ) -> Request:  # fmt: skip
-        """What was asked for, checked; nothing has run yet."""
-        budget = whole_number("max_new_tokens", max_new_tokens, 0)
-        rows = self._rows(asked)
-        words, ends = self._stops(stop)
-        if not isinstance(sampler, Sampler):
-            raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
-        sampler.knobs(self.vocab_size)
-        if isinstance(random_key("seed", seed), jax.core.Tracer):
-            raise RequestError(
-                "generate runs on the host, which reads its tokens: call it outside jax.jit and the like"
-            )
-        for i, row in enumerate(rows):
-            self._check_positions(len(row) + budget, what := f"prompts[{i}]: {len(row)} tokens + {number(budget)} new")
-            if drafts is not None:
-                check_positions(len(row) + budget, drafts.positions, f"speculative: {what}")
-            if len(row) + budget > MAX_SLOTS:
-                raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
-        beside = request_inputs(self.model, inputs, len(rows)) if rows else NONE
-        return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts)
+        inputs: Inputs, speculative: Any, draft_tokens: int,
+    ) -> tuple[Request, NewTokens]:  # fmt: skip
+        """What was asked for, checked, and where its new tokens go; nothing has run yet."""
+        drafts = self._drafts(speculative, draft_tokens)
+        request = check_request(self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
+        new = NewTokens([[] for _ in request.rows])
+        if drafts is not None:
+            self._drafted = new
+        return request, new
 
     def _drafts(self, speculative: Any, draft_tokens: int) -> DraftPlan | None:
         other = speculative._speaker if isinstance(speculative, CausalLM) else speculative
         return draft_plan(other, draft_tokens, self._speaker)
 
-    @property
-    def _speaker(self) -> Speaker:
-        return Speaker(self.model, self.vocab_size, self.tokenizer, self.max_positions)
-
-    def _pieces(self, request: Request, text: bool) -> Iterator[Any]:
-        ids: list[int] = []
-        new = NewTokens([ids])
-        sent: int = 0
-        for _ in self._blocks(request, new):
-            if not text:
-                yield from ids[sent:]
-                sent = len(ids)
-                continue
-            known = settled(self._decode(ids), request.words)
-            if len(known) > sent:
-                yield known[sent:]
-                sent = len(known)
-        whole = self._text(ids, request.words) if text else ids
-        if text and whole[sent:]:
-            yield whole[sent:]
-        new.check([whole])
-
-    def _blocks(self, request: Request, new: NewTokens) -> Iterator[None]:
-        """Generate: the new tokens of each row are appended to `new`, block by block."""
-        if not (request.rows and request.budget):
-            return
-        sizes = request_sizes(self.buckets, [len(r) for r in request.rows], request.budget, self.max_positions)
-        generation = self._generation(request, sizes)
-        for block in generation:
-            new.append(block)
-            self._speculated = generation.speculated or self._speculated
-            counts = {i: stopped_at(self._decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
-            done = {i: count for i, count in counts.items() if count is not None}
-            for i, count in done.items():
-                new.end(i, count)
-            if done:
-                generation.stop(done)
-            yield
-
-    def _generation(self, request: Request, sizes: Sizes) -> Generation:
-        """The request begins to run: prompts are read, and the first token of each row is chosen."""
-        method = request.sampler.method(self.vocab_size)
-        method = method.widened() if self.buckets.prompt or self.buckets.batch else method
-        ends = np.zeros(self.vocab_size, bool)
-        ends[list(request.ends)] = True
-        knobs = request.sampler.knobs(self.vocab_size, method.biased)
-        plan = RequestPlan(
-            method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
-            self.model.settings.loop, request.inputs, request.drafts,
-        )  # fmt: skip
-        return generate(self.model, request.rows, plan)
-
-    def _rows(self, asked: Prompts) -> list[list[int]]:
-        """Prompts as ids, each with at least one."""
-        if asked.texts is not None:
-            rows = self._tokenizer().encode_batch(asked.texts)
-            rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(rows)]
-        else:
-            rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(asked.ids or [])]
-        for i, row in enumerate(rows):
-            if not row and self.bos_id is None:
-                raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
-        return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer().decode(ids)
-
-    def _text(self, ids: list[int], words: tuple[str, ...]) -> str:
-        return cut(self._decode(ids), words)
-
-    def _stops(self, stop: Any) -> tuple[tuple[str, ...], set[int]]:
-        words, others = split_stops(stop)
-        if words:
-            self._tokenizer()
-        return words, {*id_list(others, self.vocab_size, "stop"), *self.eos_ids}
-
     # -- checks ------------------------------------------------------------------------------
-
-    def _tokenizer(self, what: str = "strings need") -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids to generate")
-        return self.tokenizer
 
     def _check_positions(self, tokens: int, what: str) -> None:
         check_positions(tokens, self.max_positions, what)
@@ -568,7 +489,7 @@ class CausalLM:
         ]
         key = used[-1] if used else None
         report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
-        return replace(report, speculative=self._speculated)
+        return replace(report, speculative=None if self._drafted is None else self._drafted.speculated)
 
 
 def _last_only(logits: str) -> bool:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.errors import RequestError, UnsupportedError, did_you_mean, listing, shown
+from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.draft_model import DraftModel
 from rlx_jax.generate.generation import DraftPlan
 from rlx_jax.generate.look_up import PromptLookUp
 from rlx_jax.generate.request_inputs import declared
-from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.requests import whole_number
-from rlx_jax.text.tokenizer import Tokenizer
 
 DRAFT_TOKENS = 4
 """Drafts a step where a request does not say."""
 MOST_DRAFTS = 64
 SOURCES = ("prompt",)
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """A model that generates, as another one sees it."""
-
-    model: CompiledModel
-    vocab_size: int
-    tokenizer: Tokenizer | None
-    max_positions: int | None
 
 
 def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPlan | None:

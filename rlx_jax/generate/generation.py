@@ -199,6 +199,7 @@ class NewTokens:
     failed: dict[int, int] = field(default_factory=dict)
     grown: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
+    speculated: Speculated | None = None
 
     def append(self, block: np.ndarray[Any, Any]) -> None:
         """Add a block."""
