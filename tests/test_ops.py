@@ -377,6 +377,9 @@ def sequence_samples() -> Iterator[Sample]:
             new = " ".join(["f32 batch", block, *ring.split()[3:]])
             below = 2 if block == "1" else 5
             yield Sample(RingStep(), (ring, new, "i32 batch", "i32 batch"), ring_step, below=below)
+    for window, slots, in_place in ((3, 5, True), (3, 4, False), (7, 6, True)):  # window + S - 1 slots, one less, all
+        arrays = (f"f32 2 {slots} 2 3", "f32 2 3 2 3", "i32 2", "i32 2")
+        yield Sample(RingStep(window), arrays, functools.partial(ring_step, in_place=in_place), below=4)
 
 
 def shaping_samples() -> Iterator[Sample]:

@@ -26,7 +26,7 @@ CONFIG = {
 @settings(max_examples=10)
 @given(
     window=st.sampled_from([1, 3]),  # few shapes: each compiles
-    spare=st.integers(0, 1),
+    spare=st.integers(0, 2),  # 2: chunks of three tokens are read in place
     chunks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=4),
     seed=st.integers(0, 2**16),
 )
@@ -36,7 +36,7 @@ def test_steps_of_a_ring_read_what_the_window_allows(
     """Every valid query of every chunk, against attention over the whole history."""
     rng = np.random.default_rng(seed)
     op = AttentionOp(HEADS, KV, window=window, extra=("positions", "key_positions"))
-    step: Any = RingStep().eval
+    step: Any = RingStep(window).eval
     ring = jnp.zeros((2, window + spare, KV, DIM), jnp.float32)
     ring_k = ring_v = ring
     start = np.zeros(2, np.int32)
@@ -108,6 +108,16 @@ def test_generation_is_the_forward_program(window: int, roll: str) -> None:
         for b in range(2):
             np.testing.assert_allclose(logits[b, : new[b]], whole[b, at[b] : at[b] + new[b]], atol=2e-5)
         at = at + np.array(new)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative": "prompt", "draft_tokens": 2}], ids=["chunks", "drafts"])
+def test_rings_of_many_rows(options: dict[str, Any]) -> None:
+    """A chunk may copy a ring that it reads as it was; a step that checks drafts reads it in place."""
+    flow, weights = windowed(3)
+    lm: Any = rlx.CausalLM(flow, weights, profile=rlx.CompileProfile().replace(buckets={"prompt": [4]}))
+    prompt, rows = [3, 1, 4, 1, 5, 9, 2], 800  # 75 KB of each ring, which are seen
+    want = lm.generate([prompt], max_new_tokens=6)
+    assert lm.generate([prompt] * rows, max_new_tokens=6, **options) == want * rows
 
 
 def test_a_ring_has_the_size_of_its_window() -> None:

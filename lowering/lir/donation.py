@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Op, Param, StateRead
+from rlx_jax.ir.ops.attention import RingStep
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.division import on_one
@@ -78,7 +79,7 @@ def examine(
     types = {start + n: t for start, one in programs.items() for n, t in state_types(one.graph, one.plan.scan).items()}
     held = {name: on_one(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
-    computed = {t for one in programs.values() for t in computed_types(one.graph)}
+    computed = {t for one in programs.values() for t in (*computed_types(one.graph), *copied_types(one.graph))}
     text = compiled.as_text() or ""
     return DonationProof(
         state_bytes=sum(t.nbytes for t in held.values()),
@@ -118,6 +119,13 @@ def computed_types(graph: Graph) -> set[TensorType]:
         return isinstance(op, StateRead) or (isinstance(op, Mir) and op.traits.numeric == "state")
 
     return {t for _, node in graph.walk() if not of_state(node.op) for t in node.types}
+
+
+def copied_types(graph: Graph) -> set[TensorType]:
+    """The types of rings that are read as they were while they are written: XLA copies them, whatever comes first."""
+    steps = ((inner, node) for inner, node in graph.walk() if isinstance(node.op, RingStep))
+    rings = ((inner.type(node.inputs[0]), node.types[0]) for inner, node in steps)
+    return {ring for ring, keys in rings if ring != keys}
 
 
 _RESULT = re.compile(r"^(?:ROOT )?%\S+ = (\w+?)(\d+)\[([\d,]+)\]\S* ([\w-]+)\(")

@@ -14,7 +14,7 @@ from rlx_jax.text.requests import whole_number
 
 DRAFT_TOKENS = 4
 """Drafts a step where a request does not say."""
-MOST_DRAFTS = 64
+MAX_DRAFTS = 64
 SOURCES = ("prompt",)
 
 
@@ -26,8 +26,8 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
             vocabulary, or that reads more than tokens. UnsupportedError: another model over a mesh.
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
-    if count > MOST_DRAFTS:
-        raise RequestError(f"draft_tokens is {count}; expected at most {MOST_DRAFTS}")
+    if count > MAX_DRAFTS:
+        raise RequestError(f"draft_tokens is {count}; expected at most {MAX_DRAFTS}")
     if speculative is None:
         if count != DRAFT_TOKENS:
             raise RequestError(f"draft_tokens={count} without speculative=: say where drafts come from, as 'prompt'")

@@ -352,7 +352,9 @@ def cache_update(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths:
     return out
 
 
-def ring_step(ring: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+def ring_step(
+    ring: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray, in_place: bool = False
+) -> tuple[np.ndarray, ...]:
     """One token after the other: position p to slot p mod T. Keys are the old ring and the block, or the new ring."""
     slots, after = ring.shape[1], ring.copy()
 
@@ -364,7 +366,7 @@ def ring_step(ring: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.
         for i in range(int(lengths[b])):
             after[b, (start[b] + i) % slots] = new[b, i]
     ends = start + lengths
-    if new.shape[1] == 1:
+    if new.shape[1] == 1 or in_place:
         return after, np.array([positions(int(n)) for n in ends]), after
     at = [[start[b] + i if i < lengths[b] else -1 for i in range(new.shape[1])] for b in range(len(ring))]
     old = np.array([positions(int(n)) for n in start])

@@ -57,8 +57,9 @@ class CachedAttention(Hir):
         extra: tuple[str, ...] = ()
         rows: tuple[Value, ...] = ()
         if self.ring:
-            keys, at, cache_k = b.add(RingStep(), cache_k, new_k, start, lengths)
-            values, _, cache_v = b.add(RingStep(), cache_v, new_v, start, lengths)
+            step = RingStep(self.attend.window)
+            keys, at, cache_k = b.add(step, cache_k, new_k, start, lengths)
+            values, _, cache_v = b.add(step, cache_v, new_v, start, lengths)
             extra, rows = ("key_positions",), (at,)
         else:
             update = CacheUpdate(fresh=self.block_only)

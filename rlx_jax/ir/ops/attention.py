@@ -417,9 +417,9 @@ def _written(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Ar
 
 
 def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
-    """As a cache's; of more tokens than one, old ring and new rows are copied to one array as well."""
+    """As a cache's; where it is not read in place, old ring and new rows are copied to one array as well."""
     keys, positions, _ = results
-    copied = 2 * keys.nbytes if int(operands[1].shape[1]) > 1 else 0
+    copied = 2 * keys.nbytes if keys.shape != operands[0].shape else 0
     return _rows_written(op, operands, results) + copied + positions.nbytes
 
 
@@ -430,11 +430,22 @@ class RingStep(Mir):
     ring `[B,T,K,D]`, new `[B,S,K,D]`, start and lengths `[B]` int32 (tokens before this call, and new valid ones).
     Results: keys `[B,T+S,K,D]`, old ring then new block, which queries of the block may attend over; their absolute
     positions `[B,T+S]` int32, −1 where a slot holds none; and the ring after the call, which keeps the last T
-    of all valid tokens. A block of one token gives the ring after the call as keys (`[B,T,K,D]`): what it wrote
-    over stood T tokens back, outside a window of T, so that a decoding step reads the cache in place.
+    of all valid tokens. Where T is at least `window` + S − 1, or less than the window, when no token ever takes the
+    place of another, the ring after the call is given as keys (`[B,T,K,D]`): what was written over stood outside of
+    every query's window, so that a decoding step reads the cache in place, and so does one that checks S − 1 drafts.
+    Without a `window` it is T.
     """
 
     traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),))
+
+    window: int | None = None
+
+    def in_place(self, slots: DimLike, new: DimLike) -> bool:
+        """Whether queries read the ring as it is after the call. Of symbolic sizes the general form serves."""
+        if not (is_static(slots) and is_static(new)):
+            return False
+        window = int(slots) if self.window is None else self.window
+        return int(slots) < window or int(slots) >= window + int(new) - 1
 
     def check(self, *operands: TensorType) -> None:
         CacheUpdate().check(*operands)
@@ -447,7 +458,7 @@ class RingStep(Mir):
         kept = valid & (step >= lengths[:, None] - slots)
         slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
         after = _written(ring, slot, new)
-        if new.shape[1] == 1:  # a symbolic size is never 1 here: the general form serves the template
+        if self.in_place(slots, new.shape[1]):
             return after, _ring_positions(start + lengths, slots), after
         keys = jnp.concatenate([ring, new], axis=1)
         positions = jnp.concatenate([_ring_positions(start, slots), jnp.where(valid, at, -1)], axis=1)
