@@ -23,7 +23,7 @@ import numpy as np
 from report import Goals, emit, table
 
 import rlx_jax as rlx
-from rlx_jax.models import bert, gemma, llama, qwen3
+from rlx_jax.models import bert, flux2, gemma, llama, qwen3
 
 DECODER: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
@@ -47,6 +47,11 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
             {"vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12,
              "intermediate_size": 1536, "max_position_embeddings": 512}
         ), bert.BertFlow, bert.weight_specs,
+    ),
+    "flux2": (
+        flux2.Flux2Config.from_hf(
+            {"num_attention_heads": 6, "num_layers": 2, "num_single_layers": 6, "joint_attention_dim": 1536}
+        ), flux2.Flux2Flow, flux2.weight_specs,
     ),
 }  # fmt: skip
 """Config, recipe and shapes of the weights: query heads share key heads, and MiniLM's shape."""
@@ -94,6 +99,22 @@ def encoder_calls(recipe: Any, weights: dict[str, np.ndarray], profile: rlx.Comp
     return {"forward": lambda: jax.block_until_ready(model(ids))}
 
 
+def denoiser_calls(recipe: Any, weights: dict[str, np.ndarray], profile: rlx.CompileProfile) -> dict[str, Call]:
+    """A step of denoising: 16 x 16 image tokens and 64 of text."""
+    model, c, rng = rlx.compile(recipe, weights, profile=profile), recipe.config, np.random.default_rng(1)
+    floats = {"hidden_states": (1, 256, c.in_channels), "encoder_hidden_states": (1, 64, c.joint_attention_dim)}
+    given = {name: rng.standard_normal(shape, np.float32) for name, shape in floats.items()}
+    given |= {"timestep": np.full(1, 0.5, np.float32), "guidance": np.full(1, 4.0, np.float32)}
+    given |= {"img_ids": np.zeros((256, 4), np.int32), "txt_ids": np.zeros((64, 4), np.int32)}
+    given["img_ids"][:, 1:3] = np.stack(np.mgrid[:16, :16], axis=-1).reshape(-1, 2)
+    arrays = {name: jax.device_put(value) for name, value in given.items()}
+    return {"forward": lambda: jax.block_until_ready(model(**arrays))}
+
+
+BUILDS = {"encoder": encoder_calls, "flux2": denoiser_calls}
+"""What is called, where it is no generation."""
+
+
 def times_of(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each job by variant."""
     config, make, specs = FAMILIES[family]
@@ -101,7 +122,7 @@ def times_of(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[f
     calls: dict[str, Call] = {}
     for name, tables in VARIANTS.items():
         profile = rlx.CompileProfile().replace(precision={"compute": dtype}, **tables)
-        build = encoder_calls if family == "encoder" else decoder_calls
+        build = BUILDS.get(family, decoder_calls)
         calls |= {f"{job}: {name}": call for job, call in build(make(config), numbers, profile).items()}
     for call in calls.values():
         call()

@@ -37,6 +37,7 @@ LATER_VALUES = {
 PRESETS = (
     "auto",
     "encoder",
+    "flux2",
     "gemma_decode",
     "gemma_prefill",
     "llama32_decode",
@@ -49,7 +50,6 @@ PRESETS = (
 """Presets, a file each in this folder, with what was measured."""
 
 LATER_PRESETS = (
-    "flux2",
     "llada2_diffusion",
     "qwen35_decode",
     "qwen35_prefill",
@@ -399,6 +399,7 @@ class CompileProfile(_Table):
 
     auto = staticmethod(partial(_preset, "auto"))
     encoder = staticmethod(partial(_preset, "encoder"))
+    flux2 = staticmethod(partial(_preset, "flux2"))
     gemma_decode = staticmethod(partial(_preset, "gemma_decode"))
     gemma_prefill = staticmethod(partial(_preset, "gemma_prefill"))
     llama32_decode = staticmethod(partial(_preset, "llama32_decode"))

@@ -255,7 +255,7 @@ def test_toml_shows_every_setting() -> None:
 def test_presets_are_the_files() -> None:
     folder = Path(text.__file__).parent
     assert {p.name.removesuffix(".rlx.toml") for p in folder.glob("*.rlx.toml")} == set(PRESETS)
-    assert len(PRESETS) == len(set(PRESETS)) == 10
+    assert len(PRESETS) == len(set(PRESETS)) == 11
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -286,6 +286,8 @@ def test_presets_are_those_of_the_spec() -> None:
     own = {"auto", "train_bf16", "train_mixed"}
     assert len({*PRESETS, *LATER_PRESETS} - own) == 15 and not set(PRESETS) & set(LATER_PRESETS)
     families = {name.partition("_")[0].rstrip("0123456789") for name in set(PRESETS) - own} - {"encoder"}
+    assert "Flux2Transformer2DModel" in FAMILIES
+    families -= {"flux"}
     assert families <= {name.rstrip("0123456789") for name in FAMILIES}
 
 
