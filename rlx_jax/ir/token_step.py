@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from rlx_jax.errors import GraphError, RlxError
+from rlx_jax.errors import GraphError, RlxError, shown
 from rlx_jax.ir.captured import is_consumed
-from rlx_jax.ir.graph import READS_NUMBERS, first_line
+from rlx_jax.ir.graph import READS_NUMBERS, TypeCache, first_line
 from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 
-Flat = Callable[..., Sequence[Any]]
 _PRECISION = re.compile(r"^\s*precision=.*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class TokenStep:
-    """`fn(*state, *x_t, *params) -> (*state, *y_t)` on arrays without batch and tokens, of the types `given`.
+    """`fn(*state, *x_t, *params) -> (state, y_t)` on arrays without batch and tokens, of the types `given`.
 
     It is traced when it is made, and what was traced is what runs: a function that would compute something else when
     it is traced again is refused. Two steps are equal if they compute the same from the same arrays that they captured.
@@ -32,7 +32,7 @@ class TokenStep:
     Attributes:
         label: what dumps and messages call it.
         text, captured: what it computes, but for the precision of products.
-        results: the types of what it gives.
+        results: the types of what it gives, flat; y_form: the pytree that y is.
     """
 
     label: str
@@ -40,7 +40,8 @@ class TokenStep:
     text: str
     captured: tuple[bytes, ...]
     results: tuple[TensorType, ...] = field(compare=False)
-    fn: Flat = field(compare=False, repr=False)
+    y_form: Any = field(compare=False, repr=False)
+    fn: Callable[..., Any] = field(compare=False, repr=False)
     traces: dict[str, Any] = field(compare=False, repr=False)  # by the precision of products
 
     @property
@@ -74,7 +75,7 @@ class TokenStep:
         return made
 
 
-def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
+def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType]) -> TokenStep:
     """The step that a function is.
 
     Raises:
@@ -83,7 +84,9 @@ def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
     """
     specs = tuple(t.spec for t in given)
     try:
-        closed, again = (jax.make_jaxpr(lambda *a: fn(*a))(*specs) for _ in range(2))  # noqa: B023, PLW0108
+        # A function of their own each, as JAX knows the trace of one that it has seen.
+        closed, (_, y) = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*specs)  # noqa: PLW0108
+        again = jax.make_jaxpr(lambda *a: fn(*a))(*specs)  # noqa: PLW0108
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):
@@ -108,11 +111,83 @@ def traced_step(label: str, fn: Flat, given: Sequence[TensorType]) -> TokenStep:
             f"recurrent({label}) has effects beside its results ({', '.join(outside)}): a step is a pure function of "
             "the state, the token and the parameters"
         )
-    if _meaning(closed) != _meaning(again):
-        raise GraphError(_changed(label))
     text, captured = _meaning(closed)
+    if (text, captured) != _meaning(again):
+        raise GraphError(_changed(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
-    return TokenStep(label, tuple(given), text, captured, results, fn, {"default": closed})
+    return TokenStep(
+        label, tuple(given), text, captured, results, jax.tree.structure(y), fn, {"default": closed}
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class UsersStep:
+    """A user's `fn(state, x_t, *params) -> (state, y_t)` on pytrees, as a function of their leaves.
+
+    Attributes:
+        names: of the leaves of the state.
+        tokens: how many leaves x has.
+        given: types of all leaves.
+        state, x, params: their forms.
+    """
+
+    fn: Callable[..., Any]
+    label: str
+    names: tuple[str, ...]
+    tokens: int
+    given: tuple[TensorType, ...]
+    state: Any
+    x: Any
+    params: Any
+
+    def __call__(self, *arrays: Any) -> tuple[list[Any], Any]:
+        n, m = len(self.names), len(self.names) + self.tokens
+        leaves = (arrays[:n], arrays[n:m], arrays[m:])
+        forms = (self.state, self.x, self.params)
+        state, x, params = (jax.tree.unflatten(form, part) for form, part in zip(forms, leaves, strict=True))
+        try:
+            made = self.fn(state, x, *params)
+        except RlxError as error:
+            raise GraphError(
+                f"recurrent({self.label}) reads a value or a weight of the flow: give it as one of the parameters "
+                f"({first_line(error)})"
+            ) from error
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise GraphError(f"recurrent({self.label}) returns (state, y_t), got {shown(made)}")
+        if not jax.tree.leaves(made[1]):
+            raise GraphError(f"recurrent({self.label}) gives no y; it returns (state, y_t)")
+        return self._kept(made[0]), made[1]
+
+    def _kept(self, after: Any) -> list[Any]:
+        """The leaves of the next state, which are what they were."""
+        form = jax.tree.structure(after)
+        if form != self.state:
+            raise GraphError(f"recurrent({self.label}): the state enters as {self.state} and leaves as {form}")
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
+        for name, want, leaf in zip(self.names, self.given, leaves, strict=False):
+            found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
+            if found != want:
+                raise GraphError(
+                    f"recurrent({self.label}): state leaf {name} enters as {want} and leaves as {found}: a state keeps "
+                    "its type; cast it, or begin with an init of that type"
+                )
+        return leaves
+
+
+def traced_once(types: TypeCache, step: UsersStep) -> TokenStep:
+    """The step that a user's function is; layers that share the function share it.
+
+    Raises:
+        GraphError: as `traced_step`; or the function gives something else than (state, y), or another state.
+    """
+    try:
+        known = types.steps.get(step)
+    except TypeError:  # a function that has no hash
+        return traced_step(step.label, step, step.given)
+    if known is None:
+        known = types.steps[step] = traced_step(step.label, step, step.given)
+    found: TokenStep = known
+    return found
 
 
 def callbacks(jaxpr: Any) -> set[str]:

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Constant, first_line, located
+from rlx_jax.ir.graph import Constant, located
 from rlx_jax.ir.ops.custom import small_constant
-from rlx_jax.ir.token_step import traced_step
+from rlx_jax.ir.token_step import UsersStep, traced_once
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
-from rlx_jax.trace.weight_part import WeightPart
 from rlx_jax.trace.writer import V, is_number
 
 F32 = np.dtype(np.float32)
@@ -66,42 +65,17 @@ class Recurring(Attending[V]):
         weights, weights_form = jax.tree.flatten(params)
         starts, state_form = jax.tree_util.tree_flatten_with_path(init)
         self._check_tokens(where, xs)
-        weights = [self.weight(w) if isinstance(w, str | WeightPart) else w for w in weights]
+        weights = [self.weight(w) for w in weights]
         self._check_shared(where, "parameter", weights, xs[0])
         slots, learned = self._slots(where, starts, xs[0], len(xs) + len(weights))
         types = [self.type_of(v) for v in (*xs, *weights)]
         given = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
-        form: list[Any] = []
-        fn = self.captured.own(step)
-
-        def flat(*arrays: Any) -> list[Any]:
-            n, m = len(slots), len(xs)
-            state = jax.tree.unflatten(state_form, arrays[:n])
-            x_t, given = (
-                jax.tree.unflatten(x_form, arrays[n : n + m]),
-                jax.tree.unflatten(weights_form, arrays[n + m :]),
-            )
-            try:
-                after, y = _pair(where, fn(state, x_t, *given))
-            except RlxError as error:
-                raise (
-                    error
-                    if str(error).startswith(where)
-                    else GraphError(
-                        f"{where}: the step reads a value or a weight of the flow: give it as one of the parameters "
-                        f"({first_line(error)})"
-                    )
-                ) from error
-            form.append(jax.tree.structure(y))
-            return [*_same_state(where, state_form, slots, after), *jax.tree.leaves(y)]
-
-        flat.__name__ = name
+        forms = (state_form, x_form, weights_form)
+        users = UsersStep(self.captured.own(step), name, tuple(s.name for s in slots), len(xs), tuple(given), *forms)
         with located(self.builder.here):
-            traced = traced_step(name, flat, given)
-        if not form[0].num_leaves:
-            raise GraphError(f"{where}: the step gives no y; it returns (state, y_t)")
+            traced = traced_once(self.builder.types, users)
         block = hir.Recurrent(traced, slots, len(xs), unroll)
-        return jax.tree.unflatten(form[0], self.add_all(block, *xs, *weights, *learned))
+        return jax.tree.unflatten(traced.y_form, self.add_all(block, *xs, *weights, *learned))
 
     def causal_window(self, x: V, width: int) -> V:
         """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
@@ -170,24 +144,3 @@ def _start_array(where: str, start: Any) -> Constant:
     except GraphError as error:
         raise type(error)(f"{where}: {error}") from error
     return small_constant(found.array, F32) if is_float(found.type.dtype) else found
-
-
-def _pair(where: str, made: Any) -> tuple[Any, Any]:
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise GraphError(f"{where}: the step returns (state, y_t), got {shown(made)}")
-    return made[0], made[1]
-
-
-def _same_state(where: str, form: Any, slots: Sequence[hir.StateSlot], after: Any) -> list[Any]:
-    """The leaves of the next state, which are what they were."""
-    if jax.tree.structure(after) != form:
-        raise GraphError(f"{where}: the state enters a step as {form} and leaves it as {jax.tree.structure(after)}")
-    leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(after)]
-    for slot, leaf in zip(slots, leaves, strict=True):
-        found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
-        if found != slot.type:
-            raise GraphError(
-                f"{where}: state leaf {slot.name} enters a step as {slot.type} and leaves it as {found}: a state keeps "
-                "its type; cast it, or begin with an init of that type"
-            )
-    return leaves
