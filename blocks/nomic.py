@@ -16,7 +16,7 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightKey, WeightPart
+from rlx_jax.trace.weight_part import WeightPart
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PatchRope:
         half = self.head_dim // 2
         if self.head_dim < 4 or self.head_dim % 4:
             raise ShapeError(f"{emit.path}: PatchRope: head_dim is {self.head_dim}; expected a multiple of 4")
-        places = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], axis=-1).reshape(-1, 2)
+        places = np.indices(self.grid).reshape(2, -1).T
         table = np.concatenate([np.zeros((self.before, 2)), places])[None].astype(np.int32)
         scale = (1.0, 1.0) if self.reference is None else tuple(np.divide(self.reference, self.grid).tolist())
         frequencies, axes = axial_frequencies((half, half), self.theta)
@@ -123,12 +123,9 @@ class NomicSelector:
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
         with emit.scope("selector"):
-            weights, biases = (
-                (f"{p}.attn.Wq.{kind}", *WeightPart.split(f"{p}.attn.Wkv.{kind}", 2)) for kind in ("weight", "bias")
-            )
-            pooled = read_by_query(
-                emit, x, f"{p}.attn.latent", _three(*weights), _three(*biases), f"{p}.attn.out_proj", self.num_heads
-            )
+            weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
+            out = f"{p}.attn.out_proj"
+            pooled = read_by_query(emit, x, f"{p}.attn.latent", weights, biases, out, self.num_heads)
             normed = emit.layer_norm(pooled, f"{p}.norm1.weight", f"{p}.norm1.bias", self.eps)
             gate, up, down = (f"{p}.mlp.{name}" for name in ("fc12", "fc11", "fc2"))
             mlp = SwiGlu(
@@ -147,5 +144,7 @@ class NomicSelector:
         return found | {f"{p}.norm1.weight": (h,), f"{p}.norm1.bias": (h,)}
 
 
-def _three(q: WeightKey, k: WeightKey, v: WeightKey) -> Three:
-    return q, k, v
+def _reading(prefix: str, kind: str) -> Three:
+    """The projections of a query of its own, and of keys and values that are stored as one."""
+    k, v = WeightPart.split(f"{prefix}.Wkv.{kind}", 2)
+    return f"{prefix}.Wq.{kind}", k, v

@@ -53,7 +53,7 @@ WIDE = TOWER | {"intermediate_size": 48}
 WORDS = {k: v for k, v in WIDE.items() if k not in ("image_size", "patch_size")}
 WORDS |= {"vocab_size": V, "max_position_embeddings": 16, "eos_token_id": 7}
 REGISTERS = {"model_type": "dinov2_with_registers", "num_register_tokens": 2, "use_swiglu_ffn": True}
-NOMIC = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_inner": 256.0, "img_size": 12, "patch_size": 4}
+NOMIC: dict[str, Any] = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_inner": 256.0, "img_size": 12, "patch_size": 4}
 NOMIC |= {"layer_norm_epsilon": 1e-6, "use_rotary_pos_emb": True, "ref_feat_shape": [2, 2]}
 IMAGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "vit": (rlx.ViTFlow, WIDE, {}),

@@ -224,7 +224,7 @@ WORDS |= {"vocab_size": V, "max_position_embeddings": 8}
 GPT2 = {"vocab_size": V, "n_embd": H, "n_inner": F, "n_layer": 2, "n_head": 2, "n_positions": 8}
 TOWER = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 6, "patch_size": 3}
 TOWER |= {"num_channels": 2}
-NOMIC = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_inner": 1, "img_size": 6, "patch_size": 3, "num_channels": 2}
+NOMIC: dict[str, Any] = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_inner": 1, "img_size": 6, "patch_size": 3, "num_channels": 2}
 NOMIC |= {"layer_norm_epsilon": 1e-6, "use_rotary_pos_emb": True}
 PIXELS = RNG.standard_normal((B, 2, 7, 9)).astype(np.float32)
 """Two rows of three patches, where the table of positions is of two by two."""

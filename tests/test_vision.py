@@ -459,7 +459,7 @@ def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> 
         assert_close(encoder.hidden_states(pixels), want)
 
 
-LIVE = {
+LIVE: dict[str, dict[str, Any]] = {
     "clip": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 32}, "crop_size": 32},
     "clip oldest": {"feature_extractor_type": "CLIPFeatureExtractor", "size": 24, "crop_size": 20, "resample": 3},
     "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 21}},

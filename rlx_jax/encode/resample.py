@@ -101,7 +101,8 @@ def _nearest(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
 def _middle(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """The pixel under the middle of each new one."""
     found = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
-    return np.minimum(found.astype(np.intp), old - 1)
+    places: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(found.astype(np.intp), old - 1)
+    return places
 
 
 def _passed(image: Pixels, axis: int, size: int, chosen: Filter, fixed: bool) -> Pixels:

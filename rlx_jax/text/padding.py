@@ -94,8 +94,8 @@ def check_sizes(buckets: Buckets, names: tuple[str, ...] = ("prompt", "batch")) 
     """
     missing = [name for name in names if not getattr(buckets, name)]
     if missing:
-        names = " and ".join(f"buckets.{name}" for name in missing)
+        joined = " and ".join(f"buckets.{name}" for name in missing)
         raise RequestError(
-            f"warmup: the profile has no {names}, so requests come in every size; set them, as in "
+            f"warmup: the profile has no {joined}, so requests come in every size; set them, as in "
             'profile.replace(buckets={"prompt": [128, 512], "batch": [1, 8]})'
         )
