@@ -98,7 +98,7 @@ def linear(op: hir.Linear, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value
 
 def attention(op: hir.Attention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """attention(q, k, v) → the grouped op over the key/value heads as they are."""
-    return b.add(op.op(op.kv_heads), *inputs)
+    return (op.over(b, 1, *inputs),)
 
 
 def cached_attention(op: hir.CachedAttention, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:

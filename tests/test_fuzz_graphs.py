@@ -39,7 +39,7 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
     ("Parametric", "Einsum", "LogSoftmax", "Cumulative", "ArgReduce", "Sort", "TopK", "Pad", "Tile", "Take",
      "TakeAlongAxis", "GatherNd", "Scatter", "ScatterNd", "Conv", "ConvTranspose", "Pool", "Resize",
      "GridSample", "Standardize", "Patches", "GridPositions", "Switch",
-     "While", "Scan", "CustomVjp", "FakeQuantize", "Fft", "Solve", "Det",
+     "While", "Scan", "CustomVjp", "PairBias", "FakeQuantize", "Fft", "Solve", "Det",
      "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids",
      "TokenScan", "TokenWindows", "TailRows", "Recurrent", "CausalWindow", "Carried",
      "GatedDeltaOp", "SelectiveScanOp", "CausalConvOp",

@@ -18,10 +18,10 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
-from rlx_jax.ir import ops
+from rlx_jax.ir import hir, ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
-from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
+from rlx_jax.ir.ops.control import CustomVjp, PairBias, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
@@ -549,10 +549,26 @@ def control_samples() -> Iterator[Sample]:
     m.scan(lambda c, v: (m.add(m.mul(c, p), v), (c, m.argmax(v))), m.zeros(5), x, reverse=True)
     m.fori_loop(0, 3, lambda k, v: m.add(v, m.sin(v)), x)
     m.custom_vjp(m.round, lambda v, out, g: g, x)
+    yield from pair_samples()
     for node in m.builder.nodes:
         if isinstance(node.op, Switch | While | Scan | CustomVjp):
             operands = tuple(str(m.builder.type(v)).replace("[", " ").replace(",", " ").strip("]") for v in node.inputs)
             yield Sample(node.op, operands, functools.partial(meaning.MIR[type(node.op)], node.op), tolerance=1e-5)
+
+
+def pair_samples() -> Iterator[Sample]:
+    """A bias by positions: of weights and distances, of keys alone; positions of each row, or the same for all."""
+    m = rlx.Graph.hir("m")
+    x, slopes = m.input("x", (1, "seq", 6)), m.input("slopes", (3, 1, 1))
+    m.attention(x, x, x, heads=3, bias=lambda q, k: m.mul(slopes, m.cast(m.sub(k, q), "f32")))
+    m.attention(x, x, x, heads=3, bias=lambda q, k: m.sin(m.cast(k, "f32")))
+    of_weights, of_keys = (PairBias(n.op.bias_of) for n in m.builder.nodes if isinstance(n.op, hir.Attention))
+    rows, keys, weights = "i32 batch seq", "i32 1 keys", "f32 3 1 1"
+    for op, operands in (
+        (of_weights, (rows, keys, weights)), (of_weights, ("i32 1 seq", keys, weights)),
+        (of_weights, (rows, "i32 batch keys", weights)), (of_keys, (rows, keys)),
+    ):  # fmt: skip
+        yield Sample(op, operands, functools.partial(meaning.MIR[PairBias], op), tolerance=1e-5)
 
 
 def window_samples() -> Iterator[Sample]:
@@ -773,7 +789,7 @@ def test_an_op_survives_json(sample: Sample) -> None:
     """Every attribute comes back as it was; a body of a loop, which is no value, is written alike."""
     again = decode(Op, json.loads(json.dumps(encode(sample.op))), "op")
     assert encode(again) == encode(sample.op)
-    assert again == sample.op or isinstance(sample.op, Switch | While | Scan | CustomVjp)
+    assert again == sample.op or isinstance(sample.op, Switch | While | Scan | CustomVjp | PairBias)
 
 
 def damaged(types: tuple[TensorType, ...]) -> Iterator[tuple[str, tuple[TensorType, ...]]]:

@@ -23,6 +23,7 @@ import numpy as np
 from rlx_jax.errors import DeriveError, did_you_mean
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Op, StateLeaf, StateRead, TypeCache, Value
+from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
@@ -182,6 +183,7 @@ def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
         if not isinstance(node.op, hir.Attention):
             return fn(b, number, node, inputs)
         if "seq" in b.type(inputs[1]).symbols:
+            check_bias(d.types, node.op, tuple(b.type(v) for v in inputs[3 + len(node.op.extra) :]))
             return d.tokens.attention(b, graph, node, inputs)
         check_fixed_keys(node)
         check_token_wise(d, node, tuple(b.type(v) for v in inputs))
@@ -278,24 +280,20 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
     """
     op = node.op
     assert isinstance(op, hir.Attention)
-    q, k, v, *_ = inputs
-    t = b.type(k)
+    q, k, v, *rest = inputs
+    t, read = b.type(k), rest[len(op.extra) :]
     if symbol("seq") in b.type(q).shape and "seq" not in t.symbols:
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if not op.causal:
         raise DeriveError(
             f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
         )
-    if op.extra:
-        own = "lengths" if d.behind is None else "its own input 'mask'"
-        raise DeriveError(
-            f"attention reads the operand {op.extra[0]!r}; {d.program} masks by {own}, "
-            "make the mask an optional input (default=None)"
-        )
+    check_extra(d, op)
+    check_bias(d.types, op, tuple(b.type(x) for x in read))
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
-        return (d.behind.attention(b, op, q, k, v),)
+        return (d.behind.attention(b, op, q, k, v, *read),)
     roles = ("batch", None, "kv_heads", None)
     slots = (t.shape[0], hir.cache_slots(op.window), op.kv_heads)
     (leaf_k, cache_k), (leaf_v, cache_v) = (
@@ -303,9 +301,44 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         for slot, x in (("k", t), ("v", b.type(v)))
     )
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
-    out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS))
+    out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *read)
     b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
     return (out,)
+
+
+def check_extra(d: Derivation, op: hir.Attention) -> None:
+    """Attention reads no array with an entry for each key: those of cached keys are not in it.
+
+    Raises:
+        DeriveError: it does.
+    """
+    if "bias" in op.extra:
+        raise DeriveError(
+            f"attention adds a bias that is an array, and {d.program} has keys that it knows nothing of: give a "
+            "function of the positions of queries and keys, attention(…, bias=lambda q, k: …)"
+        )
+    if op.extra:
+        own = "lengths" if d.behind is None else "its own input 'mask'"
+        raise DeriveError(
+            f"attention reads the operand {op.extra[0]!r}; {d.program} masks by {own}, "
+            "make the mask an optional input (default=None)"
+        )
+
+
+def check_bias(types: TypeCache, op: hir.Attention, read: tuple[TensorType, ...]) -> None:
+    """A bias by positions is proved to be one of each query and each key alone: there are other keys in a cache.
+
+    Raises:
+        DeriveError: it is not.
+    """
+    if op.bias_of is None:
+        return
+    pairs = PairBias(op.bias_of)
+    places = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
+    for name in ("queries", "keys"):
+        verdict = types.ask(prove, pairs, (*places, *read), name)
+        if not verdict.token_wise:
+            raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
 
 
 def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -382,11 +415,19 @@ RULES: dict[type[Op], Rule] = {
 }
 """The blocks that know the sequence. Nothing else mentions a cache."""
 
+
+def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """As `packed.attention`, where a bias by positions is one of each pair."""
+    assert isinstance(node.op, hir.Attention)
+    check_bias(d.types, node.op, tuple(b.type(v) for v in inputs[3 + len(node.op.extra) :]))
+    return packed.attention(b, node, inputs)
+
+
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: packed.positions(b, node, inputs),
     hir.RopeAngles: keep,
     hir.RopeRows: keep,
-    hir.Attention: lambda d, b, node, inputs: packed.attention(b, node, inputs),
+    hir.Attention: packed_attention,
     hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, node, inputs),
     hir.RelativeBias: keep,
 }
@@ -517,7 +558,7 @@ def _suffix(graph: Graph, types: TypeCache) -> set[int]:
         if number in whole or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)
-        if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands):
+        if has_last_query(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
             suffix.add(number)
         if not plain:
             continue

@@ -74,12 +74,12 @@ class Behind:
         start = b(Reshape((1, 1)), b(Binary("add"), last, b.scalar(1, last)))
         return b(Binary("add"), start, b(Reshape((1, -1)), b(Iota(1), x)))
 
-    def attention(self, b: Builder, op: hir.Attention, q: Value, k: Value, v: Value) -> Value:
+    def attention(self, b: Builder, op: hir.Attention, q: Value, k: Value, v: Value, *read: Value) -> Value:
         """attention(q, k, v) → growing_attention(q, k, v, past_k, past_v, mask); kv.k, kv.v are outputs"""
         layer, new = self.layers, b.type(k)
         past = [self._cache(b, name_of(kind, layer), b.type(x)) for kind, x in (("k", k), ("v", v))]
         keep = self._mask(b, new)
-        context, *grown = b.add(hir.GrowingAttention(op, bool(keep)), q, k, v, *past, *keep)
+        context, *grown = b.add(hir.GrowingAttention(op, bool(keep)), q, k, v, *past, *keep, *read)
         self.grown |= {f"kv.{layer}.{kind}": value for kind, value in zip("kv", grown, strict=True)}
         self.layers += 1
         return context

@@ -15,6 +15,7 @@ import numpy as np
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value, constant
+from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Iota, TakeAlongAxis
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
 from rlx_jax.ir.ops.reduce import Cumsum
@@ -57,7 +58,7 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
     op = node.op
     assert isinstance(op, hir.Attention)
     q, k, v, *extra = inputs
-    given = dict(zip(op.extra, extra, strict=True))
+    given, read = dict(zip(op.extra, extra, strict=False)), extra[len(op.extra) :]
     keeps, bias = given.pop("keep", None), given.pop("bias", None) if op.by_distance else None
     if given:
         raise DeriveError(
@@ -70,6 +71,9 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
     keep = b(Compare("eq"), b(Slice((ALL, None, ALL, None)), segments), b(Slice((ALL, None, None, ALL)), segments))
     if keeps is not None:
         keep = kept_by_both(b, keep, keeps)
+    if op.bias_of is not None:
+        places = b.leaf(POSITIONS)
+        bias, op = b(PairBias(op.bias_of), places, places, *read), replace(op, bias_of=None)
     if bias is not None:  # tokens of one sequence are as far from each other in a row that others share
         return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias)
     return b.add(replace(op, extra=("keep",)), q, k, v, keep)

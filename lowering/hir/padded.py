@@ -70,7 +70,7 @@ class TokenMask:
         op = node.op
         assert isinstance(op, hir.Attention)
         check_keys(op, *(b.type(x) for x in inputs[:2]))
-        given = dict(zip(op.extra, range(3, len(inputs)), strict=True))
+        given = dict(zip(op.extra, range(3, len(inputs)), strict=False))
         at = given.get("keep")
         if self.mask is None or at is not None and self._is_mask(graph, node.inputs[at]):
             return None

@@ -212,12 +212,25 @@ def _same_op(a: Op, b: Op, operands: tuple[TensorType, ...], traces: Traces) -> 
         return False
     for name in a.__dataclass_fields__:
         left, right = getattr(a, name), getattr(b, name)
-        if callable(left) and callable(right):
+        if isinstance(left, Graph) and isinstance(right, Graph):
+            if not _same_body(left, right, traces):
+                return False
+        elif callable(left) and callable(right):
             if not _same_closure(left, right, operands, traces):
                 return False
         elif left != right:
             return False
     return True
+
+
+def _same_body(a: Graph, b: Graph, traces: Traces) -> bool:
+    """The same nodes in the same order, of ops that are the same."""
+    if len(a.nodes) != len(b.nodes) or a.outputs != b.outputs:
+        return False
+    return all(
+        x.inputs == y.inputs and x.types == y.types and _same_op(x.op, y.op, tuple(map(a.type, x.inputs)), traces)
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+    )
 
 
 def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...], traces: Traces) -> bool:

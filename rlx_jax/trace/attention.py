@@ -14,11 +14,13 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import Frequencies, axial_frequencies, frequencies
-from rlx_jax.ir.types import is_static
+from rlx_jax.ir.graph import Graph, Value
+from rlx_jax.ir.types import TensorType, is_float, is_static, symbol
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.ops import Ops
 from rlx_jax.trace.writer import Shape, V, is_number
 
+I32 = np.dtype(np.int32)
 LAYOUTS = ("packed", "heads")
 """Heads side by side, `[B, S, N·D]`, or along an axis of their own, `[B, S, N, D]`."""
 
@@ -182,7 +184,7 @@ class Attending(Ops[V]):
         causal: bool | None = None,
         mask: V | hir.MaskKind | str | None = None,
         mask_value: V | None = None,
-        bias: V | None = None,
+        bias: V | Callable[[V, V], V] | None = None,
         window: Window = None,
         softcap: float | None = None,
         scale: float | None = None,
@@ -201,7 +203,9 @@ class Attending(Ops[V]):
                 the name of a mask kind that says so, a query reads all keys.
             mask: what to keep: bools, or numbers of which less than ½ drops a key. `[T]`, `[B, T]`, `[S, T]`,
                 `[B, S, T]` or `[B, N, S, T]`, where B, N and S may be 1.
-            bias: added to the scores: `[B, N, S, T]`, 1 on any axis, axes in front may be missing.
+            bias: added to the scores: `[B, N, S, T]`, 1 on any axis, axes in front may be missing. Or a function of the
+                positions of queries `[S, 1]` and keys `[1, T]`, both i32, that gives `[N, S, T]`, written with these
+                methods: `lambda q, k: slopes * (k - q)`. That holds in every program, for cached keys too.
             window: keys at a distance of less than so many tokens, on both sides unless causal; or a pair, how many
                 before the query's own key and how many behind it.
             softcap: c · tanh(scores / c), before mask and bias. scale: D^(−1/2) by default.
@@ -232,9 +236,12 @@ class Attending(Ops[V]):
             q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
         before, ahead = self._window(window, bool(causal))
         extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
-        extra |= {} if bias is None else {"bias": self._as_bias(bias)}
-        op = hir.Attention(heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead)
-        done = self.add_node(op, q, k, v, *extra.values(), out_shape=out_shape if layout == "packed" else None)
+        of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
+        extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
+        op = hir.Attention(
+            heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead, bias_of=of_places
+        )
+        done = self.add_node(op, q, k, v, *extra.values(), *read, out_shape=out_shape if layout == "packed" else None)
         if layout == "packed":
             return done
         wide = self.type_of(done).shape[-1] // heads
@@ -419,6 +426,30 @@ class Attending(Ops[V]):
         if found.rank == 3:
             return self.slice(mask, (slice(None), None))
         return self.slice(mask, (None, None)) if as_pairs and not as_rows else mask
+
+    def _pair_bias(self, fn: Callable[[V, V], V], q: V, k: V, heads: int) -> tuple[Graph, tuple[V, ...]]:
+        """A bias by positions as a body, and the weights that it reads."""
+        what, rows, keys = f"{self.path}: attention: bias=", self.type_of(q), self.type_of(k)
+        if rows.shape[1] != keys.shape[1]:
+            raise ShapeError(
+                f"{what} a function of positions is for as many queries as keys, got q {rows} and k {keys}; give an "
+                "array"
+            )
+        places = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
+        captures: dict[Value, int] = {}
+        body, alone = self._trace("bias", fn, places, captures)
+        made = [body.type(v) for v in body.outputs]
+        want = (heads, *places[0].shape[:1], *places[1].shape[1:])
+        fits = alone and is_float(made[0].dtype) and made[0].rank <= 3
+        if not fits or any(got not in (1, size) for got, size in zip(made[0].shape[::-1], want[::-1], strict=False)):
+            raise ShapeError(f"{what} the function gives floats [N, S, T], 1 on any axis, with N = {heads}; got {made}")
+        for value in captures:
+            if (t := self.builder.type(value)).symbols:
+                raise GraphError(
+                    f"{what} the function reads {t}, which has a size of the request: it may read positions, weights "
+                    "and numbers; give an array"
+                )
+        return body, tuple(self._values(captures))
 
     def _as_bias(self, bias: V) -> V:
         """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""

@@ -17,7 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
-from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
+from rlx_jax.ir.ops.control import CustomVjp, PairBias, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
@@ -194,6 +194,15 @@ def search(op: ArgReduce, x: Array) -> Array:
 def body(graph: Graph, operands: Sequence[Array]) -> tuple[Array, ...]:
     """What the body of a loop or choice gives."""
     return Run(Feeds()).graph(graph, None, [wide(np.asarray(o)) for o in operands])
+
+
+def pair_bias(op: PairBias, rows: Array, slots: Array, *given: Array) -> Array:
+    """Row by row of the batch, of the positions of its queries and keys."""
+    made = []
+    for b in range(max(len(rows), len(slots))):
+        (bias,) = body(op.body, (rows[b % len(rows)][:, None], slots[b % len(slots)][None], *given))
+        made.append(bias.reshape((1,) * (3 - bias.ndim) + bias.shape))
+    return np.stack(made)
 
 
 def repeated(op: While, *operands: Array) -> tuple[Array, ...]:
@@ -427,6 +436,7 @@ MIR: dict[type[Op], Meaning] = {
     While: repeated,
     Scan: scanned,
     CustomVjp: lambda op, *operands: body(op.forward, operands),
+    PairBias: pair_bias,
     TokenScan: token_scan,
     TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
     TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),

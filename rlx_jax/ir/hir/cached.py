@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.attention import CacheUpdate, RingStep
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare
 from rlx_jax.ir.ops.reduce import Cumsum
-from rlx_jax.ir.ops.shape import Concat, RepeatHeads, Reshape, merge_axes, split_axis
+from rlx_jax.ir.ops.shape import Concat, Reshape, merge_axes, split_axis
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import DimLike, TensorType, symbol
 
@@ -32,7 +32,8 @@ class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
-    (tokens already in the cache) and lengths `[B]` (new valid tokens). The caches may have a dtype of their own.
+    (tokens already in the cache) and lengths `[B]` (new valid tokens), then what the attention's `bias_of` reads. The
+    caches may have a dtype of their own.
     Results: the context, and both caches with the new rows written at `start`.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
     With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
@@ -50,30 +51,27 @@ class CachedAttention(Hir):
 
     def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """The block with keys and values repeated `times` times before attention."""
-        q, k, v, cache_k, cache_v, start, lengths = operands
+        q, k, v, cache_k, cache_v, start, lengths, *read = operands
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
         new_k, new_v = (_as_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
-        extra: tuple[str, ...] = ()
-        rows: tuple[Value, ...] = ()
+        at: dict[str, Value] = {}
         if self.ring:
             step = RingStep(self.attend.window)
-            keys, at, cache_k = b.add(step, cache_k, new_k, start, lengths)
+            keys, slots, cache_k = b.add(step, cache_k, new_k, start, lengths)
             values, _, cache_v = b.add(step, cache_v, new_v, start, lengths)
-            extra, rows = ("key_positions",), (at,)
+            at = {"key_positions": slots}
         else:
             update = CacheUpdate(fresh=self.block_only)
             keys = cache_k = b(update, cache_k, new_k, start, lengths)
             values = cache_v = b(update, cache_v, new_v, start, lengths)
         if self.block_only:
-            extra, rows = (), ()
+            at = {}
         else:
             k, v = (_as_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
         if self.attend.last or not self.block_only:
-            extra, rows = ("positions", *extra), (self._positions(b, q, start, lengths), *rows)
-        if times > 1:
-            k, v = (b(RepeatHeads(kv_heads, times), x) for x in (k, v))
-        return b(self.attend.op(kv_heads * times, extra), q, k, v, *rows), cache_k, cache_v
+            at = {"positions": self._positions(b, q, start, lengths), **at}
+        return self.attend.over(b, times, q, k, v, *read, at=at), cache_k, cache_v
 
     def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
         """Where the queries stand among the keys, `[B,S]`. That of a row without new tokens reads something all the
@@ -94,7 +92,8 @@ class GrowingAttention(Hir):
     """Attention behind cached keys and values that grow by concatenation (written by `derive` and by SelfAttnDecode).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the cached keys and values `[B,P,K·D]`, whose dtype may be one of its
-    own, and with `keep` a mask `[B,P+S]` over both: 1 keeps a key, less than ½ drops it, and causality holds besides.
+    own, and with `keep` a mask `[B,P+S]` over both: 1 keeps a key, less than ½ drops it, and causality holds besides;
+    then what the attention's `bias_of` reads, for which a key's position is its place among those that are kept.
     Results: the context, and the longer keys and values `[B,P+S,K·D]`. Query i of S reads the keys up to P + i, or the
     last w of those in a window, in which keys that the mask drops take no place.
     """
@@ -105,20 +104,21 @@ class GrowingAttention(Hir):
     keep: bool = False
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("growing_attention", len(operands), 6 if self.keep else 5)
+        if self.attend.bias_of is None:
+            check_arity("growing_attention", len(operands), 6 if self.keep else 5)
         if self.attend.extra:
             raise GraphError(f"growing_attention: its attention reads {', '.join(self.attend.extra)}; expected no mask")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         q, k, v, *past = operands[:5]
         grown = [b(Concat(1), old, _as_dtype(b, new, b.type(old).dtype)) for old, new in zip(past, (k, v), strict=True)]
-        extra, rows = self._kept(b, *operands[5:])
+        extra, rows = self._kept(b, *operands[5 : 5 + self.keep])
         keys, values = (_as_dtype(b, x, b.type(q).dtype) for x in grown)
-        return b(replace(self.attend, extra=extra), q, keys, values, *rows), *grown
+        return b(replace(self.attend, extra=extra), q, keys, values, *rows, *operands[5 + self.keep :]), *grown
 
     def _kept(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
-        """The mask, and for a window the position of each key among those that it keeps."""
-        if not keep or self.attend.window is None:
+        """The mask, and where distances have a say the position of each key among those that it keeps."""
+        if not keep or self.attend.window is None and self.attend.bias_of is None:
             return ("keep",) * len(keep), keep
         wide = b(CastTo(F32), *keep)
         kept = b(CastTo(I32), b(Compare("ge"), wide, b.scalar(0.5, wide)))

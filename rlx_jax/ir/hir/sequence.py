@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlx_jax.errors import ShapeError
-from rlx_jax.ir.graph import Builder, Hir, Value, constant
+from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.ops.attention import (
     AttentionOp,
@@ -18,10 +19,12 @@ from rlx_jax.ir.ops.attention import (
     check_scores,
     check_window,
 )
+from rlx_jax.ir.ops.control import PairBias
+from rlx_jax.ir.ops.cut import Bound, CutAxis
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Compare, Where
 from rlx_jax.ir.ops.reduce import Reduce
-from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, Slice
+from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, SizeOf, Slice
 from rlx_jax.ir.traits import BLOCK, TABLES
 from rlx_jax.ir.types import TensorType
 
@@ -117,12 +120,13 @@ class Rope(Hir):
 
 @dataclass(frozen=True)
 class Attention(Hir):
-    """Attention over packed heads: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then `keep` and `bias` as in `extra`.
-    See `AttentionOp`.
+    """Attention over packed heads: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then `keep` and `bias` as in `extra`,
+    then what `bias_of` reads. See `AttentionOp`.
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
     With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
-    `by_distance` says that the bias is one number for each head and distance of a query and a key.
+    `by_distance` says that the bias is one number for each head and distance of a query and a key. `bias_of` is a bias
+    by the positions of a query and a key, and holds in every program (see `PairBias`).
     """
 
     traits = BLOCK
@@ -137,26 +141,47 @@ class Attention(Hir):
     last: bool = False
     ahead: int = 0
     by_distance: bool = False
+    bias_of: Graph | None = None
 
     def check(self, *operands: TensorType) -> None:
-        check_arity("attention", len(operands), 3 + len(self.extra))
+        if self.bias_of is None:
+            check_arity("attention", len(operands), 3 + len(self.extra))
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)
         check_window(self.causal, self.window, self.ahead)
 
-    def op(self, kv_heads: int, extra: tuple[str, ...] = ()) -> AttentionOp:
+    def op(self, kv_heads: int) -> AttentionOp:
         """The MIR op over `kv_heads` heads."""
         return AttentionOp(
-            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra + extra,
-            ahead=self.ahead,
-        )  # fmt: skip
+            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra, ahead=self.ahead
+        )
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        q, k, v, *rest = operands
-        times = self.heads // self.kv_heads
+        return self.over(b, self.heads // self.kv_heads, *operands)
+
+    def over(
+        self, b: Builder, times: int, q: Value, k: Value, v: Value, *given: Value, at: Mapping[str, Value] | None = None
+    ) -> Value:
+        """The block with keys and values repeated `times` times, and operands of `AttentionOp` that say where queries
+        and keys stand."""
+        at = at or {}
+        own = dict(zip(self.extra, given, strict=False))
+        if self.bias_of is not None:
+            rows, slots = self._places(b, q, k, {**own, **at})
+            own["bias"] = b(PairBias(self.bias_of), rows, slots, *given[len(self.extra) :])
         if times > 1:
             k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
-        return b(self.op(self.heads), q, k, v, *rest)
+        op = self.op(self.kv_heads * times)
+        return b(replace(op, extra=(*own, *at)), q, k, v, *own.values(), *at.values())
+
+    def _places(self, b: Builder, q: Value, k: Value, at: Mapping[str, Value]) -> tuple[Value, Value]:
+        """Positions of queries `[B|1, S]`, by default the last of the keys', and of keys `[B|1, T]`, from 0 on."""
+        slots = at.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
+        rows = at.get("positions") or b(CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), slots, q)
+        return rows, slots
+
+    def text(self) -> str:
+        return replace(self, bias_of=None).text()[:-1] + ", bias by positions)" if self.bias_of else super().text()
 
 
 def attention(

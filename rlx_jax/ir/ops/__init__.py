@@ -2,7 +2,7 @@
 
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
-from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
+from rlx_jax.ir.ops.control import CustomVjp, PairBias, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import CutAxis
@@ -50,7 +50,7 @@ OPS: tuple[type[Mir], ...] = (
     MatMul, BatchMatMul, Einsum, RmsNormOp, LayerNormOp, Standardize,
     Reduce, Softmax, LogSoftmax, Cumsum, Cumulative, ArgReduce, Sort, TopK,
     Reshape, Transpose, Narrow, SplitLast, Slice, CutAxis, Expand, Concat, RepeatHeads, Shard, Pad, Tile,
-    Switch, While, Scan, CustomVjp, TokenScan, TokenWindows, TailRows,
+    Switch, While, Scan, CustomVjp, PairBias, TokenScan, TokenWindows, TailRows,
     Conv, ConvTranspose, Pool, Resize, GridSample, FakeQuantize, Sample,
     Fft, Solve, Det,
     Gather, TakeRow, Iota, Take, TakeAlongAxis, GatherNd, Scatter, ScatterNd, RelativeBuckets,

@@ -19,7 +19,7 @@ from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node
 from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.traits import ELEMENTWISE
-from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 LOOP = replace(ELEMENTWISE, numeric="compute", narrows=0, flops=traced_flops)
@@ -238,3 +238,40 @@ class CustomVjp(Mir):
 
 def _size(body: Graph) -> str:
     return f"{len(body.nodes)} nodes"
+
+
+@dataclass(frozen=True)
+class PairBias(Mir):
+    """What each head adds to the scores of a query at one position and a key at another: `body` of the positions of
+    queries `[S, 1]` and of keys `[1, T]`, both int32, then of what it reads beside them, for each row.
+
+    Operands: positions of queries `[B|1, S]` and of keys `[B|1, T]`, then the others. Result: f32
+    `[B|1, N|1, S|1, T|1]`.
+    """
+
+    traits = LOOP
+
+    body: Graph
+
+    def check(self, *operands: TensorType) -> None:
+        if len(operands) < 2:
+            raise ArityError("pair_bias", "2 or more", len(operands))
+        for t in operands[:2]:
+            if t.rank != 2 or not jnp.issubdtype(t.dtype, jnp.integer):
+                raise ShapeError(f"pair_bias: positions are integers [B, S] and [B, T], got {t}")
+        _check_given(self, (self.body,), operands)
+        if len(self.body.outputs) != 1 or self.body.type(self.body.outputs[0]).rank > 3:
+            raise ShapeError("pair_bias: a body gives one value, [N, S, T] or fewer axes")
+
+    def eval(self, rows: Array, slots: Array, *given: Array) -> Array:
+        def of_row(row: Array, slot: Array) -> Array:
+            (bias,) = run_body(self.body, (row[:, None], slot[None, :], *given))
+            return bias.reshape((1,) * (3 - bias.ndim) + bias.shape).astype(jnp.float32)
+
+        axes = tuple(None if is_static(p.shape[0]) and p.shape[0] == 1 else 0 for p in (rows, slots))
+        if axes == (None, None):
+            return of_row(rows[0], slots[0])[None]
+        return jax.vmap(of_row, axes)(*(p if axis == 0 else p[0] for p, axis in zip((rows, slots), axes, strict=True)))
+
+    def text(self) -> str:
+        return f"pair_bias({_size(self.body)})"
