@@ -210,7 +210,7 @@ def test_scanned_layers(directory: Path, policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("directory", [SLIDING, LATE, ODD, CAPS, PATTERN, CONV], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", [SLIDING, LATE, ODD, CAPS, PATTERN, CONV, MIXED], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
     """Of the `train` program; a stage's own gradients are held against differences elsewhere."""
     import jax

@@ -109,10 +109,10 @@ def test_what_was_not_chosen_is_not_seen(way: str) -> None:
 
 
 CHOICES = [
-    ("cpu", 1, 8, 128, "gathered"), ("cpu", 4, 2, 8, "blocked"), ("cpu", 512, 8, 128, "blocked"),
-    ("h200", 1, 8, 128, "gathered"), ("h200", 8, 8, 128, "gathered"), ("h200", 64, 8, 128, "xla"),
-    ("h200", 16384, 8, 128, "blocked"), ("cuda", 64, 8, 128, "xla"),
-    ("tpu", 1, 8, 128, "gathered"), ("tpu", 64, 8, 128, "ragged"),
+    ("cpu", 1, 8, 128, "gathered"), ("cpu", 4, 2, 8, "gathered"), ("cpu", 5, 2, 8, "blocked"),
+    ("cpu", 512, 8, 128, "blocked"), ("h200", 1, 8, 128, "gathered"), ("h200", 16, 8, 128, "gathered"),
+    ("h200", 17, 8, 128, "xla"), ("h200", 64, 8, 128, "xla"), ("h200", 16384, 8, 128, "blocked"),
+    ("cuda", 64, 8, 128, "xla"), ("tpu", 1, 8, 128, "gathered"), ("tpu", 64, 8, 128, "ragged"),
 ]  # fmt: skip
 
 

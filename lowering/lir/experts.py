@@ -6,6 +6,10 @@
   products that are needed, and the rest of the last block of each expert;
 - `ragged` sorts too, and leaves the groups to `jax.lax.ragged_dot`, which is one kernel on a TPU and on other platforms
   every expert for every token.
+
+Measured on one H200, bf16, 8 layers of 128 experts of width 768 over 2048, 8 of them for each token, ms, what reading
+and computing cannot go below, and this: 1 token 0.13, `gathered` 0.36; 8 tokens 0.81, `gathered` 1.31; 64 tokens 1.98,
+`eval` 2.94, `ragged` 12.5; 16384 tokens 10.0, `blocked` 39.5.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ def choose(call: Call, device: Device) -> Choice:
     """The implementation of one mixture."""
     _, (x, gate, *_, ids) = call
     experts, chosen, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
-    if chosen <= experts // 2:
+    if chosen <= experts:
         return Choice("gathered", f"{chosen} choices of {experts} experts")
     if device.kind == "tpu":
         return Choice("ragged", "one kernel")
@@ -93,19 +97,18 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(named))
 
 
-def gathered(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,
-             ids: AnyArray) -> AnyArray:  # fmt: skip
-    """The op with the weights of each choice: a multiplication and a sum, so that they are read where they stand."""
-    axis = 2 if op.contract else 1
-    rows, flat = x.reshape(-1, x.shape[-1]), ids.reshape(-1)
-    each = jnp.repeat(rows, ids.shape[-1], axis=0)
+def gathered(
+    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray
+) -> AnyArray:
+    """The op with the weights of each choice, as a batch of products of one row."""
+    flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
+    wide, narrow = ("nh,nfh->nf", "nf,nhf->nh") if op.contract else ("nh,nhf->nf", "nf,nfh->nh")
 
-    def product(x: AnyArray, w: AnyArray) -> AnyArray:
-        taken = jnp.take(w, flat, axis=0, mode="clip").astype(jnp.float32)
-        return (taken * jnp.expand_dims(x.astype(jnp.float32), 3 - axis)).sum(axis)
+    def product(subscripts: str, x: AnyArray, w: AnyArray, dtype: Any = None) -> AnyArray:
+        return op.product(subscripts, x, jnp.take(w, flat, axis=0, mode="clip"), dtype)
 
-    inner = op.gated(*(product(each, w).astype(x.dtype) for w in (gate, up)))
-    return _combined(op, product(inner, down), x, weights)
+    inner = op.gated(*(product(wide, each, w) for w in (gate, up)))
+    return _combined(op, product(narrow, inner, down, jnp.float32), x, weights)
 
 
 def blocked(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,
@@ -126,13 +129,13 @@ def blocked(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyA
     inside = x.reshape(-1, x.shape[-1])[choice // top]
     wide, narrow = ("brh,bfh->brf", "brf,bhf->brh") if op.contract else ("brh,bhf->brf", "brf,bfh->brh")
     inner = op.gated(*(op.product(wide, inside, w[owner]) for w in (gate, up)))
-    out = op.product(narrow, inner, down[owner], jnp.float32).reshape(blocks * rows, -1)
+    out = op.product(narrow, inner, down[owner]).reshape(blocks * rows, -1)  # f32 would move twice the bytes
     place = (
         jnp.zeros_like(flat)
         .at[jnp.where(used, choice, flat.size)]
         .set(jnp.arange(blocks * rows, dtype=flat.dtype).reshape(blocks, rows), mode="drop")
     )  # the row of each choice
-    return _combined(op, out[place], x, weights)
+    return _combined(op, out[place].astype(jnp.float32), x, weights)
 
 
 def ragged(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,

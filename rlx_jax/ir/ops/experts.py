@@ -103,15 +103,13 @@ class ExpertFfn(Mir):
         check_experts("experts", operands, self.contract)
 
     def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array) -> Array:
-        wide, narrow = (
-            ("...h,efh->...ef", "...ef,ehf->...eh") if self.contract else ("...h,ehf->...ef", "...ef,efh->...eh")
-        )
+        wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
         hits = ids[..., None] == jnp.arange(gate.shape[0], dtype=ids.dtype).reshape((1,) * ids.ndim + (-1,))
         share = jnp.where(hits, weights.astype(jnp.float32)[..., None], 0.0).sum(-2)
-        inner = self.gated(self.product(wide, x, gate), self.product(wide, x, up))
-        each = self.product(narrow, inner, down, jnp.float32)
-        chosen = jnp.where(hits.any(-2)[..., None], each * share[..., None], 0.0)
-        return chosen.sum(-2).astype(x.dtype)
+        inner = self.gated(*(self.product(f"...h,{wide}->...ef", x, w) for w in (gate, up)))
+        each = self.product(f"...ef,{narrow}->e...h", inner, down, jnp.float32)  # a batch of products as it is
+        seen, given = (jnp.moveaxis(a, -1, 0)[..., None] for a in (hits.any(-2), share))
+        return jnp.where(seen, each * given, 0.0).sum(0).astype(x.dtype)
 
     def product(self, subscripts: str, a: Array, b: Array, dtype: Any = None) -> Array:
         """One of the products, in the dtype of its operands or in `dtype`."""
