@@ -248,8 +248,9 @@ class Backend(_Table):
     products: how a product of one row with a weight `[out, in]` runs: `row` multiplies and sums in one kernel that
         reads the weight once, `xla` is a matrix product as any other; `auto` takes `row` on cuda. Others are not asked.
     experts: how a mixture of experts runs: `dense` computes every expert for every token, `gathered` reads the weights
-        of the experts of each token, `blocked` sorts what was chosen into blocks of one expert each, `ragged` leaves
-        the sorted groups to `jax.lax.ragged_dot`; `auto` chooses by the number of tokens and experts.
+        of the experts of each token, `blocked` sorts what was chosen into blocks of one expert each, `looped` takes
+        these one after the other, `ragged` leaves the sorted groups to `jax.lax.ragged_dot`; `auto` goes by the
+        numbers of tokens and experts, and is `looped` on the CPU.
     steps_per_dispatch: tokens of a row that one call of the generating loop gives; `auto` is 4 on the CPU, else 16.
     stop_early: the loop ends with its last row, and not after so many steps; `auto` says so on the CPU. Where the
         number of turns is known beforehand, a GPU's host thread prepares the next call meanwhile.
@@ -262,7 +263,7 @@ class Backend(_Table):
     skip_fusion: bool = False
     unfuse_regions: bool | Literal["auto"] = "auto"
     products: Literal["auto", "xla", "row"] = "auto"
-    experts: Literal["auto", "dense", "gathered", "blocked", "ragged"] = "auto"
+    experts: Literal["auto", "dense", "gathered", "blocked", "looped", "ragged"] = "auto"
     steps_per_dispatch: int | Literal["auto"] = "auto"
     stop_early: bool | Literal["auto"] = "auto"
     compiler_options: Options = field(default_factory=Options)

@@ -19,7 +19,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType, as_dtype
-from rlx_jax.lowering.lir.experts import block_rows, choose
+from rlx_jax.lowering.lir.experts import block_rows, choose, sorted_blocks
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lower import as_function
 from rlx_jax.models.mixtral import MixtralConfig
@@ -30,7 +30,7 @@ from tests.oracles.recorded import load_record
 
 MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
 MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
-WAYS = ("xla", "gathered", "blocked", "ragged")
+WAYS = ("xla", "gathered", "blocked", "looped", "ragged")
 SIZES = {
     "one token": ((1, 1), 2, 7),
     "few": ((3, 3), 3, 4),
@@ -109,10 +109,10 @@ def test_what_was_not_chosen_is_not_seen(way: str) -> None:
 
 
 CHOICES = [
-    ("cpu", 1, 8, 128, "gathered"), ("cpu", 4, 2, 8, "gathered"), ("cpu", 5, 2, 8, "blocked"),
-    ("cpu", 512, 8, 128, "blocked"), ("h200", 1, 8, 128, "gathered"), ("h200", 16, 8, 128, "gathered"),
-    ("h200", 17, 8, 128, "xla"), ("h200", 64, 8, 128, "xla"), ("h200", 16384, 8, 128, "blocked"),
-    ("cuda", 64, 8, 128, "xla"), ("tpu", 1, 8, 128, "gathered"), ("tpu", 64, 8, 128, "ragged"),
+    ("cpu", 1, 8, 128, "looped"), ("cpu", 512, 8, 128, "looped"), ("h200", 1, 8, 128, "gathered"),
+    ("h200", 16, 8, 128, "gathered"), ("h200", 17, 8, 128, "xla"), ("h200", 64, 8, 128, "xla"),
+    ("h200", 16384, 8, 128, "blocked"), ("cuda", 64, 8, 128, "xla"), ("tpu", 1, 8, 128, "gathered"),
+    ("tpu", 64, 8, 128, "ragged"),
 ]  # fmt: skip
 
 
@@ -127,10 +127,15 @@ def test_which_way(device: str, tokens: int, top: int, experts: int, way: str) -
 
 
 @pytest.mark.parametrize(("choices", "experts"), [(1, 128), (512, 128), (131072, 128), (24, 7)])
-def test_blocks_waste_little(choices: int, experts: int) -> None:
-    """Half full they hold at most as many rows again as there are choices."""
+def test_blocks(choices: int, experts: int) -> None:
+    """As long as an expert's choices are many, in powers of 2; every choice has a row, and each block one expert."""
     rows = block_rows(choices, experts)
-    assert 1 <= rows <= max(1, choices) and (rows - 1) * experts <= choices
+    assert rows & (rows - 1) == 0 and max(choices / experts, 1) / 2 < rows < max(choices / experts, 1) * 2
+    ids = np.random.default_rng(0).integers(0, experts, choices).astype(np.int32)
+    cut = sorted_blocks(jnp.asarray(ids), experts, rows)
+    place, owner = np.asarray(cut.place), np.asarray(cut.owner)
+    assert len(set(place.tolist())) == choices and (owner[place // rows] == ids).all()
+    assert int(np.sum(cut.used)) == choices
 
 
 def test_the_op_counts_what_it_needs() -> None:
@@ -218,7 +223,7 @@ def in_numpy(spec: MoeSpec, weights: dict[str, np.ndarray], x: np.ndarray, activ
 
 @pytest.mark.parametrize(
     ("policy", "way"),
-    [("fusable", "auto"), *(("direct", way) for way in ("auto", "dense", "gathered", "blocked", "ragged"))],
+    [("fusable", "auto"), *(("direct", way) for way in ("auto", "dense", "gathered", "blocked", "looped", "ragged"))],
 )
 def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     """`flow.moe` under any setting; the report and the plan say how it ran."""
@@ -229,7 +234,9 @@ def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     settings: dict[str, Any] = {"backend": {"cpu": {"experts": way}}} if way != "auto" else {}
     model = rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(fusion={"policy": policy}, **settings))
     assert_close(model(x), in_numpy(spec, weights, x, "gelu_tanh"), tolerance=2e-6)
-    told = {"auto": "blocked (12 choices of 4 experts)", "dense": "xla (asked for)"}.get(way, f"{way} (asked for)")
+    told = {"auto": "looped (batches of products are slow on a CPU)", "dense": "xla (asked for)"}.get(
+        way, f"{way} (asked for)"
+    )
     assert model.report().experts == ((f"mlp.experts: {told}",) if policy == "direct" else ())
     assert policy != "direct" or f"experts mlp.experts: {told}" in model.text("lir")
 

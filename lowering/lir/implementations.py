@@ -14,7 +14,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
 from rlx_jax.lowering.lir.choices import Call, Choice
-from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, ragged
+from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.products import choose_products, row
 from rlx_jax.lowering.lir.recurrent import choose_recurrent, chunk_by_chunk, chunks_at_once, one_token
 
@@ -28,6 +28,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "chunk_by_chunk": chunk_by_chunk,
     "gathered": gathered,
     "blocked": blocked,
+    "looped": looped,
     "ragged": ragged,
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""
