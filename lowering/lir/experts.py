@@ -154,7 +154,7 @@ def looped(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SortedChoices:
     """Choices sorted by expert, in blocks of rows of one expert each: whose block it is, which rows are used, the
     number of the choice in each row, and the row of each choice."""
 
@@ -168,7 +168,7 @@ class Blocks:
         return out.reshape(-1, out.shape[-1])[self.place]
 
 
-def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> Blocks:
+def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
     """As many blocks as there can be."""
     flat = ids.reshape(-1)
     number = jnp.arange(min(-(-flat.size // rows) + experts - 1, flat.size))
@@ -181,7 +181,7 @@ def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> Blocks:
     choice = order[jnp.where(used, first[owner][:, None] + within, 0)]
     row = jnp.arange(number.size * rows, dtype=flat.dtype).reshape(choice.shape)
     place = jnp.zeros_like(flat).at[jnp.where(used, choice, flat.size)].set(row, mode="drop")
-    return Blocks(owner, used, choice, place)
+    return SortedChoices(owner, used, choice, place)
 
 
 def ragged(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,
