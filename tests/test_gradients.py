@@ -278,8 +278,13 @@ CASES = {
     ),
     "a step along the tokens": Case(
         {"x": X},
-        (CausalWindow(2), Custom(lambda emit, x: x.mean(2)), Recurrent(step, ("w",), init=np.full(H, 0.3, "f4"))),
-        {"w": (H, H)},
+        (
+            CausalWindow(2),
+            Custom(lambda emit, x: x.mean(2)),
+            Recurrent(step, ("w",), init=np.full(H, 0.3, "f4")),
+            Custom(lambda emit, x: emit.recurrent(step, x, "w", init=emit.param("start"))),
+        ),
+        {"w": (H, H), "start": (H,)},
     ),
     "residuals and norms": Case(
         {"x": X},
@@ -297,9 +302,7 @@ CASES = {
     ),
     "streams": Case({"x": X}, MIXED, with_biases({"w": (H, H), "t": (H, F)}, "w")),
     "gated ffn": Case({"x": X}, (SwiGlu.hf_mlp("l", bias=False),), MLP),
-    "experts": Case(
-        {"x": X}, (MoeFfn("l", EXPERTS),), {f"l.{key}": shape for key, shape in EXPERTS.shapes(H).items()}
-    ),
+    "experts": Case({"x": X}, (MoeFfn("l", EXPERTS),), {f"l.{key}": shape for key, shape in EXPERTS.shapes(H).items()}),
     "gelu ffn": Case(
         {"x": X},
         (GeluFfn.hf_bert("l"), ClsTokenPool()),

@@ -268,6 +268,27 @@ def test_devices_that_share_the_rows(kinds: str) -> None:
     assert all("data" in str(a.sharding.spec[0]) for a in state.state.leaves.values())
 
 
+@pytest.mark.slow
+def test_steps_along_what_a_request_brings() -> None:
+    """Patches of an image, read once: their state is none of the sequence's."""
+
+    def reader(emit: Any, x: Any) -> Any:
+        image = emit.recurrent(lambda h, t: (0.5 * h + t, h), emit.flow_input("image"), init=np.ones(6, np.float32))
+        image = emit.causal_window(image, 2).mean(2)
+        k, v = (emit.linear(image, f"image.{name}") for name in "kv")
+        return x + emit.cross_attention(emit.linear(x, "image.q"), k, v, heads=2)
+
+    flow = tokens_flow().input("image", ("batch", "patches", 6)).custom_named("reader", reader)
+    flow = head(flow.recurrent(rnn_step, "rnn.h", init=START))
+    weights = {"e": WEIGHTS["e"], "rnn.h": WEIGHTS["rnn.h"], "image.q": w(H, H)}
+    lm = rlx.CausalLM(flow, weights | {f"image.{name}": w(H, 6, seed=ord(name)) for name in "kv"})
+    images = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    prompts = [[3, 1, 4], [1, 5]]
+    for prompt, new, image in zip(prompts, lm.generate(prompts, 4, inputs={"image": images}), images, strict=True):
+        logits = np.asarray(lm.logits([prompt + new], inputs={"image": image[None]}))[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == new
+
+
 # -- what has no rule ------------------------------------------------------------------------------
 
 
