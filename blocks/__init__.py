@@ -85,6 +85,9 @@ from rlx_jax.blocks.linear import LmHead as LmHead
 from rlx_jax.blocks.linear import LogitSoftcap as LogitSoftcap
 from rlx_jax.blocks.linear import ResidualAdd as ResidualAdd
 from rlx_jax.blocks.linear import ResidualSave as ResidualSave
+from rlx_jax.blocks.mamba2 import Mamba2Mixer as Mamba2Mixer
+from rlx_jax.blocks.mamba2 import Mamba2Spec as Mamba2Spec
+from rlx_jax.blocks.mamba2 import mamba2_layer as mamba2_layer
 from rlx_jax.blocks.moe import MIXTRAL_KEYS as MIXTRAL_KEYS
 from rlx_jax.blocks.moe import STACKED_KEYS as STACKED_KEYS
 from rlx_jax.blocks.moe import ExpertKeys as ExpertKeys
@@ -146,6 +149,6 @@ FlowStage = (
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
-    | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan
+    | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer
 )  # fmt: skip
 """Every stage."""

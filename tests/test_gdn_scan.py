@@ -1,4 +1,4 @@
-"""The stage `GdnScan`: the gated delta rule over registered inputs, with a state of its own or one that is handed on."""
+"""The stage `GdnScan`: the gated delta rule over registered inputs, from zeros or from a state that is handed on."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ def dump_lir(lir: Lir) -> str:
         *(f"  attention {line}" for line in lir.attention()),
         *(f"  products {line}" for line in lir.products() if str(XLA) not in line),
         *(f"  experts {line}" for line in lir.experts()),
+        *(f"  recurrence {line}" for line in lir.recurrences()),
         f"  arena: {bytes_text(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",
         f"  schedule: {len(lir.graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",

@@ -16,6 +16,7 @@ from rlx_jax.ir.types import TensorType, path_text
 from rlx_jax.lowering.lir.attention import attentions
 from rlx_jax.lowering.lir.choices import XLA, Call, Choice, call_of
 from rlx_jax.lowering.lir.products import products
+from rlx_jax.lowering.lir.recurrent import Recurrence
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class Lir:
     def experts(self) -> tuple[str, ...]:
         """One line for each mixture of experts: its block path, the implementation and the reason."""
         found = ((path_text(n.origin.path), call_of(g, n)) for g, n in self.graph.walk() if isinstance(n.op, ExpertFfn))
+        return tuple(f"{path}: {self.plan.choices.get(call, XLA)}" for path, call in found)
+
+    def recurrences(self) -> tuple[str, ...]:
+        """One line for each recurrence: its block path, the implementation and the reason."""
+        found = (
+            (path_text(n.origin.path), call_of(g, n)) for g, n in self.graph.walk() if isinstance(n.op, Recurrence)
+        )
         return tuple(f"{path}: {self.plan.choices.get(call, XLA)}" for path, call in found)
 
 

@@ -531,6 +531,7 @@ class CompiledModel:
             attention=executable.lir.attention(),
             products=executable.lir.products(),
             experts=executable.lir.experts(),
+            recurrences=executable.lir.recurrences(),
             **asdict(cost(graph)),
             collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
             donated_bytes=memory.alias_size_in_bytes,

@@ -55,6 +55,7 @@ class Report:
     attention: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    recurrences: tuple[str, ...] = ()
     flops: int | None = None
     bytes: int | None = None
     workspace: int | None = None
@@ -84,6 +85,7 @@ class Report:
         rows += [f"{'attention':<18} {a}" for a in self.attention]
         rows += [f"{'products':<18} {p}" for p in self.products]
         rows += [f"{'experts':<18} {e}" for e in self.experts]
+        rows += [f"{'recurrence':<18} {r}" for r in self.recurrences]
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
         rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
         rows += [f"{'speculative':<18} {self.speculative}"] if self.speculative else []

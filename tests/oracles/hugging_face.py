@@ -488,6 +488,23 @@ def random_qwen35(seed: int) -> Checkpoint:
     return Checkpoint("Qwen3_5ForCausalLM", config, seed=seed, **random_storage(draw) | {"spelling": "v5"})
 
 
+def random_mamba2(seed: int) -> Checkpoint:
+    """A Mamba-2 configuration drawn from `seed`: groups, widths, the window, which biases there are."""
+    draw = random.Random(seed)
+    groups = draw.choice([1, 2, 3])
+    heads, width = groups * draw.choice([1, 2, 4]), draw.randint(3, 6)
+    expand = draw.choice([1, 2]) if heads * width % 2 == 0 else 1
+    config = {
+        "vocab_size": draw.randint(50, 200), "hidden_size": heads * width // expand, "expand": expand,
+        "num_hidden_layers": draw.randint(1, 4), "num_heads": heads, "head_dim": width,
+        "state_size": draw.randint(3, 9), "n_groups": groups, "conv_kernel": draw.randint(2, 5),
+        "use_bias": draw.random() < 0.5, "use_conv_bias": draw.random() < 0.7, "chunk_size": 16,
+        "layer_norm_epsilon": draw.choice([1e-3, 1e-2]), "tie_word_embeddings": draw.random() < 0.5,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return Checkpoint("Mamba2ForCausalLM", config, seed=seed, **random_storage(draw) | {"spelling": "v5"})
+
+
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "llama": random_llama,
     "mistral": random_mistral,
@@ -500,6 +517,7 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "gemma3_text": functools.partial(random_gemma, "gemma3_text"),
     "gpt2": random_gpt2,
     "qwen3_5_text": random_qwen35,
+    "mamba2": random_mamba2,
 }
 """Configurations of the decoder-only families by `model_type`."""
 

@@ -466,6 +466,32 @@ QWEN35: dict[str, Checkpoint] = {
     ),
 }  # fmt: skip
 
+MAMBA2: dict[str, Checkpoint] = {
+    # groups, all biases, a window of three
+    "groups_v5": Checkpoint(
+        "Mamba2ForCausalLM",
+        {
+            **{"vocab_size": 59, "hidden_size": 20, "num_hidden_layers": 3, "num_heads": 4, "head_dim": 10},
+            **{"state_size": 7, "n_groups": 2, "expand": 2, "conv_kernel": 3, "layer_norm_epsilon": 1e-2},
+            **{"use_bias": True, "time_step_limit": [0.0, float("inf")], "chunk_size": 16},
+            **NO_IDS,
+        },
+        seed=91,
+    ),
+    # one group, no bias anywhere, tied, stored in bfloat16
+    "tied_v5": Checkpoint(
+        "Mamba2ForCausalLM",
+        {
+            **{"vocab_size": 47, "hidden_size": 18, "num_hidden_layers": 2, "num_heads": 9, "head_dim": 4},
+            **{"state_size": 5, "n_groups": 1, "expand": 2, "conv_kernel": 4, "layer_norm_epsilon": 1e-3},
+            **{"use_bias": False, "use_conv_bias": False, "tie_word_embeddings": True, "chunk_size": 16},
+            **NO_IDS,
+        },
+        seed=92,
+        dtype="bfloat16",
+    ),
+}
+
 CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -478,6 +504,7 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "gemma3_text": GEMMA3,
     "gpt2": GPT2,
     "qwen3_5_text": QWEN35,
+    "mamba2": MAMBA2,
 }
 """The checkpoints of the decoder-only families, by directory."""
 

@@ -1,0 +1,131 @@
+"""Mamba-2: a layer that is one mixer, a selective scan behind a causal convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx_jax.blocks.control import Named, Sequence
+from rlx_jax.blocks.gated_delta import check_columns
+from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
+from rlx_jax.blocks.norm import RmsNorm
+from rlx_jax.errors import GraphError
+from rlx_jax.ir import hir
+from rlx_jax.ir.ops.norm import Standardize
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.trace.emit import Emit, FlowValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec:
+    """Sizes of a Mamba-2 mixer. `groups` divides `heads`.
+
+    Args:
+        head_dim: width of a head. `state_size`: numbers that each column of a head keeps.
+        groups: heads beside each other share their B and C.
+        kernel: tokens in the window of the convolution; `conv_bias`: whether it has a bias. `bias`: whether the
+            projections have.
+        eps: of both norms.
+        time_step_limit: the least and the most of a step; None for no most.
+        activation: behind the convolution and of the gate, a name in `UNARY`.
+    """
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int = 1
+    kernel: int = 4
+    bias: bool = False
+    conv_bias: bool = True
+    eps: float = 1e-5
+    time_step_limit: tuple[float, float | None] = (0.0, None)
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "state_size", "groups", "kernel"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise GraphError(f"Mamba2Spec: {name} is {size!r}; expected an integer of at least 1")
+        if self.heads % self.groups:
+            raise GraphError(f"Mamba2Spec: {self.heads} heads are no multiple of {self.groups} groups")
+
+    @property
+    def inner(self) -> int:
+        """Of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of x, B and C, which are convolved."""
+        shared = self.groups * self.state_size
+        return self.inner, shared, shared
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
+        mixed, heads = sum(self.widths), (self.heads,)
+        shapes: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (self.inner + mixed + self.heads, hidden), "conv1d.weight": (mixed, 1, self.kernel),
+            "dt_bias": heads, "A_log": heads, "D": heads, "norm.weight": (self.inner,),
+            "out_proj.weight": (hidden, self.inner),
+        }  # fmt: skip
+        if self.bias:
+            shapes |= {"in_proj.bias": shapes["in_proj.weight"][:1], "out_proj.bias": (hidden,)}
+        return shapes | ({"conv1d.bias": (mixed,)} if self.conv_bias else {})
+
+
+@dataclass(frozen=True)
+class Mamba2Mixer:
+    """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size.
+
+    z, m, t = x W_in; x, B, C = act(conv(m)); `Δ = clip(softplus(t + dt_bias))`, `A = −exp(A_log)`; the selective scan
+    `y`; then `(w ⊙ rms((y + D x) ⊙ act(z))) W_out`, the norm over each group of heads. Weights under `prefix`: see
+    `Mamba2Spec.shapes`.
+
+    Source: Dao and Gu, arXiv:2405.21060.
+    """
+
+    prefix: str
+    spec: Mamba2Spec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "Mamba2Mixer"), self.spec
+        with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
+            projected = self._linear(emit, x, "in_proj", (None, "hidden"))
+            columns = (s.inner, sum(s.widths), s.heads)
+            check_columns(emit, f"{self.prefix}.in_proj.weight", projected, sum(columns), "gate, x, B, C and steps")
+            z, mixed, t = emit.split(projected, columns)
+            values, b, c = emit.split(self._convolved(emit, mixed), s.widths)
+            biases = (emit.param(f"{self.prefix}.{name}", roles=("heads",)) for name in ("dt_bias", "A_log"))
+            low, high = s.time_step_limit
+            step, rate = emit.add_all(hir.TimeSteps(low, high), t, *biases)
+            out = emit.add_node(hir.SelectiveScan(s.heads, s.groups), values, step, rate, b, c)
+            skip = emit.param(f"{self.prefix}.D", roles=("heads",)).reshape(s.heads, 1)
+            heads = (*values.shape[:-1], s.heads, s.head_dim)
+            out = out + (values.reshape(heads) * skip).reshape(values.shape)
+            return self._linear(emit, self._normed(emit, out, z), "out_proj", ("hidden", "heads"))
+
+    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[str | None, str]) -> FlowValue:
+        with emit.scope(name):
+            bias = f"{self.prefix}.{name}.bias" if self.spec.bias else None
+            return emit.linear(x, f"{self.prefix}.{name}.weight", bias, roles=roles)
+
+    def _convolved(self, emit: Emit, mixed: FlowValue) -> FlowValue:
+        s = self.spec
+        with emit.scope("conv1d"):
+            weights = [emit.param(f"{self.prefix}.conv1d.{n}") for n in ("weight", "bias")[: 1 + s.conv_bias]]
+            return emit.add_node(Unary(s.activation), emit.add_node(hir.CausalConv(s.conv_bias), mixed, *weights))
+
+    def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
+        """The gate, then the norm of each group."""
+        s = self.spec
+        gated = out * emit.add_node(Unary(s.activation), z)
+        with emit.scope("norm"):
+            parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
+            normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)
+            return normed * emit.param(f"{self.prefix}.norm.weight", roles=("heads",))
+
+
+def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") -> Named:
+    """Layer `index`: `x + mixer(rms(x))`."""
+    p = f"{prefix}.{index}"
+    stages = (ResidualSave(), RmsNorm(f"{p}.norm.weight", spec.eps), Mamba2Mixer(f"{p}.mixer", spec), ResidualAdd())
+    return Named(f"layer{index}", Sequence(stages))

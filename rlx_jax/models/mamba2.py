@@ -1,0 +1,132 @@
+"""Mamba-2 (`Mamba2ForCausalLM`): layers without attention, each with a state of fixed size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
+from rlx_jax.errors import ConfigError, quote
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields
+from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
+
+KEYS = EndKeys("backbone.embeddings.weight")
+INERT = (
+    "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min",
+    "time_step_rank", "use_associative_scan", "norm_before_gate", "rms_norm", "fuse_norm",
+)  # fmt: skip
+"""Fields of how a prompt is cut, of how weights are drawn, and of sums between layers, which are f32 where the program
+is; `rms_norm` and `norm_before_gate` are of the first implementation, and Hugging Face's model does not read them."""
+
+INFINITE = ("Infinity", "inf")
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Sizes of a Mamba-2 model, under the names of Hugging Face's config. There is no limit to its positions."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    mixer: Mamba2Spec
+    max_position_embeddings: int = 2**31 - 1
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Fields | Mapping[str, Any]) -> Self:
+        """From `config.json`.
+
+        Raises:
+            ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
+        """
+        c = config if isinstance(config, Fields) else Fields(config, "config")
+        hidden = c.whole("hidden_size", 4096)
+        result = cls(
+            vocab_size=c.whole("vocab_size", 32768, high=MAX_VOCABULARY),
+            hidden_size=hidden,
+            num_hidden_layers=c.whole("num_hidden_layers", 64, high=MAX_LAYERS),
+            mixer=_mixer(c, hidden),
+            tie_word_embeddings=c.flag("tie_word_embeddings", False),
+        )
+        c.finish(INERT)
+        return result
+
+
+@dataclass(frozen=True)
+class Mamba2Flow(CausalFlow[Mamba2Config]):
+    """The recipe of Mamba-2: see `CausalFlow`. Every layer's spec is a `Mamba2Spec`."""
+
+    name: str = "mamba2"
+
+    config_type = Mamba2Config
+
+    def spec(self, index: int = 0) -> Mamba2Spec:
+        return self.config.mixer
+
+    def stage(self, index: int, spec: Mamba2Spec) -> BlockStage:
+        return mamba2_layer(index, spec)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        c = self.config
+        shapes: dict[str, tuple[int, ...]] = {KEYS.embedding: (c.vocab_size, c.hidden_size)}
+        for i in range(c.num_hidden_layers):
+            layer = f"backbone.layers.{i}"
+            shapes[f"{layer}.norm.weight"] = (c.hidden_size,)
+            shapes |= {f"{layer}.mixer.{key}": shape for key, shape in c.mixer.shapes(c.hidden_size).items()}
+        shapes["backbone.norm_f.weight"] = (c.hidden_size,)
+        if not c.tie_word_embeddings:
+            shapes[HEAD] = (c.vocab_size, c.hidden_size)
+        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+
+    def assemble(self) -> ModelFlow:
+        norm = RmsNorm("backbone.norm_f.weight", self.config.mixer.eps)
+        return decoder_flow(self, self.shapes(), self.stage, keys=KEYS, norm=norm)
+
+
+# -- fields ------------------------------------------------------------------------------------
+
+
+def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
+    heads, width = c.whole("num_heads", 128, high=2**16), c.whole("head_dim", 64, high=2**16)
+    expand = c.real("expand", 2)
+    if int(hidden * expand) != heads * width:
+        raise ConfigError(
+            f"{c.where}: hidden_size {hidden} times expand {expand:g} is not num_heads {heads} times head_dim {width}"
+        )
+    groups = c.whole("n_groups", 8, high=2**16)
+    if heads % groups:
+        raise ConfigError(f"{c.where}: num_heads {heads} is not a multiple of n_groups {groups}")
+    return Mamba2Spec(
+        heads=heads, head_dim=width, state_size=c.whole("state_size", 128, high=2**16), groups=groups,
+        kernel=c.whole("conv_kernel", 4, high=2**10), bias=c.flag("use_bias", False),
+        conv_bias=c.flag("use_conv_bias", True), eps=c.real("layer_norm_epsilon", 1e-5),
+        time_step_limit=_limits(c),
+        activation=c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu", "gelu": "gelu"}),
+    )  # fmt: skip
+
+
+def _limits(c: Fields) -> tuple[float, float | None]:
+    """The least and the most of a time step. No most is infinity, which JSON has not, written in one of two ways."""
+    given = c.raw("time_step_limit", [0.0, math.inf])
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise ConfigError(f"{c.where}: field 'time_step_limit' is {quote(given)}; expected two numbers")
+    low, high = (_number(c, value) for value in given)
+    if not 0 <= low <= high or math.isinf(low):
+        raise ConfigError(f"{c.where}: field 'time_step_limit' is {quote(given)}; expected 0 ≤ least ≤ most")
+    return low, None if math.isinf(high) else high
+
+
+def _number(c: Fields, value: Any) -> float:
+    if isinstance(value, dict) and list(value) == ["__float__"]:  # as transformers 5 writes it
+        value = value["__float__"]
+    if value in INFINITE:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ConfigError(f"{c.where}: field 'time_step_limit' has {quote(value)}; expected a number")
+    return float(value)
