@@ -127,6 +127,16 @@ def test_load_says_what_to_do() -> None:
         rlx.load(SHARDED)
 
 
+def test_a_model_without_guidance(record: dict[str, Any]) -> None:
+    """It asks for none, has no weights for it, and refuses one by name."""
+    recipe = Flux2Flow.for_config(diffusion.FLUX2 | {"guidance_embeds": False})
+    assert not any("guidance_embedder" in key for key in recipe.shapes())
+    model = rlx.compile(recipe)
+    assert "guidance" not in [i.name for i in model.inputs]
+    with pytest.raises(UnboundInputError, match="has no input 'guidance'"):
+        model.apply(recipe.shapes(), **given(record))
+
+
 def test_all_weights_have_roles() -> None:
     """So that a mesh can divide them: a role for each matrix, and the norms of heads are vectors."""
     recipe = Flux2Flow.for_config(diffusion.FLUX2)
