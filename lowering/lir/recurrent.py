@@ -26,6 +26,9 @@ AnyArray = Any
 Recurrence = GatedDeltaOp | SelectiveScanOp
 FEW = 16
 """Tokens from which chunks are faster than steps."""
+TURN = 8
+"""Chunks that the loop over states takes at a time: on one H200, 4096 tokens of 16 heads take 1.61 ms at 1, 1.12 at 4,
+1.10 at 8, 1.16 at 16."""
 BLOCK = 8
 """Rows of a triangular system that are solved by powers, whose entries grow with the binomials of that number."""
 
@@ -80,7 +83,11 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """The op in chunks: all of them at once but for the state, which a loop takes from one to the next."""
     chunk, cut, start, (tokens, dtype) = chunks_of(op, operands)
     ready = jax.vmap(chunk.prepare)(cut)
-    last, before = lax.scan(lambda held, ready: (chunk.carry(held, ready), held.astype(dtype)), start, ready)
+
+    def step(held: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
+        return chunk.carry(held, part), held.astype(dtype)
+
+    last, before = lax.scan(step, start, ready, unroll=TURN)
     out = jax.vmap(chunk.give)(before, cut, ready)
     return by_token(out, tokens).astype(dtype), last.reshape(op.begin(*operands).shape)
 
