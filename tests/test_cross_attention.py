@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, RlxError, SessionStateError, ShapeError
 from tests.divided import mesh
+from tests.oracles.comparing import assert_close
 
 H, V, C, LAYERS = 16, 13, 5, 2
 RNG = np.random.default_rng(2)
@@ -239,3 +240,14 @@ def test_not_derived(read: Any, says: str) -> None:
     with pytest.raises(DeriveError, match="read") as caught:
         derived(read)
     assert says in str(caught.value)
+
+
+def test_explicit_reads_the_request_in_every_call() -> None:
+    """It has no state: what the request brings is its input again, and attention over it has no cache."""
+    step = rlx.compile(flow(), WEIGHTS, program="explicit")
+    want = forward(TOKENS, **BESIDE)
+    assert [name for name in step.output_names if name.endswith(".k")] == [f"kv.{i}.k" for i in range(LAYERS)]
+    read = rlx.compile(flow().export_kv(), WEIGHTS)(TOKENS[:, :5], **BESIDE)
+    caches = {f"past_{n}_{i}": read[f"kv.{i}.{n}"] for i in range(LAYERS) for n in "kv"}
+    out = step(TOKENS[:, 5:], **BESIDE, **caches)
+    assert_close(np.asarray(out["logits"]), want[:, 5:])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
-from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError
+from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError, SessionStateError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.linalg import MatMul
 
@@ -370,7 +370,7 @@ def test_side_outputs_come_along() -> None:
 
 
 def test_optional_inputs_are_left_out() -> None:
-    """A mask with default None: prefill masks by lengths instead."""
+    """A mask with default None: prefill masks by lengths instead; a mask that is given is kept in the state."""
     flow = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input(
         "mask", ("batch", "seq"), dtype="int32", default=None
     ).embed("e")  # fmt: skip
@@ -383,8 +383,15 @@ def test_optional_inputs_are_left_out() -> None:
     flow = head(flow.custom_named("attn", layer))
     assert_generates(flow, EMBEDDING)
     model = compiled(flow, EMBEDDING, program="prefill")
-    with pytest.raises(DeriveError, match="attn.*keep.*optional"):
-        model.apply(model.params, TOKENS, np.ones_like(TOKENS), lengths=[4, 4], state=model.init_state(2, CONTEXT))
+    keep = np.array([[1, 0, 1, 1]] * 2, np.int32)
+    ids, lengths = np.asarray(TOKENS)[:, :4], np.full(2, 4, np.int32)
+    out, _ = model(ids, keep, lengths=lengths, state=model.init_state(2, CONTEXT, given=["mask"]))
+    np.testing.assert_allclose(out, compiled(flow, EMBEDDING)(ids, keep), atol=2e-5)
+    with pytest.raises(SessionStateError, match=r"other optional inputs \(init_state\(…, given=…\)\)"):
+        model(ids, keep, lengths=lengths, state=model.init_state(2, CONTEXT))
+    for wrong in (["masks"], "mask", ["tokens"]):
+        with pytest.raises(GraphError, match="init_state: given is .* expected names of optional inputs: 'mask'"):
+            model.init_state(2, CONTEXT, given=wrong)
 
 
 @pytest.mark.slow

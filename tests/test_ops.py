@@ -562,7 +562,8 @@ def pair_samples() -> Iterator[Sample]:
     x, slopes = m.input("x", (1, "seq", 6)), m.input("slopes", (3, 1, 1))
     m.attention(x, x, x, heads=3, bias=lambda q, k: m.mul(slopes, m.cast(m.sub(k, q), "f32")))
     m.attention(x, x, x, heads=3, bias=lambda q, k: m.sin(m.cast(k, "f32")))
-    of_weights, of_keys = (PairBias(n.op.bias_of) for n in m.builder.nodes if isinstance(n.op, hir.Attention))
+    bodies = [n.op.bias_of for n in m.builder.nodes if isinstance(n.op, hir.Attention)]
+    of_weights, of_keys = (PairBias(body) for body in bodies if body is not None)
     rows, keys, weights = "i32 batch seq", "i32 1 keys", "f32 3 1 1"
     for op, operands in (
         (of_weights, (rows, keys, weights)), (of_weights, ("i32 1 seq", keys, weights)),

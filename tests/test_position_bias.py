@@ -118,7 +118,9 @@ def test_explicit_counts_kept_keys() -> None:
     step = rlx.compile(flow(bias, causal=True), held(bias), program="explicit")
     caches = {f"past_{n}_{i}": read[f"kv.{i}.{n}"] for i in range(LAYERS) for n in "kv"}
     assert_close(np.asarray(step(ids[:, 4:], **caches)["logits"])[0], want[4:])
-    padded = {name: np.pad(np.asarray(c), ((0, 0), (2, 0), (0, 0)), constant_values=9.0) for name, c in caches.items()}
+    padded: dict[str, Any] = {
+        name: np.pad(np.asarray(c), ((0, 0), (2, 0), (0, 0)), constant_values=9.0) for name, c in caches.items()
+    }
     mask = np.array([[0, 0, 1, 1, 1, 1, 1, 1]])
     assert_close(np.asarray(step(ids[:, 4:], mask=mask, **padded)["logits"])[0], want[4:])
 

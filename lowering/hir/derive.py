@@ -22,12 +22,12 @@ import numpy as np
 
 from rlx_jax.errors import DeriveError, did_you_mean
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Op, StateLeaf, StateRead, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Op, StateLeaf, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.index import Iota
-from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.ops.shape import Reshape
+from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
+from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.region import Repeat, unroll
@@ -36,7 +36,7 @@ from rlx_jax.ir.types import Path, TensorType, path_text, symbol
 from rlx_jax.lowering.hir import continued, packed
 from rlx_jax.lowering.hir.explicit import Behind
 from rlx_jax.lowering.hir.padded import TokenMask
-from rlx_jax.lowering.hir.request import Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
+from rlx_jax.lowering.hir.request import REQUEST, Brought, Cutting, inputs_read, pruned, reads_fixed, request_of
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
@@ -46,6 +46,7 @@ PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")
 LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
+WHOLE = (None, None, None)
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
@@ -111,7 +112,8 @@ def derive(
         d.behind = Behind.of(graph, kv, given)
     if program == "padded":
         d.tokens = TokenMask.of(graph, given)
-    brought = request_of(graph) if program in CACHED_PROGRAMS else Brought()
+    asks = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
+    brought = request_of(graph) if asks else Brought()
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         rule = rule_of(node.op, program)
@@ -134,7 +136,7 @@ def derive(
         return fn if id(graph) not in brought.graphs else beside_request(d, graph, brought, fn)
 
     out = rewrite(graph, enter, types, program)
-    if program != "prefill" and brought.graphs:
+    if program in ("extend", "verify") and brought.graphs:
         out = replace(out, inputs=tuple(inputs_read(out)))
     if program == "packed":
         return packed.declared(out, types)
@@ -146,7 +148,7 @@ def derive(
 def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
     """`fn` for what moves in a graph. Of what the request brings beside its tokens `prefill` keeps what is read, and
     `extend` reads it there; it has to treat rows of the batch alone, and no more."""
-    cut = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) else None
+    cut = Cutting(graph, brought.levels(graph), d.program) if brought.cuts(graph) and d.behind is None else None
     levels, whole = brought.levels(graph), id(graph) in brought.whole
 
     def alone(node: Node) -> None:
@@ -154,7 +156,7 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
             check_token_wise(d, node, tuple(graph.type(v) for v in node.inputs))
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if whole or cut is not None and cut.of_request(number):
+        if whole or levels[number] == REQUEST:
             alone(node)
             return cut.dropped(b, number, node) if cut is not None and d.program != "prefill" else None
         if isinstance(node.op, Leaf):
@@ -235,14 +237,18 @@ def check_inputs(graph: Graph, program: str) -> None:
     Raises:
         DeriveError: names the inputs.
     """
-    reads_cache = any(isinstance(node.op, hir.GrowingAttention) for node in graph.nodes)
-    if not (reads_cache or any({"batch", "seq"} <= i.type.symbols for i in graph.inputs)):
+    if not (reads_cache(graph) or any({"batch", "seq"} <= i.type.symbols for i in graph.inputs)):
         shapes = ", ".join(f"{i.input} {i.type}" for i in graph.inputs)
         raise DeriveError(f"{program} needs an input with the symbolic dimensions batch and seq; the flow has {shapes}")
     if program in CACHED_PROGRAMS and any(i.input == LENGTHS.input for i in graph.inputs):
         raise DeriveError(f"{program} adds an input 'lengths'; the flow has one of that name already, rename it")
     if program == "packed":
         packed.check_names(graph)
+
+
+def reads_cache(graph: Graph) -> bool:
+    """Whether a flow reads cached keys and values itself."""
+    return any(isinstance(node.op, hir.GrowingAttention) for node in graph.nodes)
 
 
 def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
@@ -300,14 +306,40 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         d.state(b, node.origin.path, slot, TensorType((*slots, x.shape[2] // op.kv_heads), d.kv or x.dtype), roles)
         for slot, x in (("k", t), ("v", b.type(v)))
     )
+    leaves, masks = [leaf_k, leaf_v], list[Value]()
+    if op.extra:  # which of the keys are kept is known to later calls too
+        keep = keys_kept(b, rest[0])
+        leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
+        leaves, masks = [*leaves, leaf], [keep, cache]
     block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
-    out, new_k, new_v = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *read)
-    b.writes += [(leaf_k, new_k), (leaf_v, new_v)]
+    out, *caches = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *masks, *read)
+    b.writes += zip(leaves, caches, strict=True)
     return (out,)
 
 
+def keys_kept(b: Builder, keep: Value) -> Value:
+    """A keep mask over the new keys as bools `[batch, seq]`.
+
+    Raises:
+        DeriveError: it says something else of each query.
+    """
+    t = b.type(keep)
+    if t.shape[-1] != symbol("seq") or any(size != 1 for size in t.shape[1:-1]):
+        raise DeriveError(
+            f"attention reads the mask {t}, which is not one of keys alone, [batch, seq]: of a cached key it does not "
+            "say which later tokens read it; a function of positions does, attention(…, bias=lambda q, k: …)"
+        )
+    if t.rank == 4:
+        keep = b(Slice((WHOLE, 0, 0, WHOLE)), keep)
+    keep = packed.kept(b, keep)
+    if t.shape[0] != 1:
+        return keep
+    every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
+    return b(Where(), every, keep, b.leaf(constant(False, np.bool_)))  # the same for each row
+
+
 def check_extra(d: Derivation, op: hir.Attention) -> None:
-    """Attention reads no array with an entry for each key: those of cached keys are not in it.
+    """Attention reads no array with an entry for each key that later calls do not know: of cached keys it has none.
 
     Raises:
         DeriveError: it does.
@@ -317,11 +349,10 @@ def check_extra(d: Derivation, op: hir.Attention) -> None:
             f"attention adds a bias that is an array, and {d.program} has keys that it knows nothing of: give a "
             "function of the positions of queries and keys, attention(…, bias=lambda q, k: …)"
         )
-    if op.extra:
-        own = "lengths" if d.behind is None else "its own input 'mask'"
+    if op.extra and d.behind is not None:
         raise DeriveError(
-            f"attention reads the operand {op.extra[0]!r}; {d.program} masks by {own}, "
-            "make the mask an optional input (default=None)"
+            f"attention reads the operand {op.extra[0]!r} over new keys, and cached ones have none; explicit masks by "
+            "its own input 'mask' both: make the flow's an optional input (default=None), or use prefill and extend"
         )
 
 

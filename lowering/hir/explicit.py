@@ -18,13 +18,14 @@ import numpy as np
 
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Input, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Narrow, Reshape
 from rlx_jax.ir.types import DimLike, TensorType, is_float, symbol
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+KINDS = hir.Attention | hir.GrowingAttention
 MASK, POSITION_IDS = "mask", "position_ids"
 OPTIONAL = (  # of every explicit program that has no inputs of these names otherwise
     Input(MASK, type=TensorType((symbol("batch"), symbol("past") + symbol("seq")), I32)),
@@ -55,7 +56,7 @@ class Behind:
         Raises:
             DeriveError: there is none.
         """
-        found = next((n for n in graph.nodes if isinstance(n.op, hir.Attention | hir.GrowingAttention)), None)
+        found = next((n for n in graph.nodes if isinstance(n.op, KINDS) and _moves(graph, n)), None)
         if found is None:
             raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
         declared, dtype = {i.input: i for i in graph.inputs}, caches or F32
@@ -131,6 +132,11 @@ class Behind:
             return (self._input(b, Input(MASK, type=TensorType(shape, I32))),)
         leaf = self.declared.get(MASK)
         return () if leaf is None or leaf.type.shape != shape else (b.leaf(leaf),)
+
+
+def _moves(graph: Graph, node: Node) -> bool:
+    """Whether it is attention over tokens, not over what a request brings beside them."""
+    return isinstance(node.op, hir.GrowingAttention) or "seq" in graph.type(node.inputs[1]).symbols
 
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:

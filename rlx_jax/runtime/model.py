@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
@@ -402,18 +403,23 @@ class CompiledModel:
         with out_of_memory(what):
             return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
 
-    def init_state(self, batch: int, context: int | None = None, **sizes: int) -> State:
+    def init_state(self, batch: int, context: int | None = None, *, given: Sequence[str] = (), **sizes: int) -> State:
         """An empty state for `batch` rows and `context` cached tokens.
 
-        A layer that attends in a window of w keys holds min(context, w) of them. `sizes` are those of other inputs,
-        such as patches of an image, where the state keeps what is computed of them.
+        A layer that attends in a window of w keys holds min(context, w) of them. `given` are the optional inputs that
+        calls will bring: a mask over keys is kept in the state. `sizes` are those of other inputs, such as patches of
+        an image, where the state keeps what is computed of them.
         """
+        optional = [d.name for d in self.inputs if d.optional]
+        if isinstance(given, str) or (others := [name for name in given if name not in optional]):
+            what = shown(given) if isinstance(given, str) else listing(others)
+            raise GraphError(f"init_state: given is {what}; expected names of optional inputs: {listing(optional)}")
         batch = as_dim(batch, "init_state: batch")
         context = None if context is None else as_dim(context, "init_state: context")
         more = {name: as_dim(size, f"init_state: {name}") for name, size in sizes.items()}
         if unknown := [name for name in more if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
-        empty = self._empty_state(batch, context, more)
+        empty = self._empty_state(batch, context, more, frozenset(given))
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
 

@@ -117,8 +117,8 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
     """
     if set(arrays) != set(types):
         raise SessionStateError(
-            f"this state belongs to another model: it has leaves {listing(sorted(arrays), 4)}, the program "
-            f"{listing(sorted(types), 4)}"
+            f"this state belongs to another model, or to other optional inputs (init_state(…, given=…)): it has leaves "
+            f"{listing(sorted(arrays), 4)}, the program {listing(sorted(types), 4)}"
         )
     for key, t in types.items():
         shape, dtype = tuple(arrays[key].shape), arrays[key].dtype

@@ -20,6 +20,7 @@ from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import DimLike, TensorType, symbol
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+Masks = tuple[Value, ...]
 
 
 def cache_slots(window: int | None) -> DimLike:
@@ -32,9 +33,10 @@ class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
-    (tokens already in the cache) and lengths `[B]` (new valid tokens), then what the attention's `bias_of` reads. The
-    caches may have a dtype of their own.
-    Results: the context, and both caches with the new rows written at `start`.
+    (tokens already in the cache) and lengths `[B]` (new valid tokens); where the attention has a keep mask that of the
+    new keys `[B,S]` and that of the cache `[B,T]`, both bool; then what its `bias_of` reads. The key and value caches
+    may have a dtype of their own.
+    Results: the context, and the caches with the new rows written at `start`, that of the mask last.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
     With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
     Where `attend.last`, q is `[B,1,N·D]`, the query of each row's last valid token.
@@ -51,7 +53,8 @@ class CachedAttention(Hir):
 
     def grouped(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """The block with keys and values repeated `times` times before attention."""
-        q, k, v, cache_k, cache_v, start, lengths, *read = operands
+        q, k, v, cache_k, cache_v, start, lengths, *more = operands
+        masks, read = more[: 2 * len(self.attend.extra)], more[2 * len(self.attend.extra) :]
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
         new_k, new_v = (_as_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
@@ -71,7 +74,16 @@ class CachedAttention(Hir):
             k, v = (_as_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
         if self.attend.last or not self.block_only:
             at = {"positions": self._positions(b, q, start, lengths), **at}
-        return self.attend.over(b, times, q, k, v, *read, at=at), cache_k, cache_v
+        keep, caches = self._kept(b, start, lengths, *masks) if masks else ((), ())
+        return self.attend.over(b, times, q, k, v, *keep, *read, at=at), cache_k, cache_v, *caches
+
+    def _kept(self, b: Builder, start: Value, lengths: Value, new: Value, cache: Value) -> tuple[Masks, Masks]:
+        """The mask over the keys that are read, and its cache after the call."""
+        if self.ring:
+            keep, _, cache = b.add(RingStep(self.attend.window), cache, new, start, lengths)
+        else:
+            keep = cache = b(CacheUpdate(fresh=self.block_only), cache, new, start, lengths)
+        return (new if self.block_only else keep,), (cache,)
 
     def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
         """Where the queries stand among the keys, `[B,S]`. That of a row without new tokens reads something all the
