@@ -204,7 +204,7 @@ def experts_alone(shape: Shape, layers: list[Any], tokens: int, rounds: int) -> 
     """Milliseconds of each form; those that do not compile or take too much room are told and left out."""
     gpu, queued = jax.default_backend() == "gpu", 10 if tokens <= 512 else 1
     tried = hand.forms(shape.sizes, tokens, gpu)
-    ways = {"gathered": 32, "xla": 512, "blocked": 1 << 30}
+    ways = {"gathered": 32, "xla": 512, "blocked": 1 << 30, "looped": 1 << 30}
     tried |= {f"ours, {way}": hand.Form(our_way(way)) for way, most in ways.items() if tokens <= most}
     calls: dict[str, Call] = {}
     for name, form in tried.items():

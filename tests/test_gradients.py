@@ -245,7 +245,8 @@ PLACES = {"img_ids": np.array([[[0, 0], [1, 2], [3, 1]]], np.int32), "txt_ids": 
 MOMENTS = {"timestep": np.array([0.0004, 0.0017], np.float32), "guidance": np.array([0.0012, 0.0007], np.float32)}
 """The model multiplies both by 1000."""
 
-EXPERTS = MoeSpec(num_experts=3, top_k=3, inner=F, scores="sigmoid", scale=1.5)  # another choice would be a step
+EXPERTS = MoeSpec(num_experts=3, top_k=3, inner=F, scores="sigmoid", scale=1.5)
+"""All are chosen: where the choice changes there is a step."""
 ATTENTION = with_biases({"q": (4 * D, H), "k": (2 * D, H), "v": (2 * D, H)}, "q k v")
 ROPE = {"rope_cos": np.cos(X[0, :, :2]), "rope_sin": np.sin(X[0, :, :2])}
 MLP = with_biases({"l.mlp.gate_proj": (F, H), "l.mlp.up_proj": (F, H), "l.mlp.down_proj": (H, F)})

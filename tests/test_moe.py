@@ -375,7 +375,10 @@ def stacked(directory: Path, target: Path, prefix: str = "mlp") -> Path:
     return copied
 
 
-@pytest.mark.parametrize(("directory", "prefix"), [(MIXTRAL, "block_sparse_moe"), (MIXED, "mlp")])
+@pytest.mark.parametrize(
+    ("directory", "prefix"),
+    [(MIXTRAL, "block_sparse_moe"), pytest.param(MIXED, "mlp", marks=pytest.mark.slow)],
+)
 def test_experts_stored_as_one(directory: Path, prefix: str, tmp_path: Path) -> None:
     """Gate and up of all experts in one tensor, down in another: the same logits; saved, they are so again."""
     lm = rlx.load(stacked(directory, tmp_path / "stacked", prefix))
@@ -409,7 +412,7 @@ def test_saved_experts_are_those_that_were_loaded(format: Any, tmp_path: Path) -
 
 def test_initial_experts() -> None:
     """Each is normal over its own inputs, and no two are alike."""
-    wide = dataclasses.replace(Sparse.spec, inner=400, num_experts=8)
+    wide = dataclasses.replace(Sparse.spec, inner=400)
     shapes = {f"l.{k}": jax.ShapeDtypeStruct(v, np.float32) for k, v in wide.shapes(100).items()}
     drawn = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 100)).moe("l", wide).with_weights(shapes)).init(0)
     for name, value in drawn.items():
