@@ -299,7 +299,8 @@ def test_experts_stay_where_they_are() -> None:
     """Each device has its own; what is sent is one sum behind them, and no weight."""
     ours = lm("mixtral", "expert tensor", 4)
     ours.generate(PROMPTS[:3], max_new_tokens=2)
-    (gate,) = (p for name, p in ours.model.params.items() if name.startswith("model.layers.1") and ".w1." in name)
+    params: Any = ours.model.params
+    (gate,) = (p for name, p in params.items() if name.startswith("model.layers.1") and ".w1." in name)
     assert gate.shape == (4, 48, 32) and gate.sharding.shard_shape(gate.shape) == (2, 24, 32)
     kept = {k.program: e for k, e in ours.model.programs.executables.items()}
     for program in ("prefill", "extend"):

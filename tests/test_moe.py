@@ -338,7 +338,8 @@ def test_gemma_layers_with_experts(style: GemmaStyle, decode: bool) -> None:
         inputs |= past
     else:
         flow = flow.stage(blocks.gemma_moe_prefill_layer_composed(0, style, attend, spec, 1e-3))
-    made = rlx.compile(flow, weights)(**inputs)
+    model: Any = rlx.compile(flow, weights)
+    made = model(**inputs)
     got = made["output"] if isinstance(made, dict) else made
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
@@ -394,7 +395,7 @@ def test_experts_stored_as_one(directory: Path, prefix: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_saved_experts_are_those_that_were_loaded(format: Any, tmp_path: Path) -> None:
     """Stacked in one leaf, and stored one by one under their own keys."""
-    model = rlx.compile(rlx.recipe_for(MIXTRAL))
+    model: Any = rlx.compile(rlx.recipe_for(MIXTRAL))
     names = [name for name in model.params if "w1" in name]
     assert names == [f"model.layers.{i}.block_sparse_moe.experts.{{0..4}}.w1.weight" for i in range(2)]
     assert model.params[names[0]].shape == (5, 26, 34)

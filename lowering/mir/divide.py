@@ -26,8 +26,8 @@ def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
         if isinstance(node.op, RopeTable):  # every device makes its own
             return b.add(node.op, *(b(Shard((None,) * b.type(v).rank), v) for v in inputs))
         if isinstance(node.op, ExpertFfn):  # each token is whole where its row is
-            lead = of_dims(b.type(inputs[0]))[:-1]
-            return (b(Shard((*lead, None)), b(replace(node.op, roles=lead), *inputs)),)
+            rows = of_dims(b.type(inputs[0]))[:-1]
+            return (b(Shard((*rows, None)), b(replace(node.op, roles=rows), *inputs)),)
         weight = 0 if isinstance(node.op, Gather) else 1
         if not isinstance(node.op, MatMul | FusedMatMulBiasAct | Gather) or len(inputs) <= weight:
             return None
