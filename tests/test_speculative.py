@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.look_up import LONGEST, find_place
 from rlx_jax.runtime.compiling import compile_together
-from tests import test_cross_attention, test_recurrent
+from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
 from tests.test_derive import head, tokens_flow
@@ -130,16 +130,20 @@ def test_the_stream_is_generate() -> None:
         pytest.param("gemma3_text/pattern_v4", marks=pytest.mark.slow),
         pytest.param("gpt2/bare_v4", marks=pytest.mark.slow),
         pytest.param("gemma2/caps_v5", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text/blocks_v5", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe/mixed_v5", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_transformers(directory: str) -> None:
-    """24 recorded greedy tokens for each row of a ragged batch."""
+    """The recorded greedy tokens of each row of a ragged batch, by drafts of the text and of the model itself."""
     case = load_case(FIXTURES / directory)
-    for count in (2, 4):
-        assert case.lm.generate(case.prompts, 24, speculative="prompt", draft_tokens=count) == case.greedy
+    for source, count in (("prompt", 2), (case.lm, 4)):
+        got = case.lm.generate(case.prompts, len(case.greedy[0]), speculative=source, draft_tokens=count)
+        assert got == case.greedy
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"speculative": "mtp"}, "windows is loaded without the heads .* use 'prompt'"),
     ({"speculative": "promt"}, "did you mean 'prompt'"),
     ({"speculative": 3}, "speculative is 3"),
     ({"speculative": "prompt", "draft_tokens": 0}, "draft_tokens is 0"),
@@ -152,7 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_refused(options: dict[str, Any], told: str) -> None:
     """By name, before anything runs; `stream` likewise."""
     for call in (rings().generate, rings().stream):
-        with pytest.raises(errors.RequestError, match=told):
+        with pytest.raises((errors.RequestError, errors.UnsupportedError), match=told):
             call(PROMPTS[0], **options)
 
 
@@ -259,3 +263,13 @@ def test_greedy_texts_of_many_models(source: str, count: int) -> None:
         assert lm.generate(prompts, new, speculative="prompt", draft_tokens=count) == want
         accepted += lm.report().speculative.accepted
     assert accepted > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_drafts_over_a_mesh(family: str) -> None:
+    """The tokens of one device, rings too; another model is refused."""
+    ours = test_mesh.lm(family, *test_mesh.GRID[-1])
+    assert ours.generate(test_mesh.PROMPTS[:3], max_new_tokens=32, speculative="prompt") == test_mesh.greedy(family)
+    with pytest.raises(errors.UnsupportedError, match="a model is over a mesh; on one device it can"):
+        ours.generate(test_mesh.PROMPTS[:3], speculative=test_mesh.lm(family))

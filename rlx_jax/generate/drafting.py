@@ -23,7 +23,7 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
 
     Raises:
         RequestError: neither a source nor None; `draft_tokens` out of range or without a source; a model with another
-            vocabulary, or that reads more than tokens. UnsupportedError: another model over a mesh.
+            vocabulary, or that reads more than tokens. UnsupportedError: another model over a mesh; "mtp".
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
     if count > MAX_DRAFTS:
@@ -37,6 +37,11 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
         return DraftModel(speculative.model, count, speculative.max_positions)
     if isinstance(speculative, str) and speculative == "prompt":
         return PromptLookUp(count)
+    if isinstance(speculative, str) and speculative == "mtp":
+        raise UnsupportedError(
+            f"speculative='mtp': {speaker.model.name} is loaded without the heads of a checkpoint that predict several "
+            "tokens (MTP), and nothing drafts with them yet: use 'prompt' or another CausalLM"
+        )
     hint = did_you_mean(speculative, SOURCES) if isinstance(speculative, str) else ""
     raise RequestError(f"speculative is {shown(speculative)}; expected 'prompt', another CausalLM or None{hint}")
 
