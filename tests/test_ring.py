@@ -110,7 +110,11 @@ def test_generation_is_the_forward_program(window: int, roll: str) -> None:
         at = at + np.array(new)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative": "prompt", "draft_tokens": 2}], ids=["chunks", "drafts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"speculative": "prompt", "draft_tokens": 2}, marks=pytest.mark.slow)],
+    ids=["chunks", "drafts"],
+)
 def test_rings_of_many_rows(options: dict[str, Any]) -> None:
     """A chunk may copy a ring that it reads as it was; a step that checks drafts reads it in place."""
     flow, weights = windowed(3)

@@ -116,6 +116,7 @@ def cut(row: list[int], stop: int) -> list[int]:
     return row[: row.index(stop) + 1] if stop in row else row
 
 
+@pytest.mark.slow
 def test_the_stream_is_generate() -> None:
     """Ids one by one; several may come of one step."""
     lm = rings()
@@ -172,7 +173,9 @@ def perturbed(share: float = 0.1) -> Any:
     return rlx.CausalLM(replace(flow, name="drafts"), noise)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=["greedy", "penalty"])
+@pytest.mark.parametrize(
+    "sampler", [SAMPLERS[0], pytest.param(SAMPLERS[1], marks=pytest.mark.slow)], ids=["greedy", "penalty"]
+)
 def test_drafts_of_another_model_change_no_token(sampler: rlx.Sampler) -> None:
     """Its state is taken back alike, rings too. Drafts of the model itself are all kept."""
     lm = rings()
@@ -185,6 +188,7 @@ def test_drafts_of_another_model_change_no_token(sampler: rlx.Sampler) -> None:
     assert counts.accepted == counts.drafted and counts.steps == 9  # 49 tokens behind the first, 6 a step
 
 
+@pytest.mark.slow
 def test_a_drawn_text_of_its_own_drafts() -> None:
     """Where both distributions are one every draft is kept, and the same seed draws the same tokens again."""
     lm, sampler = rings(), SAMPLERS[2]
@@ -194,6 +198,7 @@ def test_a_drawn_text_of_its_own_drafts() -> None:
     assert counts.accepted == counts.drafted
 
 
+@pytest.mark.slow
 def test_one_set_of_parameters() -> None:
     """Two flows compiled together share their weights; the shorter one drafts for the longer one."""
     flow, weights = windowed(WINDOW)
@@ -224,6 +229,7 @@ def test_models_that_cannot_draft() -> None:
 ONE = {name: array[:1] for name, array in test_cross_attention.BESIDE.items()}
 
 
+@pytest.mark.slow
 def test_beside_what_a_request_brings() -> None:
     """What was computed of an image alone is read from the state, drafts or not."""
     lm = test_cross_attention.lm()

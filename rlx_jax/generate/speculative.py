@@ -194,7 +194,8 @@ class VerifyLoop(Choosing):
         if not self.method.draws:
             return rows.keys
         numbers = rows.new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, numbers).reshape(-1)
+        keys: Array = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, numbers).reshape(-1)
+        return keys
 
     def after(self, rows: Rows, judged: Judged, ends: Array) -> Rows:
         """The rows with the tokens that they took."""

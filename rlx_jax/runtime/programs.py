@@ -197,7 +197,7 @@ class Programs:
             self.tell(what, 0, 1)
             program = self.function(key)
             with own_mesh(self.division):
-                beside = key.around.beside() if isinstance(key.around, RunsOthers) else {}
+                beside = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
                 made = compile_program(program.lir, program.run, params, state, inputs, at, beside)
             self.tell(what, 1, 1)
