@@ -126,10 +126,15 @@ def with_groups(division: Division, graph: Graph) -> Division:
         UnsupportedError: heads that do not divide; names the block and what would.
     """
     for _, node in graph.walk():
+        where = path_text(node.origin.path)
+        if isinstance(node.op, hir.GatedDelta | hir.SelectiveScan):
+            count = node.op.value_heads if isinstance(node.op, hir.GatedDelta) else node.op.heads
+            if count % division.parts("heads"):
+                what = f"{count} heads with a state"
+                raise UnsupportedError(_refusal(division, where, what, "heads", division.parts("heads")))
         if not isinstance(node.op, hir.Attention | hir.GrowingAttention):
             continue
         heads, kv_heads = heads_of(node.op)
-        where = path_text(node.origin.path)
         n, kv = division.parts("heads"), division.parts("kv_heads")
         if heads % n:
             raise UnsupportedError(_refusal(division, where, f"{heads} query heads", "heads", n))

@@ -31,9 +31,12 @@ from rlx_jax.blocks import (
     DualStream,
     Embed,
     EmbedScale,
+    GatedDeltaNet,
+    GatedDeltaSpec,
     GatherAdd,
     GatherFromInput,
     GatherLastToken,
+    GdnScan,
     GeluFfn,
     GemmaDecodeLayerSpec,
     GemmaStyle,
@@ -47,6 +50,8 @@ from rlx_jax.blocks import (
     LmHead,
     LoadStream,
     LogitSoftcap,
+    Mamba2Mixer,
+    Mamba2Spec,
     MaskKind,
     MoeFfn,
     MoeSpec,
@@ -224,7 +229,15 @@ WORDS |= {"vocab_size": V, "max_position_embeddings": 8}
 GPT2 = {"vocab_size": V, "n_embd": H, "n_inner": F, "n_layer": 2, "n_head": 2, "n_positions": 8}
 TOWER = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 6, "patch_size": 3}
 TOWER |= {"num_channels": 2}
-NOMIC: dict[str, Any] = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_inner": 1, "img_size": 6, "patch_size": 3, "num_channels": 2}
+NOMIC: dict[str, Any] = {
+    "n_embd": 8,
+    "n_head": 2,
+    "n_layer": 1,
+    "n_inner": 1,
+    "img_size": 6,
+    "patch_size": 3,
+    "num_channels": 2,
+}
 NOMIC |= {"layer_norm_epsilon": 1e-6, "use_rotary_pos_emb": True}
 PIXELS = RNG.standard_normal((B, 2, 7, 9)).astype(np.float32)
 """Two rows of three patches, where the table of positions is of two by two."""
@@ -266,6 +279,17 @@ def step(h: Any, x: Any, w: Any) -> tuple[Any, Any]:
     return h, h
 
 
+DELTA = GatedDeltaSpec(key_heads=1, value_heads=2, key_dim=4, value_dim=3, kernel=2, eps=1e-2)
+SSM = Mamba2Spec(heads=2, head_dim=3, state_size=4, kernel=2, bias=True, eps=1e-2)
+GDN = np.random.default_rng(8).standard_normal((3, B, S, 2, 3)).astype(np.float32)
+
+
+def registered(emit: Any, x: Any) -> Any:
+    """What a GdnScan reads."""
+    emit.set_gdn(*(emit.flow_input(name) for name in ("q", "k", "v", "g", "beta")))
+    return x
+
+
 CASES = {
     "tokens": Case(
         {"ids": IDS, "kinds": IDS % 3, "last_token_idx": np.array([2, 0], np.int32)},
@@ -286,6 +310,16 @@ CASES = {
             Custom(lambda emit, x: emit.recurrent(step, x, "w", init=emit.param("start"))),
         ),
         {"w": (H, H), "start": (H,)},
+    ),
+    "states of fixed size": Case(
+        {"x": X},
+        (GatedDeltaNet("delta", DELTA), ResidualSave(), Mamba2Mixer("ssm", SSM), ResidualAdd()),
+        {f"delta.{key}": shape for key, shape in DELTA.shapes(H).items()}
+        | {f"ssm.{key}": shape for key, shape in SSM.shapes(H).items()},
+    ),
+    "a gated delta rule": Case(
+        {"x": X, "q": GDN[0], "k": GDN[1], "v": GDN[2], "g": -np.abs(GDN[0, ..., 0]), "beta": GDN[1, ..., 0]},
+        (Custom(registered), GdnScan(3)),
     ),
     "residuals and norms": Case(
         {"x": X},

@@ -142,6 +142,26 @@ def test_every_weight_has_a_gradient(name: str) -> None:
         assert_close(found[1][key], gradient, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_every_leaf_is_written_in_place(name: str) -> None:
+    """Keys and values, states and the rows of convolutions: all bytes of the state are donated."""
+    lm, tokens = case(name).lm, case(name).record["tokens"]
+    _, state = lm.prefill(tokens[:, :4], max_len=16)
+    leaves = {leaf: array for leaf, array in state.state.arrays().items() if "." in leaf}
+    kinds = {leaf.rpartition(".")[2] for leaf in leaves}
+    assert kinds == ({"conv", "delta", "k", "v"} if name.startswith("qwen") else {"conv", "ssm"})
+    assert all(a.dtype == np.float32 for a in leaves.values())
+    size = sum(a.nbytes for a in state.state.arrays().values())
+    lm.extend(state, tokens[:, 4:5])
+    assert lm.report().program.startswith("extend") and lm.report().donated_bytes == size
+
+
+def test_heads_that_devices_do_not_divide_are_named() -> None:
+    recipe = rlx.recipe_for(TIED)
+    with pytest.raises(errors.UnsupportedError, match=r"linear_attn: 3 heads with a state cannot be divided"):
+        rlx.CausalLM(recipe, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_differs_from_llama_shows(name: str) -> None:
     """The numbers would be others without what the fixture has."""
