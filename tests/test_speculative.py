@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.generate.drafting import draft_plan
 from rlx_jax.generate.look_up import LONGEST, find_place
 from rlx_jax.runtime.compiling import compile_together
+from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.recorded import load_case
@@ -91,7 +93,7 @@ def stacked_means(count: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
 )
 def test_states_of_steps_are_taken_back(flow: Any, roll: str) -> None:
     """A state that every token changes is that after the tokens which were taken, whatever was read behind them."""
-    lm = rlx.CausalLM(*flow, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+    lm: Any = rlx.CausalLM(*flow, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
     want = lm.generate([[3, 1, 4, 1, 3, 1], [5, 2]], max_new_tokens=30)
     assert lm.generate([[3, 1, 4, 1, 3, 1], [5, 2]], max_new_tokens=30, speculative="prompt") == want
     assert 0 < lm.report().speculative.accepted < lm.report().speculative.drafted
@@ -204,7 +206,7 @@ def test_one_set_of_parameters() -> None:
     flow, weights = windowed(WINDOW)
     short = replace(flow, name="short", stages=tuple(s for s in flow.stages if not isinstance(s, rlx.blocks.Repeat)))
     models = compile_together([flow, short], weights)
-    lm, drafts = (rlx.CausalLM(models[name]) for name in (flow.name, "short"))
+    lm, drafts = (cast(Any, rlx.CausalLM(models[name])) for name in (flow.name, "short"))
     want = lm.generate(PROMPTS[0], max_new_tokens=20)
     assert lm.generate(PROMPTS[0], max_new_tokens=20, speculative=drafts) == want
     assert all(lm.model.params[name] is array for name, array in drafts.model.params.items())
@@ -224,6 +226,27 @@ def test_models_that_cannot_draft() -> None:
     seeing = test_cross_attention.lm()
     with pytest.raises(errors.RequestError, match="reader cannot draft for reader: beside tokens .* 'image', 'keep'"):
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
+
+
+def test_other_tokenizers_cannot_draft() -> None:
+    """Of as many tokens, with other ids."""
+    lm = rings()
+    own, other = (load_tokenizer(FIXTURES / name) for name in ("llama/gqa_tied_llama3_v5", "sentence/base"))
+    speaker = replace(lm._speaker, tokenizer=own)
+    assert draft_plan(speaker, 3, speaker) is not None
+    with pytest.raises(errors.RequestError, match="their tokenizers give other ids to the same tokens"):
+        draft_plan(replace(speaker, tokenizer=other), 3, speaker)
+
+
+def test_the_program_by_itself() -> None:
+    """Logits of all tokens; the state's length is what it was, and what is read after it is as if nothing had been."""
+    flow, weights = windowed(WINDOW)
+    verify: Any = rlx.compile(flow, weights, program="verify")
+    state, lengths = verify.init_state(1, 16), np.array([3], np.int32)
+    for tokens in ([[3, 1, 4]], [[1, 5, 9]]):
+        logits, state = verify(tokens, lengths, state=state)
+        np.testing.assert_allclose(logits, rings().logits(tokens), atol=2e-5)
+        assert state.length.tolist() == [0]
 
 
 ONE = {name: array[:1] for name, array in test_cross_attention.BESIDE.items()}
@@ -262,7 +285,7 @@ def test_greedy_texts_of_many_models(source: str, count: int) -> None:
     new = min(256, (first.max_positions or 512) - 14)
     accepted = 0
     for seed in range(20):
-        lm = rlx.CausalLM(first.model.replace(params=first.model.init(seed)))
+        lm: Any = rlx.CausalLM(first.model.replace(params=first.model.init(seed)))
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(0, lm.vocab_size, n).tolist() for n in (3, 9, 14)]
         want = lm.generate(prompts, new)

@@ -191,10 +191,10 @@ class VerifyLoop(Choosing):
 
     def keys(self, rows: Rows, width: int) -> Array:
         """The keys of a row's next `width` tokens, `[B · width]`."""
-        if not self.method.draws:
-            return rows.keys
-        numbers = rows.new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        keys: Array = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, numbers).reshape(-1)
+        keys: Array = rows.keys
+        if self.method.draws:
+            numbers = rows.new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+            keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers).reshape(-1)
         return keys
 
     def after(self, rows: Rows, judged: Judged, ends: Array) -> Rows:

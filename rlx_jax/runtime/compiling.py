@@ -40,8 +40,9 @@ def compile(
         mesh: devices to divide the model over: a `jax.sharding.Mesh` with axes called data, fsdp, tensor, expert or
             context (or what the profile's `sharding` says), a number of devices, or "auto", all of them.
         program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
-            profile's `layers.remat` says), `prefill`, `extend`, or `explicit` (cached keys and values come in as
-            `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …), or `packed` (rows hold several
+            profile's `layers.remat` says), `prefill`, `extend`, `verify` (`extend` that leaves the state's length as it
+            was: whoever judges the logits adds the tokens that are kept), `explicit` (cached keys and values come in
+            as `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …), or `packed` (rows hold several
             sequences each; `segments` and `positions` say which token is of which, and where in it).
         strict: weights that nothing reads are an error.
 
