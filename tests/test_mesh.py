@@ -310,6 +310,27 @@ def test_experts_stay_where_they_are() -> None:
         assert [kind for kind, _ in found if kind != "all-reduce"] == ["all-gather"]  # of the logits
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["expert tensor", "data tensor"])
+@pytest.mark.parametrize("way", ["gathered", "blocked", "looped"])
+def test_every_way_that_experts_run(way: str, kinds: str) -> None:
+    """Logits and gradients, whether devices have experts of their own, parts of each, or rows."""
+    made, held, place = recipe("mixtral"), weights("mixtral"), mesh(kinds, 4)
+    chosen = profile(backend={"cpu": {"experts": way}})
+    ours: Any = rlx.compile(made, held, profile=chosen, mesh=place)
+    one: Any = rlx.compile(made, held)
+    assert_close(ours(IDS), logits("mixtral"))
+
+    def slopes(model: Any) -> dict[str, Any]:
+        loss = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, IDS))[..., 0].mean()))
+        found: dict[str, Any] = model.weights(loss(model.params))
+        return found
+
+    wanted = slopes(one)
+    for key, got in slopes(ours).items():
+        assert_close(np.asarray(got), np.asarray(wanted[key]), tolerance=1e-4)
+
+
 def test_experts_that_do_not_divide() -> None:
     """The error names the leaf, the axis and what would."""
     with pytest.raises(
