@@ -167,16 +167,18 @@ def pictures(name: str) -> list[npt.NDArray[np.uint8]]:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_image_processors(name: str) -> None:
-    """As transformers': to the last bit of the resized image, so to rounding of what follows. With Pillow it is
-    another one."""
+    """As transformers': to the last bit of the resized image, so to rounding of what follows; with torch by the name
+    of a fast one. The other resizer gives another image."""
     processor = load_processor(Folder(VISION / name), "ViT" if name == "vit" else "Bit")
-    assert processor is not None and processor.resizer == "torch"
-    other = dataclasses.replace(processor, resizer="pillow")
+    keys = {"pillow": "pillow", "torch": "processed"}
+    own, swapped = ("torch", "pillow") if name == "dinov2_registers" else ("pillow", "torch")
+    assert processor is not None and processor.resizer == own
+    other = dataclasses.replace(processor, resizer=swapped)
     together = processor(pictures(name))
     for i, picture in enumerate(pictures(name)):
-        np.testing.assert_allclose(together[i], record(name)[f"processed.{i}"], atol=2e-6)
+        np.testing.assert_allclose(together[i], record(name)[f"{keys[own]}.{i}"], atol=2e-6)
         np.testing.assert_array_equal(processor(picture)[0], together[i])
-        np.testing.assert_allclose(other(picture)[0], record(name)[f"pillow.{i}"], atol=2e-6)
+        np.testing.assert_allclose(other(picture)[0], record(name)[f"{keys[swapped]}.{i}"], atol=2e-6)
     assert np.abs(other(pictures(name)) - together).max() > 1e-3
 
 
@@ -282,7 +284,10 @@ def test_requests_that_are_refused() -> None:
         ({"size": {"shortest_edge": 0}}, "expected at least 1"),
         ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
         ({"resample": 6}, "the limit is 5"),
-        ({"resample": 5}, "resample is 5, hamming, which torch does not have"),
+        (
+            {"resample": 5, "image_processor_type": "BitImageProcessorFast"},
+            "resample is 5, hamming, which torch does not have",
+        ),
         ({"image_mean": [0.5, 0.5]}, "expected 3 finite numbers"),
         ({"image_std": [0.5, 0, 0.5]}, "expected 3 finite numbers over 0"),
         ({"crop_size": {"height": 3}}, "field 'width' is missing"),
@@ -481,10 +486,10 @@ LIVE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("ending", ["", "Pil"])
+@pytest.mark.parametrize("ending", ["", "Fast", "Pil"])
 @pytest.mark.parametrize("name", LIVE)
 def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
-    """As transformers has it, to rounding: by the name with torch, or with Pillow."""
+    """As transformers has it, to rounding: by the name with Pillow, or with torch."""
     from tests.oracles import vision as oracle
 
     settings = dict(LIVE[name])
@@ -494,9 +499,10 @@ def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
         settings["image_processor_type"] = kind
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings), "utf-8")
     processor = load_processor(Folder(tmp_path), "ViT")
-    assert processor is not None and processor.resizer == ("pillow" if ending else "torch")
+    fast = settings.get("image_processor_type", "").endswith("Fast")
+    assert processor is not None and processor.resizer == ("torch" if fast else "pillow")
     found = [*oracle.images(5, (40, 61), (90, 23), (19, 19), (224, 150)), np.zeros((20, 31, 4), np.uint8)[..., :3]]
-    for picture, want in zip(found, oracle.processed(tmp_path, found, bool(ending)), strict=True):
+    for picture, want in zip(found, oracle.processed(tmp_path, found), strict=True):
         np.testing.assert_allclose(processor(picture)[0], want, atol=3e-6)
 
 

@@ -255,8 +255,9 @@ PROCESSORS: dict[str, Defaults] = {
 }
 """By the names of their classes, without what follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` and so on."""
 
-PILLOW = "Pil"
-"""What ends the names of processors that always resize with Pillow. The others do with torch, as transformers 5."""
+TORCH_ENDING = "Fast"
+"""What ends the names of processors that have always resized with torch. The others did with Pillow when their files
+were written; transformers 5 does for all of them what is installed."""
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 INERT = ("_valid_processor_keys", "data_format", "disable_grouping", "processor_class", "return_tensors", "use_fast")
 """Settings without a part in the pixels."""
@@ -305,7 +306,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
     resample: int = c.whole("resample", d.resample, low=0, high=max(FILTERS))
-    resizer: Resizer = "pillow" if given.endswith(PILLOW) else "torch"
+    resizer: Resizer = "torch" if given.endswith(TORCH_ENDING) else "pillow"
     check_filter(c.where, resample, resizer)
     made = ImageProcessor(
         size=size,

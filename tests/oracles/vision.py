@@ -176,10 +176,14 @@ def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
     return found
 
 
-def processed(directory: Path, pictures: list[Any], pillow: bool = False) -> list[Floats]:
+def processed(directory: Path, pictures: list[Any], pillow: bool | None = None) -> list[Floats]:
     """What transformers' image processor makes of pictures: with Pillow, or, as it does where torchvision is installed,
-    with torch's resampling, and a crop that stands between zeros as torchvision's does."""
+    with torch's resampling, and a crop that stands between zeros as torchvision's does. None: torch's where the name of
+    the processor ends in Fast."""
     _, transformers = _modules()
+    if pillow is None:
+        about = json.loads((directory / "preprocessor_config.json").read_text("utf-8"))
+        pillow = not about.get("image_processor_type", "").endswith("Fast")
     utils = importlib.import_module("transformers.image_processing_backends")
     processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
 
@@ -228,7 +232,7 @@ def record(name: str) -> None:
     if name in PROCESSORS:
         pictures = images(3, (37, 53), (64, 41), (18, 25))
         found |= {f"picture.{i}": picture for i, picture in enumerate(pictures)}
-        found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures))}
+        found |= {f"processed.{i}": p for i, p in enumerate(processed(directory, pictures, pillow=False))}
         found |= {f"pillow.{i}": p for i, p in enumerate(processed(directory, pictures, pillow=True))}
     np.savez_compressed(VISION / f"{name}.npz", **found)
 
