@@ -98,6 +98,12 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.CausalConv(bias=True), ("f32 2 4 6", "f32 6 1", "f32 6")),
     (hir.GatedDelta(2, 4, 0.5, 1e-6), (*["f32 2 3 6"] * 2, "f32 2 3 20", *["f32 2 3 4"] * 2)),
     (hir.SelectiveScan(4, 2), ("f32 2 3 12", "f32 2 3 4", "f32 4", *["f32 2 3 10"] * 2)),
+    (
+        hir.Qwen35MtpHead(2, 1, 4, 2, 6, 5, 9, 1e-5),
+        ("f32 2 3 6", "i32 2 3", "f32 1 3 1", "f32 1 3 1", "i32 2", "f32 7 6", *["f32 6"] * 4, "f32 12 6",
+         *["f32 6"] * 2, "f32 6 16", *["f32 6 4"] * 2, *["f32 4"] * 4, "f32 8 6", *["f32 6"] * 2, *["f32 6 5"] * 2,
+         "f32 5 6", *["f32 6"] * 2, "f32 6 9"),
+    ),
     (hir.CountedPositions(1), ("i32 2 3",)),
     (hir.Route(2, "sigmoid", False, 1.5, biased=True), ("f32 2 3 4", "f32 4")),
     (hir.Experts("gelu_tanh", 0),

@@ -80,6 +80,7 @@ from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formula
 from tests.oracles.gated_delta import causal_conv, gated_delta, l2_norm
 from tests.oracles.mamba2 import ssd, time_step
+from tests.oracles.mtp_head import mtp_head
 
 Array = np.ndarray[Any, Any]
 Meaning = Callable[..., Any]
@@ -665,6 +666,9 @@ HIR: dict[type[Op], Meaning] = {
     hir.Carried: carried,
     hir.CausalWindow: causal_window,
     hir.TimeSteps: time_steps,
+    hir.Qwen35MtpHead: lambda op, *operands: mtp_head(
+        *operands, heads=op.heads, kv_heads=op.kv_heads, head_dim=op.head_dim, n_rot=op.n_rot, eps=op.eps
+    ),
     hir.CausalConv: causal_conv_block,
     hir.GatedDelta: packed_state,
     hir.SelectiveScan: packed_state,

@@ -16,6 +16,8 @@ from rlx_jax.ir.hir.masks import MASK_KINDS as MASK_KINDS
 from rlx_jax.ir.hir.masks import MaskKind as MaskKind
 from rlx_jax.ir.hir.masks import check_arity as check_arity
 from rlx_jax.ir.hir.masks import mask_kind as mask_kind
+from rlx_jax.ir.hir.mtp_head import MTP_OPERANDS as MTP_OPERANDS
+from rlx_jax.ir.hir.mtp_head import Qwen35MtpHead as Qwen35MtpHead
 from rlx_jax.ir.hir.named import LinearFused as LinearFused
 from rlx_jax.ir.hir.named import ResidualRmsNorm as ResidualRmsNorm
 from rlx_jax.ir.hir.named import SharedLinearPair as SharedLinearPair
@@ -54,6 +56,6 @@ BLOCKS: tuple[type[Hir], ...] = (
     Linear, Split, GatedFfn, RmsNorm, LayerNorm, Embed, Positions, RopeAngles, RopeRows, Rope, Attention,
     CachedAttention, GrowingAttention, LastToken, FirstToken, EndToken, LlamaDecoderBlock,
     LinearFused, SharedLinearPair, SwiGLU, ResidualRmsNorm, CountedPositions, RelativeBias, Sinusoids,
-    Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps, Route, Experts,
+    Carried, CausalWindow, Recurrent, CausalConv, GatedDelta, SelectiveScan, TimeSteps, Qwen35MtpHead, Route, Experts,
 )  # fmt: skip
 """Every block."""
