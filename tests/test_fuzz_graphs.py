@@ -43,7 +43,8 @@ NOT_GROWN: dict[str, str] = dict.fromkeys(
      "Sample", "FusedAttentionBlock", "FusedTransformerLayer", "SinusoidTable", "Sinusoids",
      "TokenScan", "TokenWindows", "TailRows", "Recurrent", "CausalWindow", "Carried",
      "GatedDeltaOp", "SelectiveScanOp", "CausalConvOp",
-     "TimeSteps", "CausalConv", "GatedDelta", "SelectiveScan", "Qwen35MtpHead", "ExpertFfn", "Experts", "Route"), NO_PASS,
+     "TimeSteps", "CausalConv", "GatedDelta", "SelectiveScan", "Qwen35MtpHead",
+     "ExpertFfn", "Experts", "Route"), NO_PASS,
 )  # fmt: skip
 """Ops and blocks that no random graph has before the passes run, and why."""
 IDLE = {"unroll_steps": "it unrolls loops over tokens, which are not grown: see tests/test_recurrent_programs.py"}

@@ -50,10 +50,14 @@ def given(names: tuple[str, ...]) -> dict[str, np.ndarray]:
     return {name: found[name].astype(np.float32) for name in names}
 
 
+def transcript(a: dict[str, np.ndarray], state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Results and the state after, token by token."""
+    return gated_delta(a["q"], a["k"], a["v"], a["g"], a["beta"], state)
+
+
 def test_from_zeros() -> None:
-    made = flow().gdn_scan(GdnScan.prefill(N, ("batch", "seq", HEADS, N)))
-    found = arrays()
-    assert_close(rlx.compile(made)(**given(tuple(SHAPES))), gated_delta(*(found[name] for name in SHAPES))[0])
+    model: Any = rlx.compile(flow().gdn_scan(GdnScan.prefill(N, ("batch", "seq", HEADS, N))))
+    assert_close(model(**given(tuple(SHAPES))), transcript(arrays(), None)[0])
 
 
 def test_the_state_goes_from_stage_to_stage() -> None:
@@ -61,8 +65,7 @@ def test_the_state_goes_from_stage_to_stage() -> None:
     scan = GdnScan.prefill(N).with_carry("layer0.state")
     model: Any = rlx.compile(flow(scan, scan, state=True).with_extra_outputs(["layer0.state"]))
     got, found = model(**given((*SHAPES, "state_in"))), arrays()
-    once = gated_delta(*(found[name] for name in SHAPES), found["state"])
-    twice = gated_delta(*(found[name] for name in SHAPES), once[1])
+    twice = transcript(found, transcript(found, found["state"])[1])
     assert_close(got["output"], twice[0])
     assert_close(got["layer0.state"], twice[1])
 

@@ -80,7 +80,7 @@ def test_many_tokens(name: str) -> None:
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], (2, 60)).astype(np.int32)
     got = np.asarray(lm.logits(tokens, lengths))
     for b, n in enumerate(lengths):
-        assert_close(got[b, :n], hybrid.row(config, weights, tokens[b, :n])[1], tolerance=5e-5)
+        assert_close(got[b, :n], hybrid.row(config, weights, tokens[b, :n].tolist())[1], tolerance=5e-5)
 
 
 # -- equalities --------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ CASES: dict[str, tuple[Any, list[np.ndarray]]] = {
 def transcript(op: Any, arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The same in float64, one token at a time."""
     if isinstance(op, GatedDeltaOp):
-        return gated_delta(*arrays[:5], arrays[5] if op.held else None, op.scale)
+        q, k, v, g, beta, *held = arrays
+        return gated_delta(q, k, v, g, beta, held[0] if held else None, op.scale)
     x, dt, a, b, c, *start = arrays
     return ssd(x, dt, a, b, c, None, start[0] if start else None)
 
@@ -187,7 +188,12 @@ def test_a_block_goes_on_behind_its_state(name: str, fresh: bool) -> None:
     for place in {"a gated delta rule": (3,), "a selective scan": (1, 2)}.get(name, ()):
         arrays[place] = np.abs(arrays[place]) * (1 if place == 1 else -1)
     leaf = rng.normal(size=(3, *slot)) * (not fresh)
-    given = [*arrays, leaf, np.array([4, 1, 7], np.int32) * (not fresh), np.array([5, 2, 0], np.int32)]
+    given: list[np.ndarray] = [
+        *arrays,
+        leaf,
+        np.array([4, 1, 7], np.int32) * (not fresh),
+        np.array([5, 2, 0], np.int32),
+    ]
     op = hir.Carried(block, 1, fresh=fresh, every=True)
     narrow = [a.astype(np.float32) if a.dtype == np.float64 else a for a in given]
     types = tuple(TensorType(a.shape, a.dtype) for a in narrow)

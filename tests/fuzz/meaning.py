@@ -344,12 +344,13 @@ def token_scan(op: TokenScan, *operands: Array) -> tuple[Array, ...]:
 
 def delta(op: GatedDeltaOp, *operands: Array) -> tuple[Array, ...]:
     """The transcript; the states after each token are those after so many tokens."""
-    q, k, v, g, beta, *start = operands
-    return _with_every(
-        op.every,
-        v.shape[1],
-        lambda n: gated_delta(*(x[:, :n] for x in operands[:5]), *start, *[None] * (1 - len(start)), op.scale),
-    )
+    tokens, state = operands[2].shape[1], operands[5] if op.held else None
+
+    def run(n: int) -> tuple[Array, Array]:
+        q, k, v, g, beta = (x[:, :n] for x in operands[:5])
+        return gated_delta(q, k, v, g, beta, state, op.scale)
+
+    return _with_every(op.every, tokens, run)
 
 
 def selective_scan(op: SelectiveScanOp, *operands: Array) -> tuple[Array, ...]:
@@ -365,7 +366,7 @@ def selective_scan(op: SelectiveScanOp, *operands: Array) -> tuple[Array, ...]:
                 None if state is None else state[..., j : j + 1])
             for j in range(a.shape[1])
         ]  # fmt: skip
-        return sum(y for y, _ in parts), np.concatenate([h for _, h in parts], axis=-1)
+        return np.sum([y for y, _ in parts], axis=0), np.concatenate([h for _, h in parts], axis=-1)
 
     return _with_every(op.every, x.shape[1], run)
 
@@ -444,7 +445,7 @@ MIR: dict[type[Op], Meaning] = {
     GatedDeltaOp: delta,
     SelectiveScanOp: selective_scan,
     CausalConvOp: lambda op, z, w, *bias: causal_conv(
-        z[:, w.shape[1] - 1 :], w, *bias or (None,), tail=z[:, : w.shape[1] - 1]
+        z[:, w.shape[1] - 1 :], w, bias[0] if bias else None, tail=z[:, : w.shape[1] - 1]
     )[0],
     Patches: lambda op, x: formula.patches(x, *op.patch),
     GridPositions: lambda op, table, x: formula.grid_positions(
@@ -595,7 +596,7 @@ def causal_conv_block(
     flat = w.reshape(len(w), -1)
     past = flat.shape[1] - 1
     rows = np.concatenate([start[0] if start else np.zeros((len(x), past, x.shape[2])), x], 1)
-    out = causal_conv(x, flat, *bias or (None,), tail=rows[:, :past])[0]
+    out = causal_conv(x, flat, bias[0] if bias else None, tail=rows[:, :past])[0]
     if lengths is None:
         return (out,)
     each = [MIR[TokenWindows](TokenWindows(past + 1), rows)[:, :, 1:]] if every else []

@@ -29,8 +29,8 @@ class Qwen35MtpHead(Hir):
 
     `c = [rms(embed(ids)) ‖ rms(h)] W_eh`, `c ← c + (causal attention · σ(gate)) W_o`, `c ← c + swiglu(rms(c))`,
     `rms(c[last]) W_head`. Operands: `MTP_OPERANDS`; h `[B,S,E]`, ids `[B,S]`, at each position its next token's, cos
-    and sin `[B|1,S,n_rot/2]`; matrices `[in, out]`, the first E rows of `eh_w` meet the embedding; in `q_gate_w` each head
-    is D columns of the query and then D of its gate. Norms are `w · x (mean x² + ε)^(−½) + b`, of heads `[D]`.
+    and sin `[B|1,S,n_rot/2]`; matrices `[in, out]`, the first E rows of `eh_w` meet the embedding; in `q_gate_w` each
+    head is D columns of the query and then D of its gate. Norms are `w · x (mean x² + ε)^(−½) + b`, of heads `[D]`.
 
     The number of rows is a number; that of tokens may be a symbol. Source: Qwen 3.5's `mtp.*` weights; the
     merge of DeepSeek-V3, arXiv:2412.19437, section 2.2.

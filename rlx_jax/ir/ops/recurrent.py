@@ -7,6 +7,7 @@ by token; `rlx_jax.lowering.lir.recurrent` has the forms that a plan takes for o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -280,7 +281,8 @@ class CausalConvOp(Mir):
     def eval(self, z: Array, w: Array, *bias: Array) -> Array:
         wide, rows, taps = w.astype(jnp.float32), z.astype(jnp.float32), w.shape[1]
         tokens = z.shape[1] - taps + 1
-        total = sum(lax.slice_in_dim(rows, j, j + tokens, axis=1) * wide[None, None, :, j] for j in range(taps))
+        parts = (lax.slice_in_dim(rows, j, j + tokens, axis=1) * wide[None, None, :, j] for j in range(taps))
+        total = functools.reduce(jnp.add, parts)
         return (total + bias[0].astype(jnp.float32)[None, None] if bias else total).astype(z.dtype)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
