@@ -244,10 +244,11 @@ def test_not_derived(read: Any, says: str) -> None:
 
 def test_explicit_reads_the_request_in_every_call() -> None:
     """It has no state: what the request brings is its input again, and attention over it has no cache."""
-    step = rlx.compile(flow(), WEIGHTS, program="explicit")
+    step: Any = rlx.compile(flow(), WEIGHTS, program="explicit")
     want = forward(TOKENS, **BESIDE)
     assert [name for name in step.output_names if name.endswith(".k")] == [f"kv.{i}.k" for i in range(LAYERS)]
-    read = rlx.compile(flow().export_kv(), WEIGHTS)(TOKENS[:, :5], **BESIDE)
+    exporting: Any = rlx.compile(flow().export_kv(), WEIGHTS)
+    read = exporting(TOKENS[:, :5], **BESIDE)
     caches = {f"past_{n}_{i}": read[f"kv.{i}.{n}"] for i in range(LAYERS) for n in "kv"}
     out = step(TOKENS[:, 5:], **BESIDE, **caches)
     assert_close(np.asarray(out["logits"]), want[:, 5:])

@@ -171,6 +171,8 @@ def test_image_processors(name: str) -> None:
     of a fast one. The other resizer gives another image."""
     processor = load_processor(Folder(VISION / name), "ViT" if name == "vit" else "Bit")
     keys = {"pillow": "pillow", "torch": "processed"}
+    own: Resizer
+    swapped: Resizer
     own, swapped = ("torch", "pillow") if name == "dinov2_registers" else ("pillow", "torch")
     assert processor is not None and processor.resizer == own
     other = dataclasses.replace(processor, resizer=swapped)
