@@ -292,3 +292,18 @@ def test_live(live: tuple[Path, Any, int]) -> None:
     count = min(48, getattr(model.config, "max_position_embeddings", 64) - 16)
     prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 16], count, seed, distinct=4)
     assert lm.generate(prompts, max_new_tokens=count) == greedy
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", QUICK)
+def test_bf16(name: str) -> None:
+    """bfloat16 departs from float32 by at most 1.5 times what `transformers` does, root mean square; 44 tokens."""
+    directory = checkpoints.FIXTURES / name
+    tokens = np.tile(load_record(directory)["tokens"], (1, 4))
+    exact = hugging_face.llama_batch(hugging_face.load(directory, "AutoModelForCausalLM"), tokens)[1]
+    theirs = hugging_face.bf16_logits(directory, tokens)
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+    ours = np.asarray(rlx.load(directory, profile=profile).logits(tokens))
+    departures = [float(np.sqrt(np.mean(np.square(x - exact)))) for x in (ours, theirs)]
+    assert departures[0] <= 1.5 * departures[1]
