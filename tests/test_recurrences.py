@@ -86,6 +86,19 @@ def test_chunks_are_the_recurrence(case: str, form: str) -> None:
         assert distance(result, want) <= 1e-5
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["from zeros", "a scan from zeros"])
+def test_chunks_in_bfloat16(case: str, form: str) -> None:
+    """Operands of 16 bits beside f32 gates: near the transcript of the same numbers, as far as they are rounded."""
+    op, arrays = CASES[case]
+    gates = (3, 4) if isinstance(op, GatedDeltaOp) else (1, 2)
+    given = [jnp.asarray(a, jnp.float32 if i in gates else jnp.bfloat16) for i, a in enumerate(arrays)]
+    out, state = jax.jit(lambda *a: IMPLEMENTATIONS[form](op, *a))(*given)
+    want = transcript(op, [np.asarray(a, np.float64) for a in given])
+    assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    assert distance(out, want[0]) <= 2e-2 and distance(state, want[1]) <= 2e-2
+
+
 @pytest.mark.parametrize("op", [GatedDeltaOp(held=True, every=True), SelectiveScanOp(held=True, every=True)])
 def test_one_token_needs_no_loop(op: Any) -> None:
     """The step alone is what a loop over one token gives, and there is no loop in it."""

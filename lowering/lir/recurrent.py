@@ -134,7 +134,7 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
     dot = partial(product, dtype)
 
     def prepare(part: Any) -> Any:
-        _, k, v, g, beta = part
+        _, k, v, g, beta = (x.astype(jnp.float32) for x in part)
         total = jnp.cumsum(g, axis=-2)
         between = decays(total)
         solved = unit_lower_inverse(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
@@ -167,7 +167,7 @@ def scan_chunk(dtype: Any) -> Chunk:
     dot = partial(product, dtype)
 
     def prepare(part: Any) -> Any:
-        x, dt, rate, b, _ = part
+        x, dt, rate, b, _ = (t.astype(jnp.float32) for t in part)
         total = jnp.cumsum(rate, axis=-2)
         weight = dt * jnp.exp(total[..., -1:, :] - total) * x
         return dot("bgrip,bgrik->bgrpk", weight, jnp.broadcast_to(b, (*x.shape[:-1], b.shape[-1]))), total
