@@ -74,6 +74,7 @@ from rlx_jax.blocks import (
     Similarity,
     StoreStream,
     SwiGlu,
+    VitSelfAttn,
     ZeroBeta,
     bind_inputs_to_streams,
     gemma_attn_spec,
@@ -405,6 +406,11 @@ CASES = {
     ),
     "bert": Case(
         {"x": X, "attention_mask": KEEP}, (BertEncoderLayer(BertEncoderLayerSpec.hf("l", H, 2)),), bert_weights("l")
+    ),
+    "vision attention alone": Case(
+        {"x": X},
+        (VitSelfAttn.dinov2("p", H, 2),),
+        with_biases({"p.attn.qkv": (3 * H, H), "p.attn.proj": (H, H)}, "qkv proj"),
     ),
     "a block as a layer": Case(
         {"x": X},

@@ -1038,11 +1038,12 @@ NO_SLOPE_KINDS = {
 
 
 def steep(sample: Sample) -> bool:
-    """Whether the sample has a slope: it takes f32 and gives f32 or c64."""
+    """Whether the sample has a slope: it takes f32, nothing narrower, and gives f32 or c64."""
     if (type(sample.op).__name__, getattr(sample.op, "kind", "")) in NO_SLOPE_KINDS:
         return False
     out = sample.op.infer(TypeCache(), *sample.types)
-    return F32 in [t.dtype for t in sample.types] and any(t.dtype in (F32, np.complex64) for t in out)
+    taken = {t.dtype for t in sample.types}
+    return F32 in taken and BF16 not in taken and any(t.dtype in (F32, np.complex64) for t in out)
 
 
 @functools.cache
