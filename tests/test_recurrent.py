@@ -26,7 +26,7 @@ from rlx_jax.ir.ops.windows import TailRows
 from rlx_jax.ir.token_step import traced_step
 from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType, tensor_type
-from rlx_jax.lowering.hir import continued, derive
+from rlx_jax.lowering.hir import continued, rules
 from rlx_jax.lowering.lower import as_function
 from tests.fuzz import meaning as formulas
 from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, compiled, head, tokens_flow, w
@@ -321,7 +321,7 @@ def adds(op: Hir) -> Callable[..., Any]:
 
 def test_a_block_of_a_plugin_is_tried() -> None:
     """One that follows the protocol generates by the same rule; one that reads padding is refused by its path."""
-    plugin = rlx.Plugin("p", derive={RunningTotal: derive.carried})
+    plugin = rlx.Plugin("p", derive={RunningTotal: rules.carried})
     with rlx.plugins.using(plugin):
         right, wrong = (
             head(tokens_flow().custom_named("sum", adds(op))) for op in (RunningTotal(), RunningTotal(True))

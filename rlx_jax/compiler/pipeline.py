@@ -39,7 +39,8 @@ from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.hir import explicit, padded
-from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS, ring_sizes
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report

@@ -26,7 +26,7 @@ from rlx_jax.errors import (
     listing,
     shown,
 )
-from rlx_jax.lowering.hir.derive import why_rows_mix
+from rlx_jax.lowering.hir.alone import why_rows_mix
 from rlx_jax.lowering.hir.padded import MASK
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Weights

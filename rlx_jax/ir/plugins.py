@@ -42,7 +42,7 @@ class Opens(Protocol):
 MakeStage = Callable[..., Any]
 """A stage class, or a function that makes a stage."""
 DeriveRule = Callable[[Any, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
-"""As those of `rlx_jax.lowering.hir.derive.RULES`: given the Derivation, the builder, a node, its new operands."""
+"""As those of `rlx_jax.lowering.hir.rules.RULES`: given the Derivation, the builder, a node, its new operands."""
 DirectRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
 """As those of `rlx_jax.lowering.lower.DIRECT`: given the block, the builder and its operands."""
 HirExtension = Callable[[Graph, TypeCache], Graph]

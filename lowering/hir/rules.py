@@ -1,0 +1,271 @@
+"""What each block that knows the sequence is in derived programs: a table for programs with a state, and one for each
+other way to lay rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import DeriveError
+from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateLeaf, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.ops.control import PairBias
+from rlx_jax.ir.ops.index import Iota
+from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
+from rlx_jax.ir.ops.shape import Reshape, Slice
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.plugins import derive_rule
+from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.lowering.hir import continued, packed
+from rlx_jax.lowering.hir.alone import prove
+from rlx_jax.lowering.hir.explicit import Behind
+from rlx_jax.lowering.hir.padded import TokenMask
+
+I32 = np.dtype(np.int32)
+PER_ROW = TensorType((symbol("batch"),), I32)
+LENGTHS = Input("lengths", type=PER_ROW)
+LENGTH_LEAF = StateLeaf((), "length")
+LENGTH = StateRead(LENGTH_LEAF, type=PER_ROW)  # small, and every device asks for it: nowhere in parts
+WHOLE = (None, None, None)
+
+
+@dataclass
+class Derivation:
+    """What the rules share while one program is derived."""
+
+    program: str
+    types: TypeCache
+    kv: np.dtype[Any] | None = None
+    behind: Behind | None = None  # of `explicit`
+    tokens: TokenMask = field(default_factory=TokenMask)  # of `padded`
+    slots: set[tuple[Path, str]] = field(default_factory=set)
+
+    def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
+        """The leaf of one block, whose axes are `roles`, and its value at the start."""
+        name, n = slot, 1
+        while (path, name) in self.slots:
+            n += 1
+            name = f"{slot}{n}"
+        self.slots.add((path, name))
+        leaf = StateLeaf(path, name)
+        return leaf, b.leaf(StateRead(leaf, roles, type=type))
+
+
+Rule = Callable[[Derivation, Builder, Node, tuple[Value, ...]], tuple[Value, ...] | None]
+
+
+def keep(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """The block reads positions, not the sequence."""
+
+
+def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """positions(x) → state.length[:, None] + iota"""
+    if d.behind is not None:
+        return (d.behind.positions(b, *inputs),)
+    if d.program == "prefill":
+        return None
+    steps = b(Reshape((1, -1)), b(Iota(1), *inputs))
+    start = b(Reshape((-1, 1)), b.leaf(LENGTH))
+    return (b(Binary("add"), start, steps),)
+
+
+def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths); state.k, state.v := …
+
+    Attention in a window of w keys gets a ring of min(context, w) slots.
+    """
+    op = node.op
+    assert isinstance(op, hir.Attention)
+    q, k, v, *rest = inputs
+    t, read = b.type(k), rest[len(op.extra) :]
+    if symbol("seq") in b.type(q).shape and "seq" not in t.symbols:
+        raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
+    if not op.causal:
+        raise DeriveError(
+            f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
+        )
+    check_extra(d, op)
+    check_bias(d.types, op, tuple(b.type(x) for x in read))
+    if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
+        raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
+    if d.behind is not None:
+        return (d.behind.attention(b, op, q, k, v, *read),)
+    roles = ("batch", None, "kv_heads", None)
+    slots = (t.shape[0], hir.cache_slots(op.window), op.kv_heads)
+    (leaf_k, cache_k), (leaf_v, cache_v) = (
+        d.state(b, node.origin.path, slot, TensorType((*slots, x.shape[2] // op.kv_heads), d.kv or x.dtype), roles)
+        for slot, x in (("k", t), ("v", b.type(v)))
+    )
+    leaves, masks = [leaf_k, leaf_v], list[Value]()
+    if op.extra:  # which of the keys are kept is known to later calls too
+        keep = keys_kept(b, rest[0])
+        leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
+        leaves, masks = [*leaves, leaf], [keep, cache]
+    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
+    out, *caches = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *masks, *read)
+    b.writes += zip(leaves, caches, strict=True)
+    return (out,)
+
+
+def keys_kept(b: Builder, keep: Value) -> Value:
+    """A keep mask over the new keys as bools `[batch, seq]`.
+
+    Raises:
+        DeriveError: it says something else of each query.
+    """
+    t = b.type(keep)
+    if t.shape[-1] != symbol("seq") or any(size != 1 for size in t.shape[1:-1]):
+        raise DeriveError(
+            f"attention reads the mask {t}, which is not one of keys alone, [batch, seq]: of a cached key it does not "
+            "say which later tokens read it; a function of positions does, attention(…, bias=lambda q, k: …)"
+        )
+    if t.rank == 4:
+        keep = b(Slice((WHOLE, 0, 0, WHOLE)), keep)
+    keep = packed.kept(b, keep)
+    if t.shape[0] != 1:
+        return keep
+    every = b(Compare("ge"), b(Reshape((-1, 1)), b.leaf(LENGTHS)), b.leaf(constant(0, I32)))
+    return b(Where(), every, keep, b.leaf(constant(False, np.bool_)))  # the same for each row
+
+
+def check_extra(d: Derivation, op: hir.Attention) -> None:
+    """Attention reads no array with an entry for each key that later calls do not know: of cached keys it has none.
+
+    Raises:
+        DeriveError: it does.
+    """
+    if "bias" in op.extra:
+        raise DeriveError(
+            f"attention adds a bias that is an array, and {d.program} has keys that it knows nothing of: give a "
+            "function of the positions of queries and keys, attention(…, bias=lambda q, k: …)"
+        )
+    if op.extra and d.behind is not None:
+        raise DeriveError(
+            f"attention reads the operand {op.extra[0]!r} over new keys, and cached ones have none; explicit masks by "
+            "its own input 'mask' both: make the flow's an optional input (default=None), or use prefill and extend"
+        )
+
+
+def check_bias(types: TypeCache, op: hir.Attention, read: tuple[TensorType, ...]) -> None:
+    """A bias by positions is proved to be one of each query and each key alone: there are other keys in a cache.
+
+    Raises:
+        DeriveError: it is not.
+    """
+    if op.bias_of is None:
+        return
+    pairs = PairBias(op.bias_of)
+    places = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
+    for name in ("queries", "keys"):
+        verdict = types.ask(prove, pairs, (*places, *read), name)
+        if not verdict.token_wise:
+            raise DeriveError(f"attention's bias is not proved to treat each of the {name} alone: {verdict.reason}")
+
+
+def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """block(x, …) → carried(block, x, …, state.slot …, state.length, lengths); state.slot := … for each slot"""
+    block: Any = node.op  # what `hir.CarriesState` says
+    x = b.type(inputs[0])
+    if d.behind is not None:
+        raise DeriveError(
+            f"{block.text()} carries a state, and explicit has keys and values alone as inputs: use prefill and extend"
+        )
+    if x.shape[:2] != (symbol("batch"), symbol("seq")):
+        raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
+    operands = tuple(b.type(v) for v in inputs)
+    if continued.is_tried(block) and (reason := d.types.ask(continued.differing, block, operands)):
+        raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
+    slots = block.slots(*operands)
+    leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
+    every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
+    op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
+    made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
+    results = len(made) - len(slots) * (1 + every)
+    behind = made[results + len(slots) * every :]
+    b.writes += [(leaf.every if every else leaf, after) for (leaf, _), after in zip(leaves, behind, strict=True)]
+    b.writes += leaves if every else []
+    return made[:results]
+
+
+def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """A flow that reads its cache itself is `explicit`, and stays as it is."""
+    if d.behind is None:
+        raise DeriveError(
+            f"the flow reads cached keys and values itself (BindDecodeInputs): {d.program} has no meaning"
+        )
+    d.behind.growing()
+
+
+def ring_sizes(graph: Graph) -> dict[str, int]:
+    """The dimensions of rings in a derived program, with the most slots that each may have: its window."""
+    sizes: dict[str, int] = {}
+    for inner, node in graph.walk():
+        op = node.op
+        if isinstance(op, hir.CachedAttention) and op.ring and op.attend.window is not None:
+            sizes[str(inner.type(node.inputs[3]).shape[1])] = op.attend.window
+    return sizes
+
+
+def last_token(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+    """last_token(x) → last_token(x, lengths − 1)"""
+    if d.behind is not None:  # without lengths every token counts
+        return None
+    lengths = b.leaf(LENGTHS)
+    return (b(hir.LastToken(), inputs[0], b(Binary("sub"), lengths, b.scalar(1, lengths))),)
+
+
+def unpacked(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """What a plugin's op that knows the sequence is for rows laid out otherwise, its rule does not say."""
+    raise DeriveError(
+        f"{node.op.text()} has a rule of its plugin, which knows rows of one sequence: no {d.program} rule"
+    )
+
+
+RULES: dict[type[Op], Rule] = {
+    hir.Positions: positions,
+    hir.RopeAngles: keep,
+    hir.RopeRows: keep,
+    hir.Attention: attention,
+    hir.GrowingAttention: growing,
+    hir.LastToken: last_token,
+    hir.Recurrent: carried,
+    hir.CausalWindow: carried,
+    hir.CausalConv: carried,
+    hir.GatedDelta: carried,
+    hir.SelectiveScan: carried,
+}
+"""The blocks that know the sequence. Nothing else mentions a cache."""
+
+
+def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """As `packed.attention`, where a bias by positions is one of each pair."""
+    assert isinstance(node.op, hir.Attention)
+    check_bias(d.types, node.op, tuple(b.type(v) for v in inputs[3 + len(node.op.extra) :]))
+    return packed.attention(b, node, inputs)
+
+
+PACKED: dict[type[Op], Rule] = {
+    hir.Positions: lambda d, b, node, inputs: packed.positions(b, node, inputs),
+    hir.RopeAngles: keep,
+    hir.RopeRows: keep,
+    hir.Attention: packed_attention,
+    hir.CountedPositions: lambda d, b, node, inputs: packed.counted_positions(b, node, inputs),
+    hir.RelativeBias: keep,
+}
+"""The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
+
+PADDED: dict[type[Op], Rule] = dict.fromkeys(
+    (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
+)
+"""The same for rows that are padded: these look at no later token. `beside_padding` has the others."""
+
+
+def rule_of(op: Op, program: str = "") -> Rule | None:
+    """The rule of an op: one of `RULES`, or that of the plugin whose op it is; for `packed` and `padded`, of theirs."""
+    if program not in ("packed", "padded"):
+        return RULES.get(type(op)) or derive_rule(type(op))
+    table = PACKED if program == "packed" else PADDED
+    return table.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
