@@ -79,8 +79,8 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
     ("request_", "message"),
     [
         (lambda e: e.embed([[1], [2] * 17]), r"texts\[1\]: 17 tokens, and buckets.prompt = \[4, 16\]"),
-        (lambda e: e.hidden_states([[1] * 17]), "with 1 rows, length 17: no forward program"),
-        (lambda e: e.hidden_states([[1]] * 5), "with 8 rows, length 4: no forward program"),
+        (lambda e: e.hidden_states([[1] * 17]), "with 1 rows, length 17: no padded program"),
+        (lambda e: e.hidden_states([[1]] * 5), "with 8 rows, length 4: no padded program"),
     ],
 )
 def test_what_an_encoder_has_no_bucket_for(request_: Callable[[Any], Any], message: str) -> None:

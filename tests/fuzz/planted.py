@@ -266,7 +266,7 @@ LOWERING_FAULTS = (
     Fault(
         "all key heads are repeated as one",
         hir.Attention,
-        "expand",
+        "over",
         "RepeatHeads(self.kv_heads, times)",
         "RepeatHeads(1, times)",
         "block",
