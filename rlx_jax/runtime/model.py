@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,10 +29,6 @@ from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
 from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.bounds import Bounds
-from rlx_jax.lowering.inspect.buffers import activation_bytes
-from rlx_jax.lowering.inspect.collectives import collectives
-from rlx_jax.lowering.inspect.costs import cost
-from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
@@ -47,9 +43,10 @@ from rlx_jax.runtime.inputs import (
     host_value,
     random_key,
 )
+from rlx_jax.runtime.looking import report_of, text_of
 from rlx_jax.runtime.placing import at_home, own_mesh
 from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
-from rlx_jax.runtime.report import Report, mesh_facts
+from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import (
     EmptyState,
     FromEmpty,
@@ -483,16 +480,7 @@ class CompiledModel:
             return str(self._jaxpr())
         if self.last is None:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
-        lir = self.programs.function(self.last).lir
-        if level == "lir":
-            return dump_lir(lir)
-        executable = self.programs.executables.get(self.last)
-        if executable is None:
-            raise GraphError(
-                f"text({level!r}): this size was only traced through apply, or its program is not kept any more; give "
-                f"inputs: text({level!r}, x)"
-            )
-        return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
+        return text_of(self.programs, self.last, level)
 
     def _jaxpr(self) -> Any:
         mir = self._template().mir
@@ -509,41 +497,8 @@ class CompiledModel:
         Raises:
             GraphError: a size of the program is missing, or is none of it.
         """
-        template, settings = self._template(), self.settings
-        seconds = {**template.seconds, "load": self.load_seconds}
-        executable = self.programs.executables.get(self.last) if self.last and not sizes else None
-        common: dict[str, Any] = {
-            "nodes": template.nodes,
-            "parameter_bytes": sum(t.nbytes for t in self.programs.layout.types().values()),
-            "compiles": self.programs.executables.made,
-            "evicted": self.programs.executables.evicted,
-            "recompiles": self.programs.recompiles,
-            "refusals": template.built.refusals,
-            "fusion": template.fusion,
-            "device": settings.device,
-            "loop": settings.loop if any(key.program == "extend" for key in self.programs.templates) else None,
-            **mesh_facts(settings.division, self.programs.layout),
-        }
-        if sizes:
-            return Report(seconds, **common, **asdict(template.cost(sizes)))
-        if executable is None:
-            return Report(seconds, **common)
-        memory: Any = executable.call.memory_analysis()
-        graph, plan = executable.lir.graph, executable.lir.plan
-        return Report(
-            {**seconds, **executable.seconds},
-            **common,
-            program=self.last.text if self.last else "",
-            attention=executable.lir.attention(),
-            products=executable.lir.products(),
-            experts=executable.lir.experts(),
-            recurrences=executable.lir.recurrences(),
-            **asdict(cost(graph)),
-            collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
-            donated_bytes=memory.alias_size_in_bytes,
-            peak_bytes=executable.peak_bytes,
-            estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
-        )
+        seconds = {**self._template().seconds, "load": self.load_seconds}
+        return report_of(self.programs, self._template(), self.settings, self.last, seconds, sizes)
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:
