@@ -472,6 +472,25 @@ def test_configs_that_are_refused(config: Any, name: str, changes: dict[str, Any
         config.from_hf(SMALL | changes)
 
 
+def test_ids_of_a_request_number_experts() -> None:
+    """Those that a flow's input has are held against the experts that there are, however many tokens it has."""
+    rng = np.random.default_rng(2)
+    weights = {"g": rng.normal(size=(4, 6, 8)), "u": rng.normal(size=(4, 6, 8)), "d": rng.normal(size=(4, 8, 6))}
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).input("ids", ("batch", "seq", 1), dtype="int32")
+
+    def chosen(emit: Any, x: Any) -> Any:
+        ids = emit.flow_input("ids")
+        return emit.experts(x, emit.ones_like(emit.cast(ids, "f32")), ids, gate="g", up="u", down="d")
+
+    model = rlx.compile(flow.custom(chosen), {name: value.astype(np.float32) for name, value in weights.items()})
+    one = np.asarray(model(np.ones((1, 1, 8), np.float32), np.full((1, 1, 1), 3, np.int32)))
+    inner = weights["g"][3].sum(-1)
+    want = weights["d"][3] @ (inner / (1 + np.exp(-inner)) * weights["u"][3].sum(-1))
+    np.testing.assert_allclose(one[0, 0], want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(errors.TokenIdError, match=r"id 7 .* is not in \[0, 4\)"):
+        model(np.ones((1, 9, 8), np.float32), np.full((1, 9, 1), 7, np.int32))
+
+
 def test_what_makes_no_sense_is_named() -> None:
     """In specs, keys and weights."""
     for make in (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError
+from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Hir, TypeCache, Value
 from rlx_jax.ir.ops.custom import small_constant
@@ -317,6 +317,17 @@ class RunningTotal(Hir):
 def adds(op: Hir) -> Callable[..., Any]:
     """A stage of one block."""
     return lambda emit, x: emit.add_node(op, x)
+
+
+def test_ids_in_a_window_are_ids() -> None:
+    """A table that they index through a window says which there are."""
+    flow = rlx.ModelFlow("m").input("ids", ("batch", "seq"), dtype="int32")
+    model = rlx.compile(flow.custom(lambda emit, x: emit.embed("e", emit.causal_window(x, 3)).sum(2)), EMBEDDING)
+    ids = np.array([[2, V - 1]], np.int32)
+    table = EMBEDDING["e"].astype(np.float64)
+    close(model(ids)[0], np.stack([table[2] + 2 * table[0], table[V - 1] + table[2] + table[0]]))
+    with pytest.raises(TokenIdError, match=rf"id {V} .* is not in \[0, {V}\)"):
+        model(ids + 1)
 
 
 def test_a_block_of_a_plugin_is_tried() -> None:

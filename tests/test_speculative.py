@@ -223,9 +223,21 @@ def test_models_that_cannot_draft() -> None:
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
     with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* knows 12"):
         lm.generate(PROMPTS[0], speculative=short)
+    buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
+    with pytest.raises(errors.RequestError, match="it knows 12 positions, and the buckets of windows go up to 64"):
+        rlx.CausalLM(flow, weights, profile=buckets).generate(PROMPTS[1], max_new_tokens=2, speculative=short)
     seeing = test_cross_attention.lm()
     with pytest.raises(errors.RequestError, match="reader cannot draft for reader: beside tokens .* 'image', 'keep'"):
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
+
+
+def test_a_source_that_knows_fewer_positions() -> None:
+    """Its cache is no larger than what it knows, though that of the model alone would be."""
+    flow, weights = windowed(WINDOW)
+    short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=40)
+    lm, prompt = rings(), [3, 1, 4, 1, 5, 9]
+    want = lm.generate(prompt, max_new_tokens=30)
+    assert lm.generate(prompt, max_new_tokens=30, speculative=short) == want
 
 
 def test_other_tokenizers_cannot_draft() -> None:

@@ -44,8 +44,8 @@ def bounds_of(graph: Graph, max_positions: int | None = None) -> Bounds:
     counted: tuple[DimLike, ...] = graph.inputs[0].type.shape[1:2] if graph.inputs else ()
     for inner, node in graph.walk():
         if node.op.ids is not None and node.op.ids[0] < len(node.inputs):
-            operand, axis = node.op.ids
-            rows, source = inner.type(node.inputs[0]).shape[axis], _source(inner, node.inputs[operand])
+            operand, table, axis = node.op.ids
+            rows, source = inner.type(node.inputs[table]).shape[axis], _source(inner, node.inputs[operand])
             _check_constant(inner, node, node.inputs[operand], rows)
         elif isinstance(node.op, hir.RopeRows | hir.RopeAngles):  # the latter are computed for any position
             rows = node.op.rows if isinstance(node.op, hir.RopeRows) else max_positions or MAX_DIM
@@ -82,7 +82,7 @@ def packed_rows(bounds: Bounds) -> Bounds:
 def _source(graph: Graph, value: Value) -> Node:
     """Where ids come from, behind ops that move them and change none."""
     node = graph.nodes[value.node]
-    while isinstance(node.op, Reshape | Slice | Narrow | Transpose | CastTo):
+    while isinstance(node.op, Reshape | Slice | Narrow | Transpose | CastTo | hir.CausalWindow):
         if is_float(graph.type(node.inputs[0]).dtype):
             return node  # a cast from floats: no ids yet
         node = graph.nodes[node.inputs[0].node]

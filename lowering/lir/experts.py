@@ -47,7 +47,8 @@ def choose_experts(graph: Graph, device: Device, wanted: str, divided: bool = Fa
     """
     calls = {call_of(g, n) for g, n in graph.walk() if isinstance(n.op, ExpertFfn)}
     if wanted != "auto":
-        return {call: Choice("xla" if wanted == "dense" else wanted, "asked for") for call in calls}
+        chosen = Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
+        return dict.fromkeys(calls, chosen)
     if divided:
         return {call: Choice("xla", "experts are divided over devices") for call in calls}
     return {call: choose(call, device) for call in calls}

@@ -109,7 +109,8 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
     if not (request.rows and request.budget):
         return
     lengths = [len(row) for row in request.rows]
-    sizes = request_sizes(speaker.buckets, lengths, request.budget, speaker.max_positions)
+    most = known_to_both(speaker.max_positions, request.drafts)
+    sizes = request_sizes(speaker.buckets, lengths, request.budget, most)
     generation = begin(speaker, request, sizes)
     for block in generation:
         new.append(block)
@@ -121,6 +122,12 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
         if done:
             generation.stop(done)
         yield
+
+
+def known_to_both(max_positions: int | None, drafts: DraftPlan | None) -> int | None:
+    """The longest sequence that the model and where drafts come from know: both have caches of one size."""
+    others = None if drafts is None else drafts.positions
+    return min((n for n in (max_positions, others) if n is not None), default=None)
 
 
 def begin(speaker: Speaker, request: Request, sizes: Sizes) -> Generation:

@@ -59,6 +59,12 @@ def check_draft_model(draft: Speaker, speaker: Speaker) -> None:
         raise RequestError(f"{names}: their tokenizers give other ids to the same tokens; use a model of one tokenizer")
     if required := [name for name, d in declared(draft.model).items() if not d.optional]:
         raise RequestError(f"{names}: beside tokens it reads {listing(required)}")
+    largest = max((*speaker.buckets.prompt, *speaker.buckets.context), default=0)
+    if draft.max_positions is not None and draft.max_positions < largest:
+        raise RequestError(
+            f"{names}: it knows {draft.max_positions} positions, and the buckets of {speaker.model.name} go up to "
+            f"{largest}"
+        )
     if draft.model.programs.division is not None or speaker.model.programs.division is not None:
         raise UnsupportedError(
             f"{names}: a model is over a mesh; on one device it can, and speculative='prompt' on any"

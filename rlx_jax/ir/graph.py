@@ -70,8 +70,9 @@ class Op:
     Subclasses are either `Mir` (they have `eval`) or `Hir` (they have `expand`), or one of the leaves below.
     """
 
-    ids: ClassVar[tuple[int, int] | None] = None
-    """(k, axis) where operand k numbers entries along `axis` of operand 0: ids, checked on the host before a call."""
+    ids: ClassVar[tuple[int, int, int] | None] = None
+    """(k, table, axis) where operand k numbers entries along `axis` of operand `table`: ids, checked on the host before
+    a call."""
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Result types from operand types; raises `ShapeError`, `DTypeError` or `ArityError`."""

@@ -89,7 +89,7 @@ class Experts(Hir):
     `direct` lowers to. `expand` computes every expert for every token."""
 
     traits = BLOCK
-    ids = (5, 1)
+    ids = (5, 1, 0)
 
     activation: str = "silu"
     contract: int = 1

@@ -201,7 +201,7 @@ class LastToken(Hir):
     """The last token of each row: x `[B,S,…]` → `[B,1,…]`; with an index operand `[B]`, row `index[b]`."""
 
     traits = BLOCK
-    ids = (1, 1)
+    ids = (1, 0, 1)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         if len(operands) == 2:

@@ -140,7 +140,7 @@ class Embed(Hir):
     """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
 
     traits = BLOCK
-    ids = (1, 0)
+    ids = (1, 0, 0)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Gather(), *operands)

@@ -91,7 +91,7 @@ class ExpertFfn(Mir):
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
-    ids = (5, 1)
+    ids = (5, 1, 0)
 
     activation: str = "silu"
     contract: int = 1

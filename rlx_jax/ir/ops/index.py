@@ -24,7 +24,7 @@ class Gather(Mir):
     """
 
     traits = replace(TOKENS, narrows=0)
-    ids = (1, 0)
+    ids = (1, 0, 0)
 
     def check(self, *operands: TensorType) -> None:
         table, ids = operands
@@ -42,7 +42,7 @@ class TakeRow(Mir):
     """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]` (or `[1, S, …]`, shared by all rows), index `[B]` → `[B, 1, …]`."""
 
     traits = TOKENS
-    ids = (1, 1)
+    ids = (1, 0, 1)
 
     def check(self, *operands: TensorType) -> None:
         x, index = operands
