@@ -234,7 +234,7 @@ def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     settings: dict[str, Any] = {"backend": {"cpu": {"experts": way}}} if way != "auto" else {}
     model = rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(fusion={"policy": policy}, **settings))
     assert_close(model(x), in_numpy(spec, weights, x, "gelu_tanh"), tolerance=2e-6)
-    told = {"auto": "looped (batches of products are slow on a CPU)", "dense": "xla (asked for)"}.get(
+    told = {"auto": "looped (batches of products are slow on a CPU)", "dense": "xla (dense, as asked for)"}.get(
         way, f"{way} (asked for)"
     )
     assert model.report().experts == ((f"mlp.experts: {told}",) if policy == "direct" else ())
