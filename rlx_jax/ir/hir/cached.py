@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.hir.sequence import Attention
 from rlx_jax.ir.ops.attention import CacheUpdate, RingStep
 from rlx_jax.ir.ops.index import Iota
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, in_dtype
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Concat, Reshape, merge_axes, split_axis
 from rlx_jax.ir.traits import BLOCK
@@ -57,7 +56,7 @@ class CachedAttention(Hir):
         masks, read = more[: 2 * len(self.attend.extra)], more[2 * len(self.attend.extra) :]
         kv_heads = self.attend.kv_heads
         split = split_axis(3, 2, (kv_heads, -1))
-        new_k, new_v = (_as_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
+        new_k, new_v = (in_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
         at: dict[str, Value] = {}
         if self.ring:
             step = RingStep(self.attend.window)
@@ -71,7 +70,7 @@ class CachedAttention(Hir):
         if self.block_only:
             at = {}
         else:
-            k, v = (_as_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
+            k, v = (in_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
         if self.attend.last or not self.block_only:
             at = {"positions": self._positions(b, q, start, lengths), **at}
         keep, caches = self._kept(b, start, lengths, *masks) if masks else ((), ())
@@ -123,9 +122,9 @@ class GrowingAttention(Hir):
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         q, k, v, *past = operands[:5]
-        grown = [b(Concat(1), old, _as_dtype(b, new, b.type(old).dtype)) for old, new in zip(past, (k, v), strict=True)]
+        grown = [b(Concat(1), old, in_dtype(b, new, b.type(old).dtype)) for old, new in zip(past, (k, v), strict=True)]
         extra, rows = self._kept(b, *operands[5 : 5 + self.keep])
-        keys, values = (_as_dtype(b, x, b.type(q).dtype) for x in grown)
+        keys, values = (in_dtype(b, x, b.type(q).dtype) for x in grown)
         return b(replace(self.attend, extra=extra), q, keys, values, *rows, *operands[5 + self.keep :]), *grown
 
     def _kept(self, b: Builder, *keep: Value) -> tuple[tuple[str, ...], tuple[Value, ...]]:
@@ -139,7 +138,3 @@ class GrowingAttention(Hir):
 
     def text(self) -> str:
         return f"growing_{self.attend.text()}{', keep' * self.keep}"
-
-
-def _as_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
-    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)

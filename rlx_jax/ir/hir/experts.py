@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from rlx_jax.ir.ops.experts import check_experts, initial_of_expert
 from rlx_jax.ir.ops.index import TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum
 from rlx_jax.ir.ops.order import TopK
-from rlx_jax.ir.ops.pointwise import UNARY, Binary, CastTo, Compare, Unary, Where, check_kind
+from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, check_kind, in_dtype
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Reshape
 from rlx_jax.ir.traits import BLOCK, TABLES, Initial
@@ -59,7 +58,7 @@ class Route(Hir):
             raise ShapeError(f"route: the bias of logits {logits} is [{logits.shape[-1]}], got {operands[1]}").of(1)
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        wide = [_in(b, v, F32) for v in operands]
+        wide = [in_dtype(b, v, F32) for v in operands]
         kinds = {"softmax": Softmax(-1), "sigmoid": Unary("sigmoid")}
         scores = b(kinds[self.scores], wide[0]) if self.scores in kinds else wide[0]
         if self.biased:
@@ -105,13 +104,13 @@ class Experts(Hir):
         lead = tuple(AxisOf(axis) for axis in range(rank))
         numbers = b.leaf(constant(np.arange(experts), b.type(ids).dtype))
         hits = b(Compare("eq"), b(Reshape((*lead, 1)), ids), numbers)
-        shares = b(Where(), hits, b(Reshape((*lead, 1)), _in(b, weights, F32)), b.leaf(constant(0.0, F32)))
+        shares = b(Where(), hits, b(Reshape((*lead, 1)), in_dtype(b, weights, F32)), b.leaf(constant(0.0, F32)))
         share, chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
         inner = b(GatedFfn(self.activation), *(b(Einsum(f"...h,{wide}->...ef"), x, w) for w in (gate, up)))
         each = b(Einsum(f"...ef,{narrow}->...eh", result=F32), inner, down)
         given = b(Binary("mul"), each, b(Reshape((*lead[:-1], experts, 1)), share))
         seen = b(Where(), b(Reshape((*lead[:-1], experts, 1)), chosen), given, b.leaf(constant(0.0, F32)))
-        return _in(b, b(Reduce("sum", (rank - 1,)), seen), b.type(x).dtype)
+        return in_dtype(b, b(Reduce("sum", (rank - 1,)), seen), b.type(x).dtype)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
         """Each expert is normal over its inputs."""
@@ -119,8 +118,3 @@ class Experts(Hir):
 
     def text(self) -> str:
         return f"experts({self.activation})"
-
-
-def _in(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
-    """A value in another dtype."""
-    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)

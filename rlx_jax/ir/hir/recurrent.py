@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
-from rlx_jax.ir.ops.pointwise import CastTo, Compare, Where
+from rlx_jax.ir.ops.pointwise import Compare, Where, in_dtype
 from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.ops.windows import TailRows, TokenWindows
@@ -148,7 +148,7 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
     """What a slot holds before the first token, without batch; of zeros, one number."""
     if isinstance(slot.initial, int):
         value = operands[slot.initial]
-        return _in(b, value, slot.type.dtype)
+        return in_dtype(b, value, slot.type.dtype)
     if slot.initial is not None:
         return b.leaf(slot.initial)
     zero = np.zeros((), slot.type.dtype)
@@ -237,19 +237,36 @@ class CausalWindow(Hir):
     ) -> BlockRun:
         """See `CarriesState`."""
         (x,) = operands
-        past, kind = self.width - 1, b.type(x)
-        if not past:
+        if self.width == 1:
             return BlockRun((b(TokenWindows(1), x),), ())
-        if start is None:
-            tokens = b(Pad(((0, 0), (past, 0), *((0, 0),) * (kind.rank - 2))), x)
-        else:
-            tokens = b(Concat(1), _in(b, start[0], kind.dtype), x)
-        windows = b(TokenWindows(self.width), tokens)
-        tail = b(Narrow(1, -past, past), tokens) if lengths is None else b(TailRows(past), tokens, lengths)
-        held = self.slots(kind)[0].type.dtype
-        each = (_in(b, b(Narrow(2, 1, past), windows), held),) if every else ()
-        return BlockRun((windows,), (_in(b, tail, held),), each)
+        read = rows_behind(b, x, self.width, start, lengths)
+        windows = b(TokenWindows(self.width), read.rows)
+        return BlockRun((windows,), (read.tail,), (read.tails(b, windows),) if every else ())
 
 
-def _in(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
-    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)
+@dataclass(frozen=True)
+class RowsBehind:
+    """Tokens with the `past` before them, which are the state of whatever looks back so far: `rows` `[B, past + S, …]`,
+    and the last valid `past` of them, `tail`."""
+
+    rows: Value
+    tail: Value
+    past: int
+
+    def tails(self, b: Builder, windows: Value) -> Value:
+        """The state after each token `[B, S, past, …]`, out of the windows of `past + 1` rows."""
+        return in_dtype(b, b(Narrow(2, 1, self.past), windows), b.type(self.tail).dtype)
+
+
+def rows_behind(b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None) -> RowsBehind:
+    """Tokens x `[B, S, …]` behind the state, or behind zeros, for windows of `width` of at least 2; see `CarriesState`.
+
+    The state is f32 where tokens are floats.
+    """
+    past, kind = width - 1, b.type(x)
+    if start is None:
+        rows = b(Pad(((0, 0), (past, 0), *((0, 0),) * (kind.rank - 2))), x)
+    else:
+        rows = b(Concat(1), in_dtype(b, start[0], kind.dtype), x)
+    tail = b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths)
+    return RowsBehind(rows, in_dtype(b, tail, F32 if is_float(kind.dtype) else kind.dtype), past)

@@ -14,13 +14,13 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
-from rlx_jax.ir.hir.recurrent import BlockRun, StateSlot
+from rlx_jax.ir.hir.recurrent import BlockRun, StateSlot, rows_behind
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.norm import Standardize
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Unary, Where
+from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, merge_axes, split_axis
-from rlx_jax.ir.ops.windows import TailRows, TokenWindows
+from rlx_jax.ir.ops.shape import Reshape, merge_axes, split_axis
+from rlx_jax.ir.ops.windows import TokenWindows
 from rlx_jax.ir.traits import TABLES, Initial
 from rlx_jax.ir.types import TensorType, is_static
 
@@ -45,7 +45,7 @@ class TimeSteps(Hir):
             raise ShapeError(f"time_steps: t is [B, S, H], bias and A_log [H]; got {t}, {bias} and {a_log}")
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        t, bias, a_log = (_in(b, v, F32) for v in operands)
+        t, bias, a_log = (in_dtype(b, v, F32) for v in operands)
         step = b(Unary("softplus"), b(Binary("add"), t, b(Reshape((1, 1, -1)), bias)))
         if self.low > 0:
             step = b(Binary("max"), step, b.scalar(self.low, step))
@@ -95,16 +95,11 @@ class CausalConv(Hir):
         taps = int(b.type(w).shape[-1])
         if b.type(w).rank == 3:
             w = b(merge_axes(3, 1), w)
-        past = taps - 1
-        if not past:
+        if taps == 1:
             return BlockRun((b(CausalConvOp(self.bias), x, w, *bias),), ())
-        if start is None:
-            rows = b(Pad(((0, 0), (past, 0), (0, 0))), x)
-        else:
-            rows = b(Concat(1), _in(b, start[0], b.type(x).dtype), x)
-        tail = b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths)
-        each = (_in(b, b(Narrow(2, 1, past), b(TokenWindows(taps), rows)), F32),) if every else ()
-        return BlockRun((b(CausalConvOp(self.bias), rows, w, *bias),), (_in(b, tail, F32),), each)
+        read = rows_behind(b, x, taps, start, lengths)
+        each = (read.tails(b, b(TokenWindows(taps), read.rows)),) if every else ()
+        return BlockRun((b(CausalConvOp(self.bias), read.rows, w, *bias),), (read.tail,), each)
 
 
 @dataclass(frozen=True)
@@ -160,9 +155,9 @@ class GatedDelta(Hir):
         if self.unit is None:
             return x
         dtype, width = b.type(x).dtype, int(b.type(x).shape[3])
-        wide = b(Standardize((-1,), self.unit / width, centre=False), _in(b, x, F32))
+        wide = b(Standardize((-1,), self.unit / width, centre=False), in_dtype(b, x, F32))
         short = b(Binary("mul"), wide, b.scalar(width**-0.5, wide))
-        return _in(b, short, dtype)
+        return in_dtype(b, short, dtype)
 
 
 @dataclass(frozen=True)
@@ -215,10 +210,6 @@ def check_packed(op: str, t: TensorType, heads: int) -> None:
     """`[B, S, heads · width]` of known width."""
     if t.rank != 3 or not is_static(t.shape[2]) or int(t.shape[2]) % heads:
         raise ShapeError(f"{op}: expected [B, S, {heads} · width], got {t}")
-
-
-def _in(b: Builder, x: Value, dtype: np.dtype[Any]) -> Value:
-    return x if b.type(x).dtype == dtype else b(CastTo(dtype), x)
 
 
 def _valid(b: Builder, x: Value, lengths: Value | None) -> Value:

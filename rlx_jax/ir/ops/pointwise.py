@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, did_you_mean, quote
-from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.graph import Builder, Mir, Value
 from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, Types, results_written
 from rlx_jax.ir.types import TensorType, device_dtype, is_float, short_name
 
@@ -325,3 +325,8 @@ class FullLike(Mir):
 
     def eval(self, x: Array) -> Array:
         return jnp.full_like(x, self.value, self.dtype)
+
+
+def in_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
+    """A value in a dtype, cast where it has another."""
+    return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)
