@@ -171,12 +171,19 @@ def dot(x: np.ndarray, w: np.ndarray, contract: int) -> np.ndarray:
     return x @ (w if contract == 0 else w.T)
 
 
+# Where a function is defined, and away from an infinite slope, which central differences do not show.
+DRAWN: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "acosh": lambda x: 1.1 + np.abs(x),
+    "cbrt": lambda x: np.copysign(0.1 + np.abs(x), x),
+}
+
+
 def unary_samples() -> Iterator[Sample]:
     """Every function of one value."""
     for kind, means in UNARY_REFERENCE.items():
         positive = kind in ("log", "log2", "log1p", "sqrt", "rsqrt", "reciprocal")
         inside = kind in ("asin", "acos", "atanh")
-        draw = (lambda x: 0.9 * np.tanh(x)) if inside else (lambda x: 1.1 + np.abs(x)) if kind == "acosh" else None
+        draw = (lambda x: 0.9 * np.tanh(x)) if inside else DRAWN.get(kind)
         yield Sample(Unary(kind), ("f32 batch seq 8",), means, positive, draw=draw)
         yield Sample(Unary(kind), ("bf16 3 4",), means, positive, draw=draw)
     for kind in OF_NUMBERS:
