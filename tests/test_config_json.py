@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from rlx_jax.errors import ConfigError, LimitError, MissingFileError, RlxError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
+from rlx_jax.models.config import read_config
 
 JSON = st.recursive(
     st.none()
@@ -88,7 +90,6 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "duplicate": (b'{"b": 1, "a": 1, "a": 1}', "'a' is given twice"),
     "nested duplicate": (b'{"r": [{"x": {"type": 1, "type": 2}}]}', "'r[0].x.type' is given twice"),
     "NaN": (b'{"a": NaN}', "NaN is not a JSON number at byte 6"),
-    "Infinity": (b'{"a": Infinity}', "Infinity is not a JSON number at byte 6"),
     "-Infinity": (b'{"a": [1, -Infinity]}', "-Infinity is not a JSON number at byte 10"),
     "overflowing float": (b'{"a": 1e999}', "too large a number at byte 6"),
     "huge int": (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits at byte 6"),
@@ -110,6 +111,17 @@ def test_fault(tmp_path: Path, name: str) -> None:
     assert message in str(caught.value)
     assert str(caught.value).startswith(quote(tmp_path / "config.json"))
     assert str(caught.value).isprintable()
+
+
+def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
+    """Python's json writes it, and Mamba-2's `time_step_limit` has it; the fields that may be so large say so."""
+    raw = b'{"time_step_limit": [0.0, Infinity], "hidden_size": Infinity}'
+    assert read_json(write(tmp_path, raw))["time_step_limit"] == [0.0, math.inf]
+    with pytest.raises(ConfigError, match="field 'hidden_size' is 'inf'; expected an integer"):
+        read_config(Folder(tmp_path)).whole("hidden_size")
+    (tmp_path / "generation_config.json").write_bytes(b'{"temperature": Infinity}')
+    with pytest.raises(ConfigError, match="Infinity is not a JSON number at byte 16"):
+        read_json(tmp_path / "generation_config.json")
 
 
 def test_strings_hide_nothing(tmp_path: Path) -> None:

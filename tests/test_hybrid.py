@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from safetensors.numpy import load_file, save_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.errors import RlxWarning
+from rlx_jax.io.folder import Folder
+from rlx_jax.models.config import read_config
+from rlx_jax.models.mamba2 import Mamba2Config
 from rlx_jax.models.qwen35 import Qwen35Config
 from tests.oracles import checkpoints, hugging_face, hybrid, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
@@ -261,6 +265,16 @@ def test_published_sizes() -> None:
     assert c.attends == (False, False, False, True) * 6 and len(c.inv_freq) == 32
     assert c.inv_freq[1] == pytest.approx(1e7 ** (-1 / 32))
     assert c.delta.widths == (2048, 2048, 2048) and c.layer_spec(3).n_rot == 64
+
+
+def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:
+    """Published checkpoints have Python's bare Infinity; newer releases of transformers write JSON."""
+    source = checkpoints.FIXTURES / "mamba2" / "groups_v5"
+    want = Mamba2Config.from_hf(read_config(Folder(source)))
+    assert want.mixer.time_step_limit == (0.0, None)
+    for n, most in enumerate((math.inf, "inf", {"__float__": "Infinity"})):
+        directory = checkpoints.edited(source, tmp_path / str(n), {"time_step_limit": [0.0, most]})
+        assert Mamba2Config.from_hf(read_config(Folder(directory))) == want
 
 
 # -- live --------------------------------------------------------------------------------------

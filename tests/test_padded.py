@@ -51,6 +51,16 @@ def latents(emit: Any, x: Any) -> Any:
     return emit.attention(x, found, found, heads=HEADS)
 
 
+def decaying(emit: Any, x: Any) -> Any:
+    """The sum of the tokens so far, each of which halves at the next."""
+
+    def step(state: Any, x: Any) -> Any:
+        state = 0.5 * state + x
+        return state, state
+
+    return emit.recurrent(step, x, init=np.zeros(WIDTH, np.float32))
+
+
 ALONE: dict[str, tuple[Stage, Callable[[Any], Any]]] = {
     "no mask": (read, lambda x: attend(x, x, x)),
     "a window": (
@@ -65,6 +75,11 @@ ALONE: dict[str, tuple[Stage, Callable[[Any], Any]]] = {
     "a bias of keys": (
         lambda emit, x: read(emit, x, bias=x[:, :, 0][:, None, None]),
         lambda x: attend(x, x, x, bias=x[:, 0]),
+    ),
+    "a state": (decaying, lambda x: np.stack([0.5 ** np.arange(t, -1, -1) @ x[: t + 1] for t in range(len(x))])),
+    "tokens before": (
+        lambda emit, x: emit.causal_window(x, 3).sum(2),
+        lambda x: np.stack([x[max(0, t - 2) : t + 1].sum(0) for t in range(len(x))]),
     ),
     "latents": (latents, lambda x: attend(x, *[attend(LATENTS[0], x, x)] * 2)),
 }

@@ -257,9 +257,20 @@ PACKED: dict[type[Op], Rule] = {
 }
 """The same for rows of several sequences: a block without a rule is proved to treat tokens alone, or refused."""
 
-PADDED: dict[type[Op], Rule] = dict.fromkeys(
-    (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
-)
+
+def from_the_left(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """A block that carries a state along the tokens has read none of the padding behind them."""
+    op, x = node.op, b.type(inputs[0])
+    if x.shape[:2] != (symbol("batch"), symbol("seq")):
+        raise DeriveError(f"{op.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
+
+
+PADDED: dict[type[Op], Rule] = {
+    **dict.fromkeys(
+        (hir.Positions, hir.RopeAngles, hir.RopeRows, hir.CountedPositions, hir.RelativeBias, hir.FirstToken), keep
+    ),
+    **{block: from_the_left for block, rule in RULES.items() if rule is carried},
+}
 """The same for rows that are padded: these look at no later token. `beside_padding` has the others."""
 
 

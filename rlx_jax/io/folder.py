@@ -11,6 +11,10 @@ from rlx_jax.errors import ConfigError, FormatError, MissingFileError, RequestEr
 from rlx_jax.io import files, limits
 from rlx_jax.io.strict_json import parse_object
 
+CONFIG = "config.json"
+"""The file of a model's sizes. Transformers writes it with Python's json, and Mamba-2's most time as a bare Infinity,
+which is taken here; whoever reads a field says whether it may be so large."""
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -68,7 +72,8 @@ class Folder:
         path = self.path / name
         if path not in self._parsed:
             raw = self.read(name, limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
-            self._parsed[path] = None if raw is None else parse_object(raw, self.where(name), ConfigError)
+            infinity = name == CONFIG
+            self._parsed[path] = None if raw is None else parse_object(raw, self.where(name), ConfigError, infinity)
         return self._parsed[path]
 
 

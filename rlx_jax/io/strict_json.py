@@ -23,7 +23,7 @@ _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]|-?(?:NaN|Infinity)|
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_object(raw: bytes, where: str, error: type[FormatError]) -> dict[str, Any]:
+def parse_object(raw: bytes, where: str, error: type[FormatError], infinity: bool = False) -> dict[str, Any]:
     """The JSON object that `raw` holds.
 
     Numbers are `int` or finite `float`; names within an object differ.
@@ -32,6 +32,7 @@ def parse_object(raw: bytes, where: str, error: type[FormatError]) -> dict[str, 
         raw: the whole file.
         where: the file, for messages.
         error: what to raise.
+        infinity: whether `Infinity` is a number too, as Python's json writes it.
 
     Raises:
         error: not UTF-8, not JSON, not an object, nested deeper than `MAX_JSON_DEPTH`, a name given twice,
@@ -39,7 +40,7 @@ def parse_object(raw: bytes, where: str, error: type[FormatError]) -> dict[str, 
         LimitError: more than `MAX_JSON_VALUES` values.
     """
     text = decode_text(raw, where, error)
-    _scan(text, where, error)
+    _scan(text, where, error, infinity)
     repeated: list[_Repeated] = []
     try:
         value = json.loads(text, object_pairs_hook=functools.partial(_members, repeated))
@@ -134,7 +135,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-def _scan(text: str, where: str, error: type[FormatError]) -> None:
+def _scan(text: str, where: str, error: type[FormatError], infinity: bool) -> None:
     """Refuse what the standard parser would accept, or fail on in its own way, before it runs."""
     depth, values = 0, 1
     for token in _TOKEN.finditer(text):
@@ -148,7 +149,7 @@ def _scan(text: str, where: str, error: type[FormatError]) -> None:
                 problem = f"nested deeper than limits.MAX_JSON_DEPTH = {limits.MAX_JSON_DEPTH}"
         elif first in "]}":
             depth -= 1
-        else:
+        elif not (infinity and token[0] == "Infinity"):
             problem = _number_problem(token[0])
         if problem:
             raise error(f"{where}: {problem} at byte {offset(text, token.start())}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypedDict
 
 from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
-from rlx_jax.io.folder import Folder
+from rlx_jax.io.folder import CONFIG, Folder
 
 MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
@@ -318,7 +318,7 @@ def read_config(folder: Folder) -> Fields:
     Raises:
         ConfigError: not one strict JSON object. MissingFileError: there is none.
     """
-    return Fields(folder.needed("config.json"), "config.json")
+    return Fields(folder.needed(CONFIG), CONFIG)
 
 
 def architecture(config: Fields) -> tuple[str, str]:
