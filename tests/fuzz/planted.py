@@ -295,8 +295,8 @@ LOWERING_FAULTS = (
         "new keys stand before the cached ones",
         hir.GrowingAttention,
         "expand",
-        "old, _as_dtype(b, new, b.type(old).dtype))",
-        "_as_dtype(b, new, b.type(old).dtype), old)",
+        "old, in_dtype(b, new, b.type(old).dtype))",
+        "in_dtype(b, new, b.type(old).dtype), old)",
         "block",
     ),
     Fault(
