@@ -17,6 +17,7 @@ from rlx_jax.profiles.schema import (
     NumericClasses,
     Passes,
     Precision,
+    ProfileLike,
     Sharding,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Options",
     "Passes",
     "Precision",
+    "ProfileLike",
     "Sharding",
     "Table",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.profiles import text
@@ -280,6 +280,10 @@ class Backends(_Table):
     tpu: Backend = field(default_factory=Backend)
 
 
+ProfileLike = Union["CompileProfile", str, os.PathLike[str]]
+"""What `profile=` takes: a profile, the name of a preset, or the path of a file; see `CompileProfile.of`."""
+
+
 @cache
 def _preset(name: str) -> CompileProfile:
     if name in PRESETS:
@@ -290,7 +294,14 @@ def _preset(name: str) -> CompileProfile:
         raise UnsupportedError(
             f"preset {quote(name)}: its family is not built yet, so that nothing is measured; 'auto' serves every flow"
         )
-    raise ProfileError(f"there is no preset {quote(name)}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
+    raise _unknown(name)
+
+
+def _unknown(name: str, where: str = "", nor: str = "") -> ProfileError:
+    known = ", ".join(PRESETS)
+    return ProfileError(
+        f"{where}there is no preset {quote(name)}{nor}; there are {known}{did_you_mean(name, PRESETS)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -325,6 +336,32 @@ class CompileProfile(_Table):
         return _preset(str(name))
 
     @classmethod
+    def of(cls, profile: ProfileLike, where: str = "") -> CompileProfile:
+        """What `profile=` means: a profile is itself, a string the preset of that name or else the file at that path.
+
+        A string is a path if it ends in `.toml` or has a separator; a bare name that is no preset's is one if a file of
+        that name is there. `where` begins the message about what is none of them.
+
+        Raises:
+            ProfileError: neither, with a suggestion for a name. Others: as `from_toml` and `preset`.
+        """
+        if isinstance(profile, cls):
+            return profile
+        if isinstance(profile, os.PathLike):
+            return cls.from_toml(profile)
+        if not isinstance(profile, str):
+            raise ProfileError(
+                f"{where}profile is {shown(profile)}; expected a CompileProfile, such as "
+                "CompileProfile.preset('auto'), the name of a preset, or the path of a *.rlx.toml file"
+            )
+        if profile in PRESETS or profile in LATER_PRESETS:
+            return _preset(profile)
+        path = profile.endswith(".toml") or os.path.basename(profile) != profile
+        if path or ("\0" not in profile and os.path.isfile(profile)):
+            return cls.from_toml(profile)
+        raise _unknown(profile, where, ", and no file of that name")
+
+    @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> CompileProfile:
         """The profile in a file. Missing keys take their defaults, a missing `name` the file's.
 
@@ -345,14 +382,14 @@ class CompileProfile(_Table):
 
     @classmethod
     def near(
-        cls, weights: str | os.PathLike[str], family: str, default: CompileProfile | str = "auto"
+        cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto"
     ) -> CompileProfile:
         """The profile that lies beside the weights: `<family>.rlx.toml` in their directory. Without one, the default.
 
         Args:
             weights: a checkpoint's directory, or a file in it.
             family: the first part of the file's name, such as `llama32`.
-            default: a profile, or the name of a preset.
+            default: a profile, the name of a preset, or a path.
 
         Raises:
             MissingFileError: there are no such weights.
@@ -362,9 +399,9 @@ class CompileProfile(_Table):
             raise ProfileError(f"profile near weights: family is letters, digits, _ and -, got {quote(family)}")
         if not isinstance(weights, str | os.PathLike):
             raise ProfileError(f"profile near weights: weights is {shown(weights)}; expected the path of a checkpoint")
-        if not isinstance(default, str | CompileProfile):
+        if not isinstance(default, str | os.PathLike | CompileProfile):
             raise ProfileError(
-                f"profile near weights: default is {shown(default)}; expected a profile or the name of a preset"
+                f"profile near weights: default is {shown(default)}; expected a profile, the name of a preset or a path"
             )
         place = os.fspath(weights)
         if not os.path.lexists(place):
@@ -373,7 +410,7 @@ class CompileProfile(_Table):
         file = os.path.join(directory, f"{family}.rlx.toml")
         if os.path.lexists(file):
             return cls.from_toml(file)
-        return _preset(default) if isinstance(default, str) else default
+        return cls.of(default)
 
     @classmethod
     def from_toml_str(cls, toml: str) -> CompileProfile:

@@ -15,7 +15,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -106,7 +105,7 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     for option, texts in (("--prompt", [args.prompt]), ("--system", [args.system or ""]), ("--stop", args.stop)):
         if not all(map(is_text, texts)):
             raise RequestError(f"{option}: not UTF-8")
-    profile = None if args.profile is None else _profile(args.profile)
+    profile = None if args.profile is None else rlx.CompileProfile.of(args.profile)
     mesh = _mesh(args.devices, args.tensor)
     prompt = _stdin() if args.prompt == "-" else args.prompt
     status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
@@ -162,12 +161,6 @@ def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     }
     width = max(map(len, rows))
     yield from (f"{name:<{width}}  {value}\n" for name, value in rows.items())
-
-
-def _profile(name: str) -> rlx.CompileProfile:
-    """A preset, or a file where the name is that of one."""
-    is_file = name.endswith(".toml") or os.sep in name or Path(name).exists()
-    return rlx.CompileProfile.from_toml(name) if is_file else rlx.CompileProfile.preset(name)
 
 
 def _device_count(text: str) -> int | str:

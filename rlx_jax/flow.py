@@ -20,7 +20,6 @@ from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
-    ProfileError,
     ShapeError,
     UnboundStreamError,
     did_you_mean,
@@ -41,7 +40,7 @@ from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.pad import pad_vocabulary
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, Weights
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
@@ -104,14 +103,9 @@ class ModelFlow(Stages):
             raise GraphError(f"input {name}: rows_optional, and it has no axes: {declared}")
         return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default, bool(rows_optional))))
 
-    def with_profile(self, profile: CompileProfile) -> ModelFlow:
-        """Use `profile` unless `compile` gets another."""
-        if not isinstance(profile, CompileProfile):
-            raise ProfileError(
-                f"{self.name}: profile is {shown(profile)}; expected a CompileProfile, such as "
-                "CompileProfile.preset('auto')"
-            )
-        return replace(self, profile=profile)
+    def with_profile(self, profile: ProfileLike) -> ModelFlow:
+        """Use `profile` (one, the name of a preset, or a path) unless `compile` gets another."""
+        return replace(self, profile=CompileProfile.of(profile, f"{self.name}: "))
 
     def profile_file(
         self, path: str | os.PathLike[str] | None, default: CompileProfile | Callable[[], CompileProfile] | None = None
@@ -127,7 +121,7 @@ class ModelFlow(Stages):
         return self.with_profile(chosen or CompileProfile.auto())
 
     def profile_near(
-        self, weights: str | os.PathLike[str], family: str, default: CompileProfile | str = "auto"
+        self, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto"
     ) -> ModelFlow:
         """`<family>.rlx.toml` beside the weights, else `default`: see `CompileProfile.near`."""
         return self.with_profile(CompileProfile.near(weights, family, default))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir.types import is_float
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime import compiling
 from rlx_jax.runtime.model import CompiledModel
@@ -45,7 +45,7 @@ class FlowModule(nnx.Module):
         flow: Any,
         weights: Weights = None,
         *,
-        profile: CompileProfile | None = None,
+        profile: ProfileLike | None = None,
         program: str = "forward",
         strict: bool = True,
         rngs: nnx.Rngs | jax.Array | int | None = None,

@@ -422,10 +422,14 @@ PROFILES: dict[str, Row] = {
     "an unknown preset": row(
         lambda t: rlx.CompileProfile.preset("lama32_decode"), ProfileError, "'lama32_decode'", "mean 'llama32_decode'",
     ),
-    "a name in place of a profile": row(
-        lambda t: rlx.compile(mlp(), W, profile=NAME), ProfileError, "profile is 'auto'", "preset('auto')",
+    "a number in place of a profile": row(
+        lambda t: rlx.compile(mlp(), W, profile=THREE), ProfileError, "profile is 3", "preset('auto')",
     ),
-    "the same on a flow": row(lambda t: mlp().with_profile(NAME), ProfileError, "profile is 'auto'", "preset"),
+    "the same on a flow": row(lambda t: mlp().with_profile(THREE), ProfileError, "profile is 3", "preset"),
+    "a profile of no name": row(
+        lambda t: rlx.compile(mlp(), W, profile="enoder"),
+        ProfileError, "no preset 'enoder', and no file of that name", "mean 'encoder'",
+    ),
     "an unknown dtype": row(lambda t: rlx.load(LLAMA, dtype="bf17"), DTypeError, "'bf17'", "did you mean 'bf16'"),
     "an option that XLA does not know": row(
         lambda t: rlx.compile(

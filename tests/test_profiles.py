@@ -517,6 +517,37 @@ def test_the_profile_of_a_flow(tmp_path: Path) -> None:
     assert [f.profile.name for f in presets if f.profile] == ["llama32_prefill", "llama32_decode", "encoder"]
 
 
+def test_a_profile_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a profile is taken: it is the preset of that name, else the file at that path, and the program's own."""
+    path, weights = tmp_path / "encoder", {"w": np.ones((2, 2), "f4")}
+    path.write_text("layers.roll = 'scan'")
+    (tmp_path / "mine.rlx.toml").write_text("fusion.policy = 'fusable'")
+    monkeypatch.chdir(tmp_path)
+    profile = CompileProfile.of("mine.rlx.toml")
+    assert profile.fusion.policy == "fusable" and CompileProfile.of(profile) is profile
+    assert CompileProfile.of("encoder") == CompileProfile.encoder()  # the preset, though a file has its name
+    assert CompileProfile.of(path).layers.roll == CompileProfile.of("./encoder").layers.roll == "scan"
+    (tmp_path / "mine").write_text("layers.roll = 'scan'")
+    assert CompileProfile.of("mine").layers.roll == "scan"
+    flow = rlx.ModelFlow("m").input("x", ("batch", 2)).linear("w")
+    for model in (
+        rlx.compile(flow, weights, profile="mine.rlx.toml"),
+        rlx.compile(flow.with_profile("mine.rlx.toml"), weights),
+    ):
+        assert model.settings.policy == "fusable"
+    assert rlx.compile(flow, weights, profile="encoder").settings.policy == "direct"
+    high, module = tmp_path / "high.toml", flow.build(weights).into_graph_module()
+    high.write_text("precision.matmul = 'highest'")
+    planned = [module.into_lir(p, batch=1) for p in (str(high), high, CompileProfile.of(high), None)]
+    texts = [rlx.GraphModule.from_lir(lir).to_json() for lir in planned]
+    assert texts[0] == texts[1] == texts[2] != texts[3]
+    assert CompileProfile.near(tmp_path, "none", "mine.rlx.toml") == profile
+    with pytest.raises(MissingFileError, match="nowhere.toml"):
+        CompileProfile.of("nowhere.toml")
+    with pytest.raises(ProfileError, match="no preset 'a', and no file"):
+        CompileProfile.of("a")
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ProfileError, match="expected a string of TOML, found bytes"):
         read(b"")  # type: ignore[arg-type]

@@ -365,4 +365,6 @@ def test_misuse_is_a_graph_error(misuse: str) -> None:
 
 def test_a_profile_hook_takes_a_profile() -> None:
     with pytest.raises(errors.ProfileError, match="expected a CompileProfile"):
-        rlx.Llama32Flow(CONFIG).profile("fast")  # type: ignore[arg-type]
+        rlx.Llama32Flow(CONFIG).profile(3)
+    with pytest.raises(errors.ProfileError, match="no preset 'fast', and no file"):
+        rlx.Llama32Flow(CONFIG).profile("fast")

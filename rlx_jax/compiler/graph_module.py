@@ -38,7 +38,7 @@ from rlx_jax.ir.types import Path, as_dim, as_name, as_names, device_dtype, free
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import items_of
@@ -295,7 +295,7 @@ class GraphModule(Builders[Value]):
 
     into_mir = into_graph
 
-    def into_lir(self, profile: CompileProfile | None = None, **sizes: int) -> Lir:
+    def into_lir(self, profile: ProfileLike | None = None, **sizes: int) -> Lir:
         """The planned program: lowered, optimised and specialised as `rlx_jax.compile` does it.
 
         `sizes` are those of the symbolic dimensions.

@@ -51,7 +51,7 @@ from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built
 
 # -- the pipeline ------------------------------------------------------------------------------
@@ -229,8 +229,9 @@ def experts_apart(settings: Settings) -> bool:
     return settings.division is not None and settings.division.parts("experts") > 1
 
 
-def lir_of(built: Built, profile: CompileProfile | None, sizes: Mapping[str, int]) -> Lir:
+def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
     """The forward program of `built` for one choice of sizes."""
+    profile = None if profile is None else CompileProfile.of(profile)
     settings = choose_settings(built, profile, merge=False, program="forward")
     template = make_template(built, 0.0, settings, "forward")
     if built.plan is None:

@@ -12,7 +12,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.programs import open_programs
@@ -43,7 +43,7 @@ class DualEncoder:
         tokenizer: Tokenizer | None = None,
         processor: ImageProcessor | None = None,
         padding: tuple[int, int] | None = None,
-        profile: CompileProfile | None = None,
+        profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
         progress: Progress | None = None,

@@ -28,7 +28,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.lowering.hir.alone import why_rows_mix
 from rlx_jax.lowering.hir.padded import MASK
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.inputs import as_host_array
@@ -81,7 +81,7 @@ class Encoder:
         tokenizer: Tokenizer | None = None,
         pipeline: SentencePipeline | None = None,
         padding: tuple[int, int] | None = None,
-        profile: CompileProfile | None = None,
+        profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
         max_positions: int | None = None,

@@ -15,7 +15,7 @@ from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, num
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
 from rlx_jax.errors import GraphError, RequestError, listing, quote, shown
 from rlx_jax.ir.types import is_float
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.inputs import as_host_array
@@ -45,7 +45,7 @@ class VisionEncoder:
         weights: Weights = None,
         *,
         processor: ImageProcessor | None = None,
-        profile: CompileProfile | None = None,
+        profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
         progress: Progress | None = None,

@@ -32,7 +32,7 @@ from rlx_jax.generate.serving import (
     warm_requests,
 )
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Programs
@@ -73,7 +73,7 @@ class CausalLM:
         weights: Weights = None,
         *,
         tokenizer: Tokenizer | None = None,
-        profile: CompileProfile | None = None,
+        profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
         max_positions: int | None = None,

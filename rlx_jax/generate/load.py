@@ -17,14 +17,14 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.families import check_options, open_pretrained, rebound
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    profile: CompileProfile | None = None,
+    profile: ProfileLike | None = None,
     mesh: Any = None,
     dtype: Any = None,
     strict: bool = True,
@@ -36,7 +36,7 @@ def load(
     `DualEncoder`; `config.json` decides.
 
     Args:
-        profile: else `auto`.
+        profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
@@ -63,7 +63,8 @@ def load(
     flow = ModelFlow.from_recipe(own if recipe is None else rebound(recipe, own))
     if dtype is not None:
         dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
-        profile = (profile or flow.profile or CompileProfile()).replace(precision={"compute": dtype})
+        chosen = CompileProfile.of(flow.profile or CompileProfile() if profile is None else profile)
+        profile = chosen.replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
     if pretrained.kind == "vision":
         return VisionEncoder(flow, processor=load_processor(folder, pretrained.images), **common)

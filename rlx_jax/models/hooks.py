@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rlx_jax.blocks import BlockStage, Repeat
 from rlx_jax.blocks.control import check_stages
-from rlx_jax.errors import GraphError, ProfileError
+from rlx_jax.errors import GraphError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 
 Spec = TypeVar("Spec")
 R = TypeVar("R", bound="Hooked")
@@ -140,11 +140,9 @@ def add_patch(recipe: R, edit: Edit) -> R:
     return replace(recipe, hooks=replace(recipe.hooks, edits=(*recipe.hooks.edits, edit)))
 
 
-def set_profile(recipe: R, profile: CompileProfile) -> R:
-    """Compile with `profile` unless `compile` or `load` gets another."""
-    if not isinstance(profile, CompileProfile):
-        raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
-    return replace(recipe, hooks=replace(recipe.hooks, profile=profile))
+def set_profile(recipe: R, profile: ProfileLike) -> R:
+    """Compile with `profile` (one, the name of a preset, or a path) unless `compile` or `load` gets another."""
+    return replace(recipe, hooks=replace(recipe.hooks, profile=CompileProfile.of(profile)))
 
 
 def set_profile_near(recipe: R, weights: str | os.PathLike[str], family: str | None = None) -> R:

@@ -14,7 +14,7 @@ import jax
 
 from rlx_jax.device import running_device
 from rlx_jax.errors import RlxWarning
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs, open_programs
@@ -26,7 +26,7 @@ def compile(
     flow: Any,
     weights: Weights = None,
     *,
-    profile: CompileProfile | None = None,
+    profile: ProfileLike | None = None,
     mesh: Any = None,
     program: str = "forward",
     strict: bool = True,
@@ -36,7 +36,8 @@ def compile(
     Args:
         flow: a `ModelFlow`, a recipe, a zero-argument function returning one, or a `BuiltModel`.
         weights: a mapping, a WeightSource or a path; a mapping of `jax.ShapeDtypeStruct` compiles without data.
-        profile: else the flow's own, else `auto`.
+        profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else the flow's own, else
+            `auto`.
         mesh: devices to divide the model over: a `jax.sharding.Mesh` with axes called data, fsdp, tensor, expert or
             context (or what the profile's `sharding` says), a number of devices, or "auto", all of them.
         program: `forward`, `train` (the forward program to differentiate: layers scanned, and recomputed as the
@@ -58,7 +59,7 @@ def compile_together(
     flows: Sequence[Any],
     weights: Weights = None,
     *,
-    profile: CompileProfile | None = None,
+    profile: ProfileLike | None = None,
     mesh: Any = None,
     program: str = "forward",
     strict: bool = True,

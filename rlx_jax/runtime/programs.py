@@ -48,7 +48,7 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import Division, check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.lowering.lir.plan import Lir, state_leaves
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
@@ -334,7 +334,7 @@ class Programs:
 def open_programs(
     flows: Sequence[Any],
     weights: Weights,
-    profile: CompileProfile | None,
+    profile: ProfileLike | None,
     strict: bool,
     merge: bool,
     program: str = "forward",
@@ -353,8 +353,7 @@ def open_programs(
         GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
         ProfileError: the flows' own profiles say different things.
     """
-    if profile is not None and not isinstance(profile, CompileProfile):
-        raise ProfileError(f"profile is {profile!r}; expected a CompileProfile, such as CompileProfile.preset('auto')")
+    profile = None if profile is None else CompileProfile.of(profile)
     if not isinstance(strict, bool):
         raise RequestError(f"strict is {shown(strict)}; expected True or False")
     if progress is not None and not callable(progress):

@@ -19,7 +19,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.types import is_float
-from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.model import CompiledModel
@@ -31,7 +31,7 @@ from rlx_jax.text.tokenizer import Tokenizer
 def open_token_model(
     flow: Any,
     weights: Weights,
-    profile: CompileProfile | None,
+    profile: ProfileLike | None,
     mesh: Any,
     strict: bool,
     progress: Progress | None,
