@@ -61,7 +61,8 @@ class SelfAttnPrefillSpec:
     rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran;
     `rope` names the RopeTables to read, where a flow has several. `n_rot` columns of each head are rotated, all by
     default. `gated`: q's weight is `[N·2D, H]`, for each head D rows of the query and then D of a gate, whose sigmoid
-    the context is multiplied with (Qiu et al., arXiv:2505.06708).
+    the context is multiplied with (Qiu et al., arXiv:2505.06708). `sinks_key`: a weight `[N]`, the sinks of
+    `emit.attention`.
     """
 
     q_key: str
@@ -83,6 +84,7 @@ class SelfAttnPrefillSpec:
     rope: str = ""
     n_rot: int | None = None
     gated: bool = False
+    sinks_key: str | None = None
 
     @staticmethod
     def hf_layer(
@@ -100,8 +102,15 @@ class SelfAttnPrefillSpec:
     def block(self, mask: MaskKind) -> hir.Attention:
         """The attention itself."""
         return hir.attention(
-            self.num_heads, self.num_kv_heads, mask, scale=self.score_scale, softcap=self.attn_logit_softcap
-        )
+            self.num_heads, self.num_kv_heads, mask, scale=self.score_scale, softcap=self.attn_logit_softcap,
+            sinks=self.sinks_key is not None,
+        )  # fmt: skip
+
+    def sinks(self, emit: Emit) -> tuple[FlowValue, ...]:
+        """The sinks, if there are any."""
+        if self.sinks_key is None:
+            return ()
+        return (emit.param(self.sinks_key, (self.num_heads,), roles=("heads",)),)
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,8 @@ def self_attention(
         check_heads(emit, spec, stage, q, k, v)
         mask = mask_kind(spec.mask)
         extra = mask_operand(emit, mask, spec.mask_input, stage)
-        return gated(emit, emit.add_node(spec.block(mask), q, k, v, *extra), *gate), k, v
+        context = emit.add_node(spec.block(mask), q, k, v, *extra, *spec.sinks(emit))
+        return gated(emit, context, *gate), k, v
 
 
 def gated(emit: Emit, context: FlowValue, *gate: FlowValue) -> FlowValue:

@@ -180,7 +180,7 @@ class SelfAttnDecode:
             check_heads(emit, self.spec, "SelfAttnDecode", q, k, v)
             past, keep = cached(emit, self.layer, new), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
-            context, *grown = emit.add_all(block, q, *new, *past, *keep)
+            context, *grown = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
             side_outputs(emit, f"kv.{self.layer}", *grown)
             return gated(emit, context, *gate)
 

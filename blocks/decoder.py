@@ -88,6 +88,7 @@ class DecoderLayerSpec:
         rope_theta: the base of the rotation when no RopeTables stage ran.
         n_rot: columns of each head that are rotated, all by default.
         gated: a sigmoid gate of each head of the context, beside its query in q's weight `[N·2D, H]`.
+        sinks: a score of each head in the softmax of its attention, `self_attn.sinks` `[N]`; see `emit.attention`.
         score_scale: what q kᵀ is multiplied with; None is D^(−1/2).
         attn_logit_softcap: c tanh(scores / c).
         qkv_bias, output_bias, mlp_bias: biases of the projections.
@@ -108,6 +109,7 @@ class DecoderLayerSpec:
     rope_theta: float = 10000.0
     n_rot: int | None = None
     gated: bool = False
+    sinks: bool = False
     score_scale: float | None = None
     attn_logit_softcap: float | None = None
     qkv_bias: bool = False
@@ -138,6 +140,7 @@ class DecoderLayerSpec:
             keys, mask=self.mask, mask_input=mask_input, rope=self.rope, rope_theta=self.rope_theta,
             score_scale=self.score_scale, attn_logit_softcap=self.attn_logit_softcap,
             qk_norm_eps=self.eps, qk_norm_offset=float(self.zero_centred), n_rot=self.n_rot, gated=self.gated,
+            sinks_key=f"{prefix}.self_attn.sinks" if self.sinks else None,
         )  # fmt: skip
 
     def around(self, prefix: str, attention: BlockStage, stage: str = "decoder_layer") -> Sequence:
@@ -204,7 +207,7 @@ class DecoderLayerSpec:
             shapes |= self.moe.shapes(hidden)
         if self.qk_norm is not None:
             shapes |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk"}
-        return shapes
+        return shapes | ({"self_attn.sinks": (self.num_heads,)} if self.sinks else {})
 
     def held_by(self, other: DecoderLayerSpec, stage: str) -> None:
         """Refuse what a stage with a narrower spec would drop; `other` is that spec's own layer.

@@ -32,6 +32,7 @@ class SelfAttention:
         window: as in `emit.attention`: a distance, or (before, behind).
         mask_input: an input that keeps keys, as `mask` of `emit.attention`; it may be absent. Without a name the mask
             of an `AttnMask` stage before is read, if there is one.
+        sinks: the key of a score of each head `[N]` that takes part in the softmax, as in `emit.attention`.
         bias: the name of a registered value (`emit.set_named`) that is added to the scores.
         rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head, as `rope_style`
             says. `rope`: by the RopeTables of that name instead, "" for those without a name.
@@ -60,6 +61,7 @@ class SelfAttention:
     n_rot: int | None = None
     rope_style: str = "half"
     name: str = "self_attn"
+    sinks: WeightKey | None = None
 
     @staticmethod
     def hf(
@@ -89,7 +91,7 @@ class SelfAttention:
             context = emit.attention(
                 q, k, v, heads=self.heads, kv_heads=self.kv_heads or self.heads, causal=self.causal, window=self.window,
                 mask=self._mask(emit), bias=bias, scale=self.scale, softcap=self.softcap,
-                rope=self._rotary(emit, x, width),
+                rope=self._rotary(emit, x, width), sinks=self.sinks,
             )  # fmt: skip
             if self.out is None:
                 if self.out_bias is not None:

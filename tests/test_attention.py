@@ -29,7 +29,7 @@ TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "kd": (("batch", "keys", K * D), "float32"), "row": (("batch", "keys"), "int32"), "one": (("keys",), "bool"),
     "pair": (("seq", "keys"), "bool"), "pairs": (("batch", "seq", "keys"), "float32"),
     "each": (("batch", N, "seq", "keys"), "bool"), "bias": (("batch", N, "seq", "keys"), "float32"),
-    "flat": (("seq", "keys"), "float32"), "at": (("batch", "seq"), "int32"),
+    "flat": (("seq", "keys"), "float32"), "at": (("batch", "seq"), "int32"), "sinks": ((N,), "float32"),
 }  # fmt: skip
 SIZES = {"batch": B, "seq": S, "keys": T}
 
@@ -92,6 +92,12 @@ CASES: dict[str, Case] = {
                            lambda: attend(window=1, ahead=2)),
     "causal window": (lambda e, i: run(e, i, window=(1, 0), causal=True),
                       lambda: attend(window=2)),
+    "sinks": (lambda e, i: run(e, i, sinks=i.sinks, scale=0.2, softcap=1.5),
+              lambda: attend(sinks=X["sinks"], scale=0.2, softcap=1.5)),
+    "sinks of rows that may be empty": (
+        lambda e, i: run(e, i, sinks=i.sinks, mask=i.each, bias=i.bias, window=1, causal=True),
+        lambda: attend(sinks=X["sinks"], keep=X["each"], bias=X["bias"], window=1),
+    ),
     "heads apart": (
         lambda e, i: e.attention(
             i.q.reshape("batch", "seq", N, D), i.k.reshape("batch", "keys", K, D), i.v.reshape("batch", "keys", K, E),
@@ -172,7 +178,7 @@ def test_gradients() -> None:
         out = outputs(policy)[0].apply({}, **inputs)
         return sum((out[name].astype("float32") ** 2).sum() for name in CASES)
 
-    at = {n: ARRAYS[n] for n in ("q", "k", "v", "k1", "bias", "flat")}
+    at = {n: ARRAYS[n] for n in ("q", "k", "v", "k1", "bias", "flat", "sinks")}
     rest = {n: a for n, a in ARRAYS.items() if n not in at}
     both = {p: jax.jit(jax.value_and_grad(functools.partial(_of, total, p, rest))) for p in ("direct", "fusable")}
     (_, g), (_, other) = (both[p](at) for p in both)
@@ -206,6 +212,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "a window back": (lambda e, i: run(e, i, window=(-1, 2)), GraphError, "two counts"),
     "a causal look ahead": (lambda e, i: run(e, i, window=(0, 2), causal=True),
                             GraphError, "(before, behind) is (0, 2), and a causal query"),
+    "a number as sinks": (lambda e, i: run(e, i, sinks=0.5), GraphError, "sinks is 0.5"),
+    "sinks of other heads": (lambda e, i: run(e, i, sinks=i.q[0, 0]), ShapeError, f"one floating score a head, [{N}]"),
+    "whole sinks": (lambda e, i: run(e, i, sinks=i.one[:4]), ShapeError, "one floating score"),
+    "a kind and sinks": (lambda e, i: run(e, i, mask="causal", sinks=i.sinks), GraphError, "sinks="),
     "a scale of text": (lambda e, i: run(e, i, scale="a"), GraphError, "scale is a finite number, got 'a'"),
     "a cap of truth": (lambda e, i: run(e, i, softcap=True), GraphError, "or None for no cap; got True"),
     "a mask value alone": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask kind; there is none"),
@@ -310,6 +320,7 @@ def test_a_mask_that_may_be_two_things() -> None:
         {"extra": ("keep",)},
         {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
         {"ahead": 1, "window": 2},
+        {"extra": ("keep", "sinks"), "causal": True},
     ],
     ids=str,
 )
@@ -319,6 +330,7 @@ def test_heads_first_is_eval(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((B, T, width)).astype("f4") for width in (N * D, K * D, K * E))
     given = {"keep": rng.random((B, T)) < 0.6, "bias": rng.standard_normal((B, N, T, 1)).astype("f4")}
+    given["sinks"] = rng.standard_normal(N).astype("f4")
     arrays = [q, k, v, *(given[name] for name in op.extra)]
     got, want = IMPLEMENTATIONS["heads_first"](op, *arrays), op.eval(*map(jax.numpy.asarray, arrays))
     np.testing.assert_allclose(got, want, atol=2e-6)

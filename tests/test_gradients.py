@@ -435,9 +435,10 @@ CASES = {
                 rope_theta=30.0,
                 n_rot=2,
                 rope_style="interleaved",
+                sinks="sinks",
             ),
         ),
-        ATTENTION | with_biases({"o": (H, 4 * D)}, "o"),
+        ATTENTION | with_biases({"o": (H, 4 * D)}, "o") | {"sinks": (4,)},
     ),
     "gpt-2": Case.of(rlx.Gpt2Flow.for_prefill(GPT2 | {"scale_attn_by_inverse_layer_idx": True}), input_ids=IDS),
     "nomic": Case.of(

@@ -79,6 +79,7 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.Rope(4, 4, "interleaved"), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Rope(4, 4), ("f32 2 3 8", "f32 1 3 2", "f32 1 3 2")),
     (hir.Attention(4, 2, True, 2, 0.3, 5.0, ("keep",)), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 3")),
+    (hir.Attention(4, 2, sinks=True, extra=("keep",)), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 4", "f32 2 3", "f32 4")),
     (hir.Attention(4, 2, window=3, ahead=2), ("f32 2 3 8", "f32 2 3 4", "f32 2 3 6")),
     (
         hir.CachedAttention(hir.Attention(4, 2, causal=True, last=True)),

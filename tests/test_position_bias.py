@@ -1,4 +1,4 @@
-"""A bias by the positions of queries and keys: ALiBi's, T5's, a prefix that is read from both sides."""
+"""A bias by the positions of queries and keys: ALiBi's, T5's, every third key; T5's with a sink of each head."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ WEIGHTS = {
     "near": RNG.standard_normal((5, HEADS)),
     **{f"{i}.{n}": RNG.standard_normal((WIDTH, WIDTH)) / 3 for i in range(LAYERS) for n in "qkvo"},
     **{f"{i}.near": RNG.standard_normal((5, HEADS)) for i in range(LAYERS)},
+    **{f"{i}.sinks": 1 + RNG.standard_normal(HEADS) for i in range(LAYERS)},
 }
 WEIGHTS = {name: w.astype(np.float32) for name, w in WEIGHTS.items()}
 SLOPES = np.float32(2.0) ** -np.arange(1, HEADS + 1, dtype=np.float32)
@@ -54,7 +55,8 @@ BIASES: dict[str, tuple[Bias, Callable[[int], Any]]] = {
 def flow(bias: Bias, **options: Any) -> rlx.ModelFlow:
     def layer(emit: Any, x: Any, i: int) -> Any:
         q, k, v = (emit.linear(x, f"{i}.{n}") for n in "qkv")
-        context = emit.attention(q, k, v, heads=HEADS, bias=bias(emit, str(i)), **options)
+        sinks = f"{i}.sinks" if bias is learned else None
+        context = emit.attention(q, k, v, heads=HEADS, bias=bias(emit, str(i)), sinks=sinks, **options)
         return x + emit.linear(context, f"{i}.o")
 
     made = rlx.ModelFlow("biased").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
@@ -63,18 +65,21 @@ def flow(bias: Bias, **options: Any) -> rlx.ModelFlow:
 
 
 def held(bias: Bias) -> dict[str, Any]:
-    return {n: w for n, w in WEIGHTS.items() if n != "near" and (bias is learned or not n.endswith("near"))}
+    own = ("near", "sinks")
+    return {n: w for n, w in WEIGHTS.items() if n != "near" and (bias is learned or not n.endswith(own))}
 
 
 def alone(ids: Any, added: Callable[[int], Any], causal: bool, window: int = 40) -> Any:
-    """The hidden states of one text, in float64."""
+    """The hidden states of one text, in float64; with the sinks of each layer where the bias is the learned one."""
     x, n = WEIGHTS["e"].astype(np.float64)[ids], len(ids)
     keep = (APART[:n, :n] <= 0) & (APART[:n, :n] > -window) if causal else np.ones((n, n), bool)
     for i in range(LAYERS):
         q, k, v = ((x @ WEIGHTS[f"{i}.{m}"].T).reshape(n, HEADS, -1) for m in "qkv")
         scores = np.einsum("shd,thd->hst", q, k) / np.sqrt(q.shape[-1]) + added(i)[:, :n, :n]
         weights = np.exp(np.where(keep, scores, -np.inf))
-        context = np.einsum("hst,thd->shd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
+        total = weights.sum(-1, keepdims=True)
+        total = total + np.exp(WEIGHTS[f"{i}.sinks"])[:, None, None] if added is BIASES["learned"][1] else total
+        context = np.einsum("hst,thd->shd", weights / total, v).reshape(n, -1)
         x = x + context @ WEIGHTS[f"{i}.o"].T
     return x
 

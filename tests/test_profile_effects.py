@@ -565,6 +565,7 @@ def test_the_report_names_the_reason() -> None:
         ({"heads": 8}, (4, 4), "bf16", "head widths that 8 divides, up to 128, not 4"),
         ({"precision": "highest"}, (4, 4), "bf16", "products are pinned to highest"),
         ({"extra": ("keep",)}, (4, 4), "bf16", "not mean the same with the operands keep"),
+        ({"extra": ("sinks",)}, (4, 4), "bf16", "not mean the same with the operands sinks"),
         ({"extra": ("positions",)}, (4, 9), "bf16", "4 queries stand at positions of their own"),
         ({"extra": ("positions",)}, (1, 9), "bf16", ""),
     ],

@@ -27,12 +27,13 @@ WEIGHTS = {
     "a.q.bias": normal(N * D), "a.k.bias": normal(K * D), "a.v.bias": normal(K * D),
     "a.o.weight": normal(H, N * D), "a.o.bias": normal(H),
     "b.qkv.weight": normal(H, 3 * N * 3), "b.qkv.bias": normal(3 * N * 3), "b.o.weight": normal(N * 3, H),
+    "a.sinks": 2 + normal(N),
 }  # fmt: skip
 WIDE = {key: value.astype(np.float64) for key, value in WEIGHTS.items()}
 THREE = SelfAttention(
     ("a.q.weight", "a.k.weight", "a.v.weight"), "a.o.weight", N, kv_heads=K, head_dim=D,
     qkv_bias=("a.q.bias", "a.k.bias", "a.v.bias"), out_bias="a.o.bias", mask_input="keep", rope_theta=50.0,
-    rope_style="interleaved", softcap=4.0, window=4, bias="relative",
+    rope_style="interleaved", softcap=4.0, window=4, bias="relative", sinks="a.sinks",
 )  # fmt: skip
 FUSED = SelfAttention("b.qkv.weight", "b.o.weight", N, qkv_bias="b.qkv.bias", transpose=False, scale=0.4, causal=True)
 X = RNG.standard_normal((2, 5, H)).astype(np.float32)
@@ -58,8 +59,9 @@ def three(x: np.ndarray, keep: np.ndarray | None) -> np.ndarray:
     tables = formula.rope_table(np.arange(5)[None], [50.0 ** (-2 * i / D) for i in range(D // 2)])
     q, k = (formula.rope(y, *tables, D, D, "interleaved") for y in (q, k))
     context = formula.attention(
-        q, k, v, heads=N, kv_heads=K, window=4, ahead=3, softcap=4.0, keep=keep, bias=BIAS.astype(float)
-    )
+        q, k, v, heads=N, kv_heads=K, window=4, ahead=3, softcap=4.0, keep=keep, bias=BIAS.astype(float),
+        sinks=WIDE["a.sinks"],
+    )  # fmt: skip
     return context @ WIDE["a.o.weight"].T + WIDE["a.o.bias"]
 
 
@@ -94,9 +96,11 @@ def test_named_tables_and_the_context_alone() -> None:
 def test_a_causal_one_generates() -> None:
     """Prefill and extend, ragged, are the forward program."""
     made = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
-    stage = SelfAttention("b.qkv.weight", "b.o.weight", N, transpose=False, causal=True, rope_theta=10.0, n_rot=2)
+    stage = SelfAttention(
+        "b.qkv.weight", "b.o.weight", N, transpose=False, causal=True, rope_theta=10.0, n_rot=2, sinks="a.sinks"
+    )
     made = made.residual_save().attention(stage).silu().residual_add().gelu().relu().gelu_tanh().lm_head(11, H, True)
-    weights = {"e": normal(11, H), "b.qkv.weight": WEIGHTS["b.qkv.weight"], "b.o.weight": WEIGHTS["b.o.weight"]}
+    weights = {"e": normal(11, H)} | {key: WEIGHTS[key] for key in ("b.qkv.weight", "b.o.weight", "a.sinks")}
     lm = rlx.CausalLM(made, weights)
     tokens = RNG.integers(0, 11, (2, 6))
     whole = np.asarray(lm.logits(tokens))

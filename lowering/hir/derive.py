@@ -148,7 +148,7 @@ def beside_padding(d: Derivation, graph: Graph, fn: Rewrite) -> Rewrite:
         if not isinstance(node.op, hir.Attention):
             return fn(b, number, node, inputs)
         if "seq" in b.type(inputs[1]).symbols:
-            check_bias(d.types, node.op, tuple(b.type(v) for v in inputs[3 + len(node.op.extra) :]))
+            check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
             return d.tokens.attention(b, graph, node, inputs)
         check_fixed_keys(node)
         check_token_wise(d, node, tuple(b.type(v) for v in inputs))

@@ -73,10 +73,11 @@ def attention(b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value,
         keep = kept_by_both(b, keep, keeps)
     if op.bias_of is not None:
         places = b.leaf(POSITIONS)
-        bias, op = b(PairBias(op.bias_of), places, places, *read), replace(op, bias_of=None)
+        bias, op = b(PairBias(op.bias_of), places, places, *read[op.sinks :]), replace(op, bias_of=None)
+    sinks = read[: op.sinks]
     if bias is not None:  # tokens of one sequence are as far from each other in a row that others share
-        return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias)
-    return b.add(replace(op, extra=("keep",)), q, k, v, keep)
+        return b.add(replace(op, extra=("keep", "bias")), q, k, v, keep, bias, *sinks)
+    return b.add(replace(op, extra=("keep",)), q, k, v, keep, *sinks)
 
 
 def kept_by_both(b: Builder, one: Value, other: Value) -> Value:

@@ -88,7 +88,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
             f"attention is not causal and mixes positions: a token would read later ones, so {d.program} has no meaning"
         )
     check_extra(d, op)
-    check_bias(d.types, op, tuple(b.type(x) for x in read))
+    check_bias(d.types, op, tuple(b.type(x) for x in inputs))
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.behind is not None:
@@ -149,8 +149,9 @@ def check_extra(d: Derivation, op: hir.Attention) -> None:
         )
 
 
-def check_bias(types: TypeCache, op: hir.Attention, read: tuple[TensorType, ...]) -> None:
+def check_bias(types: TypeCache, op: hir.Attention, operands: tuple[TensorType, ...]) -> None:
     """A bias by positions is proved to be one of each query and each key alone: there are other keys in a cache.
+    `operands` are those of the attention.
 
     Raises:
         DeriveError: it is not.
@@ -159,6 +160,7 @@ def check_bias(types: TypeCache, op: hir.Attention, read: tuple[TensorType, ...]
         return
     pairs = PairBias(op.bias_of)
     places = tuple(TensorType((1, symbol(name)), I32) for name in ("queries", "keys"))
+    read = operands[3 + len(op.extra) + op.sinks :]
     for name in ("queries", "keys"):
         verdict = types.ask(prove, pairs, (*places, *read), name)
         if not verdict.token_wise:
@@ -243,7 +245,7 @@ RULES: dict[type[Op], Rule] = {
 def packed_attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """As `packed.attention`, where a bias by positions is one of each pair."""
     assert isinstance(node.op, hir.Attention)
-    check_bias(d.types, node.op, tuple(b.type(v) for v in inputs[3 + len(node.op.extra) :]))
+    check_bias(d.types, node.op, tuple(b.type(v) for v in inputs))
     return packed.attention(b, node, inputs)
 
 

@@ -18,6 +18,7 @@ from rlx_jax.ir.graph import Graph, Value
 from rlx_jax.ir.types import TensorType, is_float, is_static, symbol
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.ops import Ops
+from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import Shape, V, is_number
 
 I32 = np.dtype(np.int32)
@@ -189,6 +190,7 @@ class Attending(Ops[V]):
         softcap: float | None = None,
         scale: float | None = None,
         rope: Rotary[V] | tuple[V, V] | None = None,
+        sinks: V | WeightKey | None = None,
         layout: str = "packed",
         out_shape: Shape | None = None,
     ) -> V:
@@ -209,6 +211,8 @@ class Attending(Ops[V]):
             window: keys at a distance of less than so many tokens, on both sides unless causal; or a pair, how many
                 before the query's own key and how many behind it.
             softcap: c · tanh(scores / c), before mask and bias. scale: D^(−1/2) by default.
+            sinks: `[N]`, a score of each head that takes part in the softmax and has no value: what all keys together
+                are given is less than 1. Neither scaled nor capped.
             rope: turns q and k: what `rotary` made, or (cos, sin) for as many columns as they have, in halves.
             layout: "heads" for q, k and v with an axis of heads, `[B, S, N, D]`; so is the result.
             head_dim: D, which is checked. mask_value: of the form by the name of a mask kind, `mask="custom"`: see
@@ -220,7 +224,7 @@ class Attending(Ops[V]):
         if not (causal is None or isinstance(causal, bool | np.bool_)):
             raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
         if isinstance(mask, hir.MaskKind | str):
-            self._refuse_beside_kind(causal, bias, window, rope, kv_heads, layout)
+            self._refuse_beside_kind(causal, bias, window, rope, sinks, kv_heads, layout)
             width = self._head_width(q, heads) if head_dim is None else head_dim
             return self.attention_kind(
                 q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
@@ -238,10 +242,13 @@ class Attending(Ops[V]):
         extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
         of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
         extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
+        own = [] if sinks is None else [self._sinks(sinks)]
         op = hir.Attention(
-            heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead, bias_of=of_places
-        )
-        done = self.add_node(op, q, k, v, *extra.values(), *read, out_shape=out_shape if layout == "packed" else None)
+            heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead, bias_of=of_places,
+            sinks=bool(own),
+        )  # fmt: skip
+        shape = out_shape if layout == "packed" else None
+        done = self.add_node(op, q, k, v, *extra.values(), *own, *read, out_shape=shape)
         if layout == "packed":
             return done
         wide = self.type_of(done).shape[-1] // heads
@@ -308,9 +315,9 @@ class Attending(Ops[V]):
     # -- what attention is given -------------------------------------------------------------
 
     def _refuse_beside_kind(
-        self, causal: object, bias: object, window: object, rope: object, kv_heads: object, layout: str
+        self, causal: object, bias: object, window: object, rope: object, sinks: object, kv_heads: object, layout: str
     ) -> None:
-        given = {"causal": causal, "bias": bias, "window": window, "rope": rope, "kv_heads": kv_heads}
+        given = {"causal": causal, "bias": bias, "window": window, "rope": rope, "sinks": sinks, "kv_heads": kv_heads}
         given["layout"] = None if layout == "packed" else layout
         for name, value in given.items():
             if value is not None:
@@ -450,6 +457,11 @@ class Attending(Ops[V]):
                     "and numbers; give an array"
                 )
         return body, tuple(self._values(captures))
+
+    def _sinks(self, sinks: V | WeightKey) -> V:
+        if is_number(sinks):
+            raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
+        return self.weight(sinks, ("heads",))
 
     def _as_bias(self, bias: V) -> V:
         """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""

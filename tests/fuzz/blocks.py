@@ -177,7 +177,13 @@ def attention(s: Sketch) -> object:
     op = hir.attention(heads, kv_heads, mask, s.choice((None, 0.7)), s.choice((None, 1.5)))
     if kind == "none" and s.coin():
         op = replace(op, window=2, ahead=1)
-    return s.one(op, q, k, v, *rest)
+    sinks = sinks_of(s, heads)
+    return s.one(replace(op, sinks=bool(sinks)), q, k, v, *rest, *sinks)
+
+
+def sinks_of(s: Sketch, heads: int) -> list[Known]:
+    """Sometimes a score for each head."""
+    return [s.leaf((heads,), F32)] if s.coin(3) else []
 
 
 def cached_attention(s: Sketch) -> object:
@@ -195,7 +201,9 @@ def cached_attention(s: Sketch) -> object:
     attend = hir.Attention(heads, kv_heads, True, window, softcap=s.choice((None, 1.5)), last=last)
     # Of padding nothing is promised: behind a window it may have no key.
     lengths = s.leaf((batch,), I32, seq if window and not block_only else 0, seq + 1)
-    return s.add(hir.CachedAttention(attend, block_only, ring), q, k, v, *caches, start, lengths)
+    sinks = sinks_of(s, heads)
+    op = hir.CachedAttention(replace(attend, sinks=bool(sinks)), block_only, ring)
+    return s.add(op, q, k, v, *caches, start, lengths, *sinks)
 
 
 def growing_attention(s: Sketch) -> object:
@@ -206,7 +214,8 @@ def growing_attention(s: Sketch) -> object:
     caches = [s.leaf((batch, past, kv_heads * dim), F32) for _ in range(2)]
     keep = [s.leaf((batch, past + new), s.choice((BOOL, I32)), 0, 2)] if s.coin() else []
     attend = hir.Attention(heads, kv_heads, True, s.choice((None, 2)), softcap=s.choice((None, 1.5)))
-    return s.add(hir.GrowingAttention(attend, bool(keep)), q, k, v, *caches, *keep)
+    sinks = sinks_of(s, heads)
+    return s.add(hir.GrowingAttention(replace(attend, sinks=bool(sinks)), bool(keep)), q, k, v, *caches, *keep, *sinks)
 
 
 def last_token(s: Sketch) -> object:

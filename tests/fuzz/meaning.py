@@ -173,9 +173,10 @@ def repeat_heads(op: RepeatHeads, x: Array) -> Array:
 
 def attend(op: AttentionOp | hir.Attention, q: Array, k: Array, v: Array, *rest: Array) -> Array:
     """One score at a time."""
+    names = (*op.extra, *["sinks"] * (isinstance(op, hir.Attention) and op.sinks))
     return attention(
         q, k, v, heads=op.heads, kv_heads=op.kv_heads, causal=op.causal, window=op.window, scale=op.scale,
-        softcap=op.softcap, ahead=op.ahead, **dict(zip(op.extra, rest, strict=True)),
+        softcap=op.softcap, ahead=op.ahead, **dict(zip(names, rest, strict=True)),
     )  # fmt: skip
 
 
@@ -496,7 +497,7 @@ def rope_rows(op: hir.RopeRows, positions: Array) -> tuple[Array, ...]:
 
 def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, ...]:
     """Write the new keys and values, then attend over the cache up to each query's own position."""
-    q, k, v, cache_k, cache_v, start, lengths = operands
+    q, k, v, cache_k, cache_v, start, lengths, *sinks = operands
     heads = (*k.shape[:2], op.attend.kv_heads, -1)
     new_k, new_v = k.reshape(heads), v.reshape(heads)
     extra: dict[str, Array] = {}
@@ -513,6 +514,7 @@ def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, 
     if op.attend.last:
         behind = np.maximum(lengths - 1, 0)[:, None]
         extra["positions"] = np.take_along_axis(extra["positions"], behind, axis=1)
+    extra |= dict(zip(["sinks"], sinks, strict=False))
     flat = (*keys.shape[:2], -1)
     out = attention(
         q, keys.reshape(flat), values.reshape(flat), heads=op.attend.heads, kv_heads=op.attend.kv_heads,
@@ -523,9 +525,10 @@ def cached_attention(op: hir.CachedAttention, *operands: Array) -> tuple[Array, 
 
 def growing_attention(op: hir.GrowingAttention, *operands: Array) -> tuple[Array, ...]:
     """Join cached and new keys and values; a window counts the keys that the mask keeps."""
-    q, k, v, past_k, past_v, *keep = operands
+    q, k, v, past_k, past_v, *rest = operands
+    keep, sinks = rest[: op.keep], rest[op.keep :]
     keys, values = np.concatenate([past_k, k], 1), np.concatenate([past_v, v], 1)
-    extra: dict[str, Array] = dict(zip(("keep",), keep, strict=False))
+    extra: dict[str, Array] = dict(zip(("keep",), keep, strict=False)) | dict(zip(("sinks",), sinks, strict=False))
     if keep and op.attend.window is not None:
         extra["key_positions"] = np.cumsum(keep[0] >= 0.5, axis=1) - 1
     plain = {name: getattr(op.attend, name) for name in ("heads", "kv_heads", "causal", "window", "scale", "softcap")}

@@ -417,6 +417,9 @@ def attention(s: Sketch) -> object:
         extra.append("bias")
         rest.append(s.leaf((s.choice((1, batch)), s.choice((heads, 1)), queries, keys), dtype))
     if s.coin(4):
+        extra.append("sinks")
+        rest.append(s.leaf((heads,), s.choice((dtype, F32))))
+    if s.coin(4):
         extra.append("positions")
         rest.append(integers(s, (s.choice((1, batch)), queries), size(keys)))
         if not s.iterations and s.coin():

@@ -175,9 +175,9 @@ def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, heads: int, kv_heads: int, causal: bool = False,
     window: int | None = None, scale: float | None = None, softcap: float | None = None,
     keep: np.ndarray | None = None, bias: np.ndarray | None = None, positions: np.ndarray | None = None,
-    key_positions: np.ndarray | None = None, ahead: int = 0,
+    key_positions: np.ndarray | None = None, ahead: int = 0, sinks: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Attention one score at a time."""
+    """Attention one score at a time; a sink is one score more, which weighs nothing."""
     batch, queries, width = q.shape
     keys, dim, wide = k.shape[1], width // heads, v.shape[2] // kv_heads
     out = np.zeros((batch, queries, heads * wide))
@@ -208,8 +208,9 @@ def attention(
                         score += at_score(bias, b, n, s, t)
                     if score != -math.inf:
                         scores[t] = score
-                top = max(scores.values(), default=0.0)
-                total = sum(math.exp(x - top) for x in scores.values())
+                beside = [] if sinks is None else [float(sinks[n])]
+                top = max([*scores.values(), *beside], default=0.0)
+                total = sum(math.exp(x - top) for x in (*scores.values(), *beside))
                 for t, score in scores.items():
                     value = v[b, t, shared * wide : (shared + 1) * wide]
                     out[b, s, n * wide : (n + 1) * wide] += math.exp(score - top) / total * value

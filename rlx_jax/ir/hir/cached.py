@@ -33,8 +33,8 @@ class CachedAttention(Hir):
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
     (tokens already in the cache) and lengths `[B]` (new valid tokens); where the attention has a keep mask that of the
-    new keys `[B,S]` and that of the cache `[B,T]`, both bool; then what its `bias_of` reads. The key and value caches
-    may have a dtype of their own.
+    new keys `[B,S]` and that of the cache `[B,T]`, both bool; then its sinks, and what its `bias_of` reads. The key and
+    value caches may have a dtype of their own.
     Results: the context, and the caches with the new rows written at `start`, that of the mask last.
     With `block_only` the cache is empty before the call, so attention stays inside the block.
     With `ring` the cache holds the last T tokens only, T at least the window (see `RingStep`).
@@ -104,7 +104,8 @@ class GrowingAttention(Hir):
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the cached keys and values `[B,P,K·D]`, whose dtype may be one of its
     own, and with `keep` a mask `[B,P+S]` over both: 1 keeps a key, less than ½ drops it, and causality holds besides;
-    then what the attention's `bias_of` reads, for which a key's position is its place among those that are kept.
+    then the attention's sinks, and what its `bias_of` reads, for which a key's position is its place among those that
+    are kept.
     Results: the context, and the longer keys and values `[B,P+S,K·D]`. Query i of S reads the keys up to P + i, or the
     last w of those in a window, in which keys that the mask drops take no place.
     """
@@ -116,7 +117,7 @@ class GrowingAttention(Hir):
 
     def check(self, *operands: TensorType) -> None:
         if self.attend.bias_of is None:
-            check_arity("growing_attention", len(operands), 6 if self.keep else 5)
+            check_arity("growing_attention", len(operands), 5 + self.keep + self.attend.sinks)
         if self.attend.extra:
             raise GraphError(f"growing_attention: its attention reads {', '.join(self.attend.extra)}; expected no mask")
 

@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Compare, Where
 from rlx_jax.ir.ops.reduce import Reduce
 from rlx_jax.ir.ops.shape import Narrow, RepeatHeads, Reshape, SizeOf, Slice
-from rlx_jax.ir.traits import BLOCK, TABLES
+from rlx_jax.ir.traits import BLOCK, TABLES, Initial
 from rlx_jax.ir.types import TensorType
 
 
@@ -121,7 +121,7 @@ class Rope(Hir):
 @dataclass(frozen=True)
 class Attention(Hir):
     """Attention over packed heads: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then `keep` and `bias` as in `extra`,
-    then what `bias_of` reads. See `AttentionOp`.
+    then with `sinks` those `[N]`, then what `bias_of` reads. See `AttentionOp`.
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
     With `last` q is `[B,1,N·D]`, the query of the last token, whose row alone is wanted (written by `derive`).
@@ -142,10 +142,11 @@ class Attention(Hir):
     ahead: int = 0
     by_distance: bool = False
     bias_of: Graph | None = None
+    sinks: bool = False
 
     def check(self, *operands: TensorType) -> None:
         if self.bias_of is None:
-            check_arity("attention", len(operands), 3 + len(self.extra))
+            check_arity("attention", len(operands), 3 + len(self.extra) + self.sinks)
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)
         check_window(self.causal, self.window, self.ahead)
@@ -165,14 +166,20 @@ class Attention(Hir):
         """The block with keys and values repeated `times` times, and operands of `AttentionOp` that say where queries
         and keys stand."""
         at = at or {}
-        own = dict(zip(self.extra, given, strict=False))
+        own, read = dict(zip(self.extra, given, strict=False)), given[len(self.extra) :]
         if self.bias_of is not None:
             rows, slots = self._places(b, q, k, {**own, **at})
-            own["bias"] = b(PairBias(self.bias_of), rows, slots, *given[len(self.extra) :])
+            own["bias"] = b(PairBias(self.bias_of), rows, slots, *read[self.sinks :])
+        if self.sinks:
+            own["sinks"] = read[0]
         if times > 1:
             k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
         op = self.op(self.kv_heads * times)
         return b(replace(op, extra=(*own, *at)), q, k, v, *own.values(), *at.values())
+
+    def initial(self, place: int, weight: TensorType) -> Initial:
+        """Sinks start at 0."""
+        return 0.0 if self.sinks and place == 3 + len(self.extra) else super().initial(place, weight)
 
     def _places(self, b: Builder, q: Value, k: Value, at: Mapping[str, Value]) -> tuple[Value, Value]:
         """Positions of queries `[B|1, S]`, by default the last of the keys', and of keys `[B|1, T]`, from 0 on."""
@@ -190,10 +197,11 @@ def attention(
     mask: MaskKind,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> Attention:
     """`Attention` for a mask kind."""
     extra = (mask.operand,) if mask.operand else ()
-    return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra)
+    return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, sinks=sinks)
 
 
 @dataclass(frozen=True)

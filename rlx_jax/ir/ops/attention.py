@@ -40,8 +40,10 @@ class AttentionOp(Mir):
 
     Operands: q `[B,S,N·D]`, k `[B,T,K·D]`, v `[B,T,K·E]`, then those named in `extra`, in this order:
     `keep` `[B|1,T]` or `[B|1,N|1,S|1,T|1]` (1 keeps a key, less than ½ drops it), `bias` `[B|1,N|1,S|1,T|1]` added to
-    the scores, `positions` `[B|1,S]` int32, the absolute position of each query (keys stand at 0 … T−1),
-    `key_positions` `[B,T]` int32, the absolute position of each key, −1 where a slot holds none.
+    the scores, `sinks` `[N]`, a score of each head that takes part in the softmax and has no value (attention sinks,
+    Xiao et al. 2023, learned as in gpt-oss), neither scaled nor capped nor masked, `positions` `[B|1,S]` int32, the
+    absolute position of each query (keys stand at 0 … T−1), `key_positions` `[B,T]` int32, the absolute position of
+    each key, −1 where a slot holds none.
     Without `positions` the queries are the last S of the T keys (bottom-right aligned), and stand where those do.
 
     `causal` keeps keys at or before the query; `window` w keeps the last w of those, and the `ahead` keys behind it.
@@ -90,6 +92,10 @@ class AttentionOp(Mir):
             raise ShapeError(
                 f"attention: the keep mask is [B,T] for keys {k}, or {list(want)} with 1 on any axis; got {keep}"
             ).of(3)
+        if "sinks" in given and not (given["sinks"].shape == (self.heads,) and is_float(given["sinks"].dtype)):
+            raise ShapeError(
+                f"attention: sinks are one floating score a head, [{self.heads}], got {given['sinks']}"
+            ).of(3 + self.extra.index("sinks"))
         if keep is not None and not (is_float(keep.dtype) or keep.dtype.kind in "biu"):
             raise DTypeError(f"attention: a keep mask holds bools or numbers, got {keep}")
         if bias is not None and not is_float(bias.dtype):
@@ -128,7 +134,10 @@ class AttentionOp(Mir):
         # Without positions the queries are the last of the keys: more of them than keys leaves rows without any.
         rows_may_be_empty = "keep" in extra or "bias" in extra
         rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != queries
-        weights = masked_softmax(scores, allowed, rows_may_be_empty)
+        sinks = extra.get("sinks")
+        if sinks is not None:
+            sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, groups, 1, 1)
+        weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
         out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
         return out.reshape(batch, queries, self.heads * v4.shape[3])
@@ -169,18 +178,21 @@ class AttentionOp(Mir):
         return "attention"
 
 
-def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool) -> Array:
-    """Softmax over the last axis of f32 scores where `allowed`; a row without any key gives zeros."""
-    if not rows_may_be_empty:
+def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool, sinks: Array | None = None) -> Array:
+    """Softmax over the last axis of f32 scores where `allowed`; a row without any key gives zeros. `sinks`, with 1 on
+    the last axis, are scores beside those, whose weights nobody asks for."""
+    if not rows_may_be_empty and sinks is None:
         if allowed is not None:
             scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores, axis=-1)
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True)
+    peak = peak if sinks is None else jnp.maximum(peak, sinks)
     peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, jnp.zeros_like(peak)))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - peak)
     return weights / jnp.where(total == 0, jnp.ones_like(total), total)
 
 
