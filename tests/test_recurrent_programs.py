@@ -14,7 +14,9 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir.ops.token_scan import TokenScan
+from tests import divided
 from tests.divided import mesh
+from tests.oracles.comparing import assert_close
 from tests.test_derive import (
     EMBEDDING,
     TOKENS,
@@ -266,6 +268,24 @@ def test_devices_that_share_the_rows(kinds: str) -> None:
     _, state = many.prefill([[3, 1, 4]] * 4)
     assert state.state is not None
     assert all("data" in str(a.sharding.spec[0]) for a in state.state.leaves.values())
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen35", marks=pytest.mark.slow)])
+def test_the_program_verify_over_devices(family: str) -> None:
+    """Logits, the state and what it is after each token are those of one device; each has its rows and heads of it."""
+    tokens, lengths, found = [[3, 1, 4], [2, 7, 2]], np.array([3, 2], np.int32), []
+    for place in (None, mesh("data tensor", 4)):
+        verify: Any = rlx.compile(divided.recipe(family), divided.weights(family), program="verify", mesh=place)
+        logits, state = verify(tokens, lengths, state=verify.init_state(2, 8))
+        assert state.length.tolist() == [0, 0]
+        found.append({"logits": np.asarray(logits)} | {name: np.asarray(a) for name, a in state.leaves.items()})
+        every = [a for name, a in state.leaves.items() if a.ndim == 5 and name.endswith("/every")]
+        assert every and all(a.shape[:3] == (2, 3, 8) for a in every)
+    one, many = found
+    assert one.keys() == many.keys()
+    for name, want in one.items():
+        assert_close(many[name], want)
+    assert all(a.sharding.shard_shape(a.shape)[:3] == (1, 3, 4) for a in every)
 
 
 @pytest.mark.slow

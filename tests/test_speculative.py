@@ -307,10 +307,39 @@ def test_greedy_texts_of_many_models(source: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "llama"])
-def test_drafts_over_a_mesh(family: str) -> None:
-    """The tokens of one device, rings too; another model is refused."""
-    ours = test_mesh.lm(family, *test_mesh.GRID[-1])
+@pytest.mark.parametrize(
+    ("family", "kinds", "devices"),
+    [
+        ("mistral", "data fsdp tensor", 8),
+        ("llama", "data fsdp tensor", 8),
+        ("qwen35", "data tensor", 4),
+        ("mamba2", "data tensor", 4),
+    ],
+)
+def test_drafts_over_a_mesh(family: str, kinds: str, devices: int) -> None:
+    """The tokens of one device, rings and states of fixed size too."""
+    ours: Any = test_mesh.lm(family, kinds, devices)
     assert ours.generate(test_mesh.PROMPTS[:3], max_new_tokens=32, speculative="prompt") == test_mesh.greedy(family)
-    with pytest.raises(errors.UnsupportedError, match="a model is over a mesh; on one device it can"):
-        ours.generate(test_mesh.PROMPTS[:3], speculative=test_mesh.lm(family))
+    assert ours.report().speculative.accepted > 0
+
+
+@pytest.mark.slow
+def test_draft_models_over_a_mesh() -> None:
+    """Both on the same devices: the drawn tokens of one device, and as many drafts taken."""
+    asked: dict[str, Any] = {"max_new_tokens": 12, "draft_tokens": 3, "sampler": rlx.Sampler(temperature=1.0)}
+    found = []
+    for place in ((), ("data tensor", 4)):
+        ours, drafts = (cast(Any, test_mesh.lm(family, *place)) for family in ("llama", "mamba2"))
+        tokens = ours.generate(test_mesh.PROMPTS[:3], speculative=drafts, seed=3, **asked)
+        found.append((tokens, ours.report().speculative))
+    assert found[0] == found[1] and found[0][1].accepted > 0
+
+
+def test_models_on_other_devices_cannot_draft() -> None:
+    """One on one device and one over several; the error says where each is."""
+    one, many = (test_mesh.lm("llama", *place)._speaker for place in ((), ("data tensor", 4)))
+    with pytest.raises(errors.UnsupportedError, match="over one device and a mesh of data 2 × tensor 2; make both"):
+        draft_plan(one, 3, many)
+    with pytest.raises(errors.UnsupportedError, match="over a mesh of data 2 × tensor 2 and one device; make both"):
+        draft_plan(many, 3, one)
+    assert draft_plan(many, 3, many) is not None

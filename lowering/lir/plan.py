@@ -6,7 +6,7 @@ Nothing at run time depends on offsets: XLA allocates. `buffers.py` computes liv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import EVERY, Graph, StateRead
@@ -107,19 +107,32 @@ def state_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Rol
 
 def taken_back(graph: Graph, stacked: bool) -> tuple[tuple[str, int], ...]:
     """The arrays of the state that a program gives after each token, beside it, with the axis of their rows."""
-    found: list[tuple[str, int]] = []
+    return tuple((name, axis) for name, axis, _ in _every(graph, stacked))
 
-    def visit(graph: Graph, iterations: int) -> None:
+
+def given_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Roles]]:
+    """`state_leaves` of the state that a program gives: with those that it gives after each token."""
+    found = state_leaves(graph, stacked)
+    for name, axis, t in _every(graph, stacked):
+        _, roles = found[name]
+        found[name + EVERY] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
+    return found
+
+
+def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]:
+    """Arrays of the state that are given after each token: their names, the axis of their rows, and what is given."""
+
+    def visit(graph: Graph, iterations: int) -> Iterator[tuple[str, int, TensorType]]:
         for node in graph.nodes:
             for region in node.op.regions():
-                visit(region, node.op.iterations())
-        for leaf, _ in graph.writes:
+                yield from visit(region, node.op.iterations())
+        for leaf, value in graph.writes:
+            t = graph.type(value)
             if leaf.is_every and leaf.key(0) == leaf.key(1):
-                found.append((leaf.key(None).removesuffix(EVERY), 0))
+                yield leaf.key(None).removesuffix(EVERY), 0, t
             elif leaf.is_every and stacked:
-                found.append((leaf.key(None).removesuffix(EVERY), 1))
+                yield leaf.key(None).removesuffix(EVERY), 1, TensorType((iterations, *t.shape), t.dtype)
             elif leaf.is_every:
-                found.extend((leaf.key(i).removesuffix(EVERY), 0) for i in range(iterations))
+                yield from ((leaf.key(i).removesuffix(EVERY), 0, t) for i in range(iterations))
 
-    visit(graph, 1)
-    return tuple(found)
+    return visit(graph, 1)

@@ -38,6 +38,10 @@ class RunsOthers(Protocol):
         """Those programs, by what the names of their arrays begin with among those of the whole state."""
         ...
 
+    def divided(self) -> Shardings | None:
+        """On several devices where those programs have their parameters, among the inputs, and their states."""
+        ...
+
 
 @dataclass(frozen=True)
 class Shardings:

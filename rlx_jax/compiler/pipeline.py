@@ -49,7 +49,7 @@ from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, Plan, state_leaves, state_types, taken_back
+from rlx_jax.lowering.lir.plan import Lir, Plan, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built
@@ -263,7 +263,7 @@ def make_function(lir: Lir, layout: Layout, division: Division | None = None) ->
 
 def placed_state(lir: Lir, state: StateArrays, division: Division) -> StateArrays:
     """The state where the next call wants it."""
-    leaves = state_leaves(lir.graph, lir.plan.scan)
+    leaves = given_leaves(lir.graph, lir.plan.scan)
     return {
         name: lax.with_sharding_constraint(a, division.value(leaves[name][1], a.shape)) if name in leaves else a
         for name, a in state.items()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array
 from rlx_jax.generate.generation import RequestPlan, bound_readers, prompt_blocks
 from rlx_jax.generate.sampler import adjusted, draw, finite_rows, sharpened
@@ -38,6 +38,10 @@ class ModelDrafts:
     def lir(self) -> Lir | None:
         """Its program."""
         return self.programs.function(self.key).lir
+
+    def shardings(self) -> Shardings | None:
+        """As where it runs alone."""
+        return self.programs.shardings(self.key, {})
 
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
         """One token after the other; the last draft is read as well, so that the state has it should it be kept."""

@@ -23,7 +23,7 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
 
     Raises:
         RequestError: neither a source nor None; `draft_tokens` out of range or without a source; a model with another
-            vocabulary, or that reads more than tokens. UnsupportedError: another model over a mesh; "mtp".
+            vocabulary, or that reads more than tokens. UnsupportedError: another model over another mesh; "mtp".
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
     if count > MAX_DRAFTS:
@@ -65,7 +65,7 @@ def check_draft_model(draft: Speaker, speaker: Speaker) -> None:
             f"{names}: it knows {draft.max_positions} positions, and the buckets of {speaker.model.name} go up to "
             f"{largest}"
         )
-    if draft.model.programs.division is not None or speaker.model.programs.division is not None:
-        raise UnsupportedError(
-            f"{names}: a model is over a mesh; on one device it can, and speculative='prompt' on any"
-        )
+    ours, other = (model.programs.division for model in (speaker.model, draft.model))
+    if (ours and ours.mesh) != (other and other.mesh):
+        over = " and ".join("one device" if d is None else f"a mesh of {d.text()}" for d in (other, ours))
+        raise UnsupportedError(f"{names}: they are over {over}; make both with the same mesh=")

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array
 from rlx_jax.generate.generation import RequestPlan
 from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn
@@ -30,6 +30,10 @@ class LookUp:
 
     def lir(self) -> Lir | None:
         """It runs no program of its own."""
+        return None
+
+    def shardings(self) -> Shardings | None:
+        """So there is nothing to divide."""
         return None
 
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.compiler.executable import Function, StateArrays
+from rlx_jax.compiler.executable import Function, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
 from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
 from rlx_jax.ir.graph import EVERY
@@ -91,6 +91,9 @@ class DraftSource(Protocol):
     def lir(self) -> Lir | None:
         """The program that it runs inside of the loop, behind its own state, if it does."""
 
+    def shardings(self) -> Shardings | None:
+        """Where that program has its parameters and state on several devices; not asked without one."""
+
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
         """Up to `count` drafts a row."""
 
@@ -118,6 +121,14 @@ class VerifyLoop(Choosing):
         """See `rlx_jax.compiler.executable.RunsOthers`."""
         lir = self.source.lir()
         return {} if lir is None else {OWN: lir}
+
+    def divided(self) -> Shardings | None:
+        """See `rlx_jax.compiler.executable.RunsOthers`."""
+        at = None if self.source.lir() is None else self.source.shardings()
+        if at is None:
+            return None
+        state = {OWN + name: sharding for name, sharding in at.state.items()}
+        return replace(at, params={}, state=state, inputs={"params": dict(at.params)})
 
     def __call__(self, verify: Function) -> Function:
         def function(

@@ -15,7 +15,7 @@ from rlx_jax.compiler.pipeline import Template
 from rlx_jax.device import freed
 from rlx_jax.ir.roles import of_dims
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.plan import Lir, state_leaves
+from rlx_jax.lowering.lir.plan import Lir, given_leaves
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def in_any_mesh(function: Function, template: Template, lir: Lir, division: Divi
     divisions that the roles of their axes say."""
     if division is None:
         return function
-    leaves = state_leaves(lir.graph, lir.plan.scan)
+    leaves = given_leaves(lir.graph, lir.plan.scan)
     outputs = tuple(
         division.value(of_dims(template.mir.type(symbolic)), lir.graph.type(bound).shape).spec
         for symbolic, bound in zip(template.mir.outputs, lir.graph.outputs, strict=True)

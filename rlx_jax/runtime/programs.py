@@ -47,7 +47,7 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import Division, check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
-from rlx_jax.lowering.lir.plan import Lir, state_leaves
+from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.lru import Lru
@@ -99,12 +99,12 @@ class Specialised:
     jitted: Function
 
 
-def state_shardings(template: Template, sizes: Mapping[str, int], division: Division) -> dict[str, NamedSharding]:
-    """Where each array of the state is."""
-    return {
-        name: division.value(roles, t.bind(sizes).shape)
-        for name, (t, roles) in state_leaves(template.mir, template.scan).items()
-    }
+def state_shardings(
+    template: Template, sizes: Mapping[str, int], division: Division, given: bool = False
+) -> dict[str, NamedSharding]:
+    """Where each array of the state is: of that which a program takes, or `given` of that which it gives."""
+    found = (given_leaves if given else state_leaves)(template.mir, template.scan)
+    return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in found.items()}
 
 
 TEMPLATES = 32
@@ -239,10 +239,11 @@ class Programs:
             for name, value in inputs.items()
         }
         outputs = None if set(inputs) <= set(declared) else division.whole
-        state = state_shardings(template, bound, division)
-        return Shardings(
-            self.resting() or {}, state, given, outputs, division.gathered_bytes(self.layout.leaves.values())
-        )
+        state = state_shardings(template, bound, division, given=key.around is None)
+        gathered = division.gathered_bytes(self.layout.leaves.values())
+        if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
+            given, state, gathered = given | other.inputs, state | other.state, gathered + other.gathered
+        return Shardings(self.resting() or {}, state, given, outputs, gathered)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Tell whoever asked for progress."""
