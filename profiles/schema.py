@@ -299,9 +299,7 @@ def _preset(name: str) -> CompileProfile:
 
 def _unknown(name: str, where: str = "", nor: str = "") -> ProfileError:
     known = ", ".join(PRESETS)
-    return ProfileError(
-        f"{where}there is no preset {quote(name)}{nor}; there are {known}{did_you_mean(name, PRESETS)}"
-    )
+    return ProfileError(f"{where}there is no preset {quote(name)}{nor}; there are {known}{did_you_mean(name, PRESETS)}")
 
 
 @dataclass(frozen=True)
@@ -381,9 +379,7 @@ class CompileProfile(_Table):
         return build(cls, {"name": name[:64] or "custom"} | text.parse(text.read(path), source), At(source))
 
     @classmethod
-    def near(
-        cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto"
-    ) -> CompileProfile:
+    def near(cls, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> CompileProfile:
         """The profile that lies beside the weights: `<family>.rlx.toml` in their directory. Without one, the default.
 
         Args:

@@ -120,9 +120,7 @@ class ModelFlow(Stages):
         chosen = default() if callable(default) else default
         return self.with_profile(chosen or CompileProfile.auto())
 
-    def profile_near(
-        self, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto"
-    ) -> ModelFlow:
+    def profile_near(self, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> ModelFlow:
         """`<family>.rlx.toml` beside the weights, else `default`: see `CompileProfile.near`."""
         return self.with_profile(CompileProfile.near(weights, family, default))
 

@@ -33,7 +33,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import TensorType, is_static, path_text, symbols_of
+from rlx_jax.ir.types import TensorType, is_static, path_text, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.mir.head import Head
@@ -371,7 +371,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
         raise MaskShapeError(f"{name}: sizes are {want}, got {list(array.shape)}")
     kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
     if kind not in kinds:
-        raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {array.dtype}")
+        raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {short_name(array.dtype)}")
     return array
 
 
@@ -380,7 +380,7 @@ def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
     if tuple(array.shape) != (batch,):
         raise BatchMismatchError(f"lengths: one for each of {batch} rows, got {list(array.shape)}")
     if array.dtype.kind not in "iu":
-        raise DTypeError(f"lengths: expected integers, got {array.dtype}")
+        raise DTypeError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
         raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
     return jnp.asarray(array).astype(jnp.int32)

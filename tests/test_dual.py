@@ -75,7 +75,7 @@ def test_none_and_iterators() -> None:
     assert_close(many, want["texts"][np.arange(70) % 4])
     seen = both.embed_images(pictures("clip")[i % 2] for i in range(70))
     assert_close(seen, want["images"][np.arange(70) % 2])
-    with pytest.raises(errors.RequestError, match=r"images\[40\]: expected uint8, got float64"):
+    with pytest.raises(errors.RequestError, match=r"images\[40\]: expected u8, got f64"):
         both.embed_images(pictures("clip")[0] if i < 40 else np.zeros((4, 4, 3)) for i in range(50))
 
 
@@ -203,7 +203,7 @@ def test_requests_that_are_refused() -> None:
         both.embed([[5] * 13])
     with pytest.raises(errors.RequestError, match=r"texts\[1\]: expected a string, as texts\[0\] is"):
         both.embed(["w3", [5]])
-    with pytest.raises(errors.RequestError, match=r"images\[0\]: expected uint8"):
+    with pytest.raises(errors.RequestError, match=r"images\[0\]: expected u8"):
         both.similarity("w3", [np.zeros((4, 4, 3))])
 
 

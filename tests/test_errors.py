@@ -215,7 +215,7 @@ WEIGHTS: dict[str, Row] = {
     ),
     "integers as weights": row(
         lambda t: t.tensors(lambda w: {**w, "model.norm.weight": np.ones(32, np.int32)}), WeightDTypeError,
-        "'model.norm.weight'", "norm: ", "(model.safetensors)", "expected floats, got int32",
+        "'model.norm.weight'", "norm: ", "(model.safetensors)", "expected floats, got i32",
     ),
     "a weight of NaN": row(
         lambda t: t.tensors(lambda w: {**w, "model.norm.weight": np.full(32, np.nan, np.float32)}),
@@ -251,7 +251,7 @@ WEIGHTS: dict[str, Row] = {
     ),
     "an integer out of range": row(
         lambda t: stage(lambda e, x: x + e.param("i").astype("f32"), weights={"i": np.full(8, 2**40)}),
-        WeightDTypeError, "'i'", "1099511627776", "int32",
+        WeightDTypeError, "'i'", "1099511627776", "i32",
     ),
     "nested weights": row(lambda t: rlx.open_weights({"a": {"b": X}}), WeightDTypeError, "'a'", "'dict'", "flatten"),
     "a key that is no string": row(lambda t: rlx.open_weights({THREE: X}), WeightError, "'3'", "strings as keys"),
@@ -296,7 +296,7 @@ WEIGHTS: dict[str, Row] = {
     ),
     "leaves that are not there": row(lambda t: t.mlp.apply({}, X), WeightShapeError, "params", "missing leaves 'w'"),
     "a leaf of another dtype": row(
-        lambda t: t.mlp.replace(params={"w": np.ones((4, 8))}), WeightShapeError, "'w'", "float32[4, 8]", "float64",
+        lambda t: t.mlp.replace(params={"w": np.ones((4, 8))}), WeightShapeError, "'w'", "f32[4, 8]", "f64",
     ),
 }  # fmt: skip
 
@@ -579,7 +579,7 @@ REQUESTS: dict[str, Row] = {
     "lengths of another batch": request(
         lambda t: t.lm.prefill(IDS, lengths=[1]), BatchMismatchError, "lengths", "[2]", "got [1]",
     ),
-    "lengths of floats": request(lambda t: t.lm.logits(IDS, lengths=[1.0, 2]), RequestError, "lengths", "float64"),
+    "lengths of floats": request(lambda t: t.lm.logits(IDS, lengths=[1.0, 2]), RequestError, "lengths", "f64"),
     "no state": request(lambda t: t.lm.extend(None, IDS), RequestError, "state", "prefill", "NoneType"),
     "a state of another batch": request(
         lambda t: t.lm.extend(t.lm.prefill(IDS)[1], IDS[:1]), BatchMismatchError, "state holds 2 rows", "1",
@@ -593,7 +593,7 @@ REQUESTS: dict[str, Row] = {
         "[2, 4]",
     ),
     "a mask of floats": request(
-        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 3))), MaskShapeError, "attention_mask", "float64",
+        lambda t: t.enc.hidden_states(IDS, attention_mask=np.ones((2, 3))), MaskShapeError, "attention_mask", "f64",
     ),
     "a prompt that is a view of one row": request(
         lambda t: t.lm.generate(np.broadcast_to(IDS[:1], (2**34, 3)), 1), LimitError, "prompts",
@@ -633,8 +633,8 @@ CALLS: dict[str, Row] = {
     "sizes that differ": row(
         lambda t: t.bert(IDS, attention_mask=np.ones((2, 4), np.int32)), ShapeError, "attention_mask", "seq", "3", "4",
     ),
-    "a dtype": row(lambda t: t.mlp(X.astype(np.int32)), DTypeError, "input x", "f32", "int32"),
-    "a dtype on the device": row(lambda t: t.mlp(jnp.ones((2, 8), jnp.bfloat16)), DTypeError, "input x", "bfloat16"),
+    "a dtype": row(lambda t: t.mlp(X.astype(np.int32)), DTypeError, "input x", "f32", "i32"),
+    "a dtype on the device": row(lambda t: t.mlp(jnp.ones((2, 8), jnp.bfloat16)), DTypeError, "input x", "bf16"),
     "a number over float32": row(lambda t: t.mlp(np.full((2, 8), 1e300)), DTypeError, "input x", "1e+300", "f32"),
     "no array": row(lambda t: t.mlp("abc"), DTypeError, "input x", "numbers"),
     "ragged rows": row(lambda t: t.mlp([[1.0], [1.0, 2.0]]), ShapeError, "input x", "not an array"),
@@ -665,7 +665,7 @@ CALLS: dict[str, Row] = {
     ),
     "init of a seed of 65 bits": row(lambda t: t.mlp.init(2**64), RequestError, "init", "2**64 - 1"),
     "init of a string": row(lambda t: t.mlp.init(NAME), RequestError, "init", "one key of jax.random", "got 'auto'"),
-    "init of an array": row(lambda t: t.mlp.init(jnp.asarray(X)), RequestError, "init", "got float32 [2, 8]"),
+    "init of an array": row(lambda t: t.mlp.init(jnp.asarray(X)), RequestError, "init", "got f32 [2, 8]"),
     "a strict that is none": row(lambda t: rlx.compile(mlp(), W, strict=NAME), RequestError, "strict", "'auto'"),
     "a strict of load": row(lambda t: rlx.load(LLAMA, strict=NAME), WeightError, "strict", "'auto'"),
     "a batch": row(lambda t: t.state(2**40, 8), ShapeError, "batch", "1099511627776"),
@@ -679,7 +679,7 @@ CALLS: dict[str, Row] = {
     ),
     "parameters with a leaf taken out": row(lambda t: in_place(lambda p: p.clear()), WeightShapeError, "params", "'w'"),
     "parameters of another shape": row(
-        lambda t: in_place(lambda p: p.update(w=X)), WeightShapeError, "leaf 'w' is float32[4, 8]", "(2, 8)",
+        lambda t: in_place(lambda p: p.update(w=X)), WeightShapeError, "leaf 'w' is f32[4, 8]", "(2, 8)",
     ),
     "parameters of no type": row(lambda t: in_place(lambda p: p.update(w=NAME)), WeightShapeError, "leaf 'w'", "str"),
     "parameters of no type, saved": row(
@@ -734,9 +734,9 @@ CALLS: dict[str, Row] = {
     "logits of another width": row(
         lambda t: rlx.CausalLM(*tokens(head=7)), ShapeError, "tiny", "[batch, seq, 11]", "width 7",
     ),
-    "complex logits": row(lambda t: logits_of("complex64"), DTypeError, "tiny", "floating", "complex64"),
+    "complex logits": row(lambda t: logits_of("complex64"), DTypeError, "tiny", "floating", "c64"),
     "logits of bools": row(lambda t: logits_of("bool"), DTypeError, "tiny", "floating", "bool"),
-    "whole logits": row(lambda t: logits_of("int32"), DTypeError, "tiny", "floating", "int32"),
+    "whole logits": row(lambda t: logits_of("int32"), DTypeError, "tiny", "floating", "i32"),
     "a flow that needs more than ids": row(
         lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]).generate([[1]]), RequestError,
         "the flow reads 'y'", "inputs={'y'",

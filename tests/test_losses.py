@@ -230,7 +230,7 @@ def test_without_any_target() -> None:
     ({"tokens": IDS[0]}, errors.MaskShapeError, r"tokens: sizes are \[batch, seq\], got \[13\]"),
     ({"tokens": IDS[:, :1]}, errors.SequenceLengthError, "the first token has none to predict"),
     ({"tokens": IDS + V}, errors.TokenIdError, r"not in \[0, 80\)"),
-    ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got float32"),
+    ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got f32"),
     ({"lengths": [1, 2]}, errors.BatchMismatchError, "one for each of 4 rows"),
     ({"lengths": [1, 2, 3, 14]}, errors.SequenceLengthError, "expected 0 to 13"),
     ({"lengths": [1.0] * 4}, errors.DTypeError, "lengths: expected integers"),

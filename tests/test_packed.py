@@ -142,9 +142,9 @@ def q8(shape: Any) -> Packed:
         (
             Packed(Q8.view(np.int8), "gguf_q8_0", (4, 64)),
             WeightDTypeError,
-            "expected u8[4,68], got dtype 'int8'; give the bytes as they are stored",
+            "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored",
         ),
-        (Packed(Q8.view(np.float32), "gguf_q8_0", (4, 64)), WeightDTypeError, "got dtype 'float32'"),
+        (Packed(Q8.view(np.float32), "gguf_q8_0", (4, 64)), WeightDTypeError, "got dtype 'f32'"),
         (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightDTypeError, "got 'bytes'; numpy.frombuffer makes one"),
         (Packed(np.ma.masked_array(Q8), "gguf_q8_0", (4, 64)), WeightDTypeError, "got 'MaskedArray'"),
         (

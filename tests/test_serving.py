@@ -384,7 +384,7 @@ def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
         ([[0, 0, 0]], errors.MaskShapeError, "row 0 hides every token"),
         ([[1, 1]], errors.MaskShapeError, r"expected \[1, 3\]"),
         ([[2, 1, 1]], errors.MaskShapeError, "expected 0 and 1"),
-        ([[1.0, 1.0, 1.0]], errors.MaskShapeError, "expected 0 and 1, integers or bools, got float"),
+        ([[1.0, 1.0, 1.0]], errors.MaskShapeError, "expected 0 and 1, integers or bools, got f64"),
     ],
 )
 def test_masks_are_checked(plain: Any, mask: Any, error: type[Exception], message: str) -> None:

@@ -351,7 +351,7 @@ MIXERS = [
     Case(
         "positions from iota",
         lambda x: x + lax.broadcasted_iota(jnp.float32, x.shape, 1),
-        reason="iota counts along 'seq' (axis 1 of float32[batch,seq,8])",
+        reason="iota counts along 'seq' (axis 1 of f32[batch,seq,8])",
     ),
     Case("table by arange", lambda x, t: x + t[jnp.arange(x.shape[1])][None], (X, "float32 10 8"), "iota counts along"),
     Case("causal mask", lambda x: jnp.tril(x), reason="iota counts along"),
@@ -367,7 +367,7 @@ MIXERS = [
     ),
     Case("reshape that swaps", lambda x: x.reshape(x.shape[1], x.shape[0], 8), reason="reshape does not keep apart"),
     Case("features of all", lambda x: x.reshape(x.shape[0], 8, x.shape[1]), reason="reshape does not keep apart"),
-    Case("two flattenings", swapped_merge, reason="add lays out in two ways 'seq' (axis 0 of float32[batch*seq,8])"),
+    Case("two flattenings", swapped_merge, reason="add lays out in two ways 'seq' (axis 0 of f32[batch*seq,8])"),
     Case("left flattened", lambda x: x.reshape(-1, 8), reason="output 0 does not hold 'seq' as one whole axis"),
     Case("concatenation", lambda x: jnp.concatenate([x, x], axis=1), reason="concatenate concatenates along"),
     Case("constant halves", constant_halves, reason="concatenate concatenates along"),
@@ -495,7 +495,7 @@ def test_no_random_mixer_is_accepted(steps: list[tuple[str, int]], dim: str) -> 
 
 
 def test_reason_names_primitive_dim_axis_and_type() -> None:
-    assert MIXERS[0].prove().reason == "reduce_sum reduces over 'seq' (axis 1 of float32[batch,seq,8])"
+    assert MIXERS[0].prove().reason == "reduce_sum reduces over 'seq' (axis 1 of f32[batch,seq,8])"
 
 
 def test_a_branch_on_size_one_is_not_seen() -> None:

@@ -236,8 +236,8 @@ PLAIN = np.zeros((6, 5, 3), np.uint8)
 @pytest.mark.parametrize(
     ("images", "match"),
     [
-        ([PLAIN, PLAIN.astype(np.int32)], r"images\[1\]: expected uint8, got int32"),
-        ([PLAIN.astype(np.float32)], r"images\[0\]: expected uint8, got float32; pixel values go in as one array"),
+        ([PLAIN, PLAIN.astype(np.int32)], r"images\[1\]: expected u8, got i32"),
+        ([PLAIN.astype(np.float32)], r"images\[0\]: expected u8, got f32; pixel values go in as one array"),
         (PLAIN.transpose(2, 0, 1), r"expected \[height, width, 1, 3 or 4 channels\], got \[3, 6, 5\]; transpose it"),
         ([PLAIN[:, :, :2]], "1, 3 or 4 channels"),
         ([PLAIN[:0]], "0 × 5 pixels; expected at least one"),
@@ -262,7 +262,7 @@ def test_images_that_are_refused(images: Any, match: str) -> None:
 def test_requests_that_are_refused() -> None:
     """uint8 as pixel values, a picture smaller than a patch, images without an image processor, NaN."""
     encoder = vision("dinov2")
-    with pytest.raises(errors.RequestError, match="expected floats as an image processor makes them, got uint8"):
+    with pytest.raises(errors.RequestError, match="expected floats as an image processor makes them, got u8"):
         encoder.hidden_states(np.zeros((1, 3, 30, 30), np.uint8))
     with pytest.raises(errors.GraphError, match="the height of .* is 4, less than that of a patch, 5"):
         encoder.hidden_states(np.zeros((1, 3, 4, 30), np.float32))

@@ -31,6 +31,8 @@ import numpy as np
 from jax import export
 from jax.extend import core as jex
 
+from rlx_jax.ir.types import short_name
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -151,7 +153,7 @@ def _quotient(size: Any, factor: Any) -> Any:
 
 
 def _text(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return f"{short_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
 
 
 # -- the walk ----------------------------------------------------------------------------------

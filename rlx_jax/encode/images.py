@@ -14,6 +14,7 @@ from rlx_jax.encode.resample import FILTERS, NEAREST, TORCH, Pixels, Resizer, re
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
+from rlx_jax.ir.types import short_name
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import read_array
 
@@ -191,7 +192,7 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8:
         hint = "; pixel values go in as one array [B, C, H, W]" if pixels.dtype.kind == "f" else ""
-        raise RequestError(f"{name}: expected uint8, got {pixels.dtype}{hint}")
+        raise RequestError(f"{name}: expected u8, got {short_name(pixels.dtype)}{hint}")
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
         turned = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
         raise RequestError(f"{name}: expected [height, width, 1, 3 or 4 channels], got {list(pixels.shape)}{turned}")

@@ -26,6 +26,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import parse
+from rlx_jax.ir.types import short_name
 from rlx_jax.text.tokenizer import model_max_length
 
 _PACKAGE = "sentence_transformers"
@@ -175,8 +176,8 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.
     """
     if keep.dtype != jnp.bool_ or hidden.ndim != 3 or keep.shape != hidden.shape[:2]:
         raise MaskShapeError(
-            f"pool: expected hidden [B, S, H] and keep [B, S] bool, found {hidden.dtype}{list(hidden.shape)}"
-            f" and {keep.dtype}{list(keep.shape)}"
+            f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
+            f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )
     tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
     pooled = jnp.concatenate([_MODES[mode](tokens, keep) for mode in pipeline.pooling], axis=1)

@@ -14,7 +14,7 @@ from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
 from rlx_jax.errors import GraphError, RequestError, listing, quote, shown
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
@@ -142,8 +142,8 @@ class VisionEncoder:
             raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}")
         if not is_float(pixel_values.dtype):
             raise RequestError(
-                f"pixel_values: expected floats as an image processor makes them, got {pixel_values.dtype}; embed "
-                "takes uint8 images"
+                f"pixel_values: expected floats as an image processor makes them, got "
+                f"{short_name(pixel_values.dtype)}; embed takes uint8 images"
             )
         return pixel_values
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError, WeightDTypeError, WeightShapeError, did_you_mean, quote, shown
-from rlx_jax.ir.types import TensorType, as_dtype, is_float, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
 UINT8 = np.dtype(np.uint8)
 _CHUNK = 2**14  # blocks: what decoding allocates beside the result stays in cache
@@ -202,7 +202,9 @@ def check_packed(value: Packed, where: str) -> None:
     if not isinstance(data, np.ndarray | jax.Array) or isinstance(data, np.ma.MaskedArray):
         raise WeightDTypeError(f"{expected}, got {quote(type(data).__name__)}; numpy.frombuffer makes one")
     if data.dtype != UINT8:
-        raise WeightDTypeError(f"{expected}, got dtype {quote(data.dtype)}; give the bytes as they are stored")
+        raise WeightDTypeError(
+            f"{expected}, got dtype {quote(short_name(data.dtype))}; give the bytes as they are stored"
+        )
     if data.shape != stored.shape:
         raise WeightShapeError(f"{expected}, got {TensorType(data.shape, UINT8)}; check the scheme and the shape")
 

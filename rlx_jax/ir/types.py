@@ -95,7 +95,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 def short_name(dtype: np.dtype[Any]) -> str:
     """`f32` for float32, and so on: the name used in dumps."""
-    return _SHORT.get(dtype.name, dtype.name)
+    return _SHORT.get(dtype.name, str(dtype))
 
 
 _IN_32_BITS = {"int64": np.dtype(np.int32), "uint64": np.dtype(np.uint32), "float64": np.dtype(np.float32)}

@@ -26,6 +26,7 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
+from rlx_jax.ir.types import short_name
 from rlx_jax.models import (
     bert,
     clip,
@@ -239,7 +240,7 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
                 f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}"
             )
         if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {found.dtype}")
+            raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
     return source
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import (
@@ -19,6 +20,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.captured import is_consumed
+from rlx_jax.ir.types import short_name
 
 
 def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = None) -> None:
@@ -87,4 +89,7 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
         got = params[name]
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)
         if shape != spec.shape or dtype != spec.dtype:
-            raise WeightShapeError(f"params: leaf {name!r} is {spec.dtype}{list(spec.shape)}, got {dtype} {shape}")
+            found = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
+            raise WeightShapeError(
+                f"params: leaf {name!r} is {short_name(spec.dtype)}{list(spec.shape)}, got {found} {shape}"
+            )

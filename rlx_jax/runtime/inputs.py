@@ -70,7 +70,9 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
             return value
         if value.dtype.kind in "biu" and np.can_cast(value.dtype, declared.dtype) and not is_float(declared.dtype):
             return value.astype(declared.dtype)
-        raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got a jax array of {value.dtype}")
+        raise DTypeError(
+            f"input {name}: expected {short_name(declared.dtype)}, got a jax array of {short_name(value.dtype)}"
+        )
     if rows is not None:
         return token_ids(name, value, rows).astype(declared.dtype)
     array = as_host_array(name, value)
@@ -89,7 +91,9 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
                 f"input {name}: values {array.min()} … {array.max()} do not fit {short_name(declared.dtype)}"
             )
         return array.astype(declared.dtype)
-    raise DTypeError(f"input {name}: expected {short_name(declared.dtype)}, got {array.dtype}; convert it first")
+    raise DTypeError(
+        f"input {name}: expected {short_name(declared.dtype)}, got {short_name(array.dtype)}; convert it first"
+    )
 
 
 def as_row(value: Any) -> Any:
@@ -110,7 +114,7 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     except (ValueError, TypeError, OverflowError) as error:
         raise ShapeError(f"input {name}: not an array: {str(error).splitlines()[0]}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
-        raise DTypeError(f"input {name}: expected numbers, got {array.dtype}")
+        raise DTypeError(f"input {name}: expected numbers, got {short_name(array.dtype)}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -297,5 +301,5 @@ def random_key(what: str, seed: Any) -> jax.Array:
             for word in words[2:]:
                 key = jax.random.fold_in(key, word)
             return key
-    got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
+    got = f"{short_name(seed.dtype)} {list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else shown(seed)
     raise RequestError(f"{what}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")

@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound
+from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound, short_name
 from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.bounds import Bounds
@@ -528,6 +528,6 @@ def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
     """A host value checked; tracers and shapes as they are."""
     if isinstance(value, jax.ShapeDtypeStruct):
         if value.dtype != declared.dtype:
-            raise DTypeError(f"input {name}: expected {declared}, got {value.dtype}")
+            raise DTypeError(f"input {name}: expected {declared}, got {short_name(value.dtype)}")
         return value
     return host_value(name, value, declared, bounds.ids.get(name))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
 from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
-from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, terms_of
+from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.division import on_one
 
 LENGTH = "length"
@@ -123,7 +123,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
     for key, t in types.items():
         shape, dtype = tuple(arrays[key].shape), arrays[key].dtype
         if len(shape) != t.rank or dtype != t.dtype:
-            raise SessionStateError(f"state {key}: expected {t}, got {dtype} {list(shape)}")
+            raise SessionStateError(f"state {key}: expected {t}, got {short_name(dtype)} {list(shape)}")
         for dim, size in zip(t.shape, shape, strict=True):
             if not is_static(dim) and len(terms := terms_of(dim)) > 1:
                 _solve(terms, int(size), sizes)

@@ -18,7 +18,7 @@ from rlx_jax.errors import (
     number,
     shown,
 )
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
@@ -106,7 +106,7 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
         )
     dtype = built.hir.type(built.hir.outputs[0]).dtype
     if not is_float(dtype):
-        raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {dtype}")
+        raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
 
 
 def check_tokenizer(tokenizer: Any) -> Tokenizer | None:

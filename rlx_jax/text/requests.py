@@ -19,6 +19,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
+from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, read_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -144,7 +145,7 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
         return np.full(batch, seq, np.int64)
     array = as_host_array("lengths", lengths)
     if array.dtype.kind not in "iu":
-        raise RequestError(f"lengths: expected integers, got {array.dtype}")
+        raise RequestError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if array.shape != (batch,):
         raise BatchMismatchError(f"lengths: expected shape [{batch}], one for each row, got {list(array.shape)}")
     if (array < low).any() or (array > seq).any():
@@ -162,7 +163,7 @@ def keep_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if array.shape != shape:
         raise MaskShapeError(f"attention_mask: expected {list(shape)}, as the tokens, got {list(array.shape)}")
     if array.dtype.kind not in "biu":
-        raise MaskShapeError(f"attention_mask: expected 0 and 1, integers or bools, got {array.dtype}")
+        raise MaskShapeError(f"attention_mask: expected 0 and 1, integers or bools, got {short_name(array.dtype)}")
     if ((array != 0) & (array != 1)).any():
         place = tuple(int(i) for i in np.argwhere((array != 0) & (array != 1))[0])
         raise MaskShapeError(f"attention_mask: expected 0 and 1, got {array[place]} at {place}")

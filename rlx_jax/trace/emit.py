@@ -36,7 +36,7 @@ from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, Stack, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.roles import agreed, check_roles
-from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, tensor_type
+from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, short_name, tensor_type
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
@@ -51,7 +51,7 @@ def read_numbers(data: Any, where: str) -> np.ndarray[Any, Any]:
     except (ValueError, TypeError) as error:
         raise GraphError(f"{where}: not an array: {first_line(error)}") from error
     if array.dtype.kind not in "biuf" or not array.size:
-        raise GraphError(f"{where}: expected numbers, got {array.dtype} {list(array.shape)}")
+        raise GraphError(f"{where}: expected numbers, got {short_name(array.dtype)} {list(array.shape)}")
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.quantize import FakeQuantize
-from rlx_jax.ir.types import as_dtype, is_float, is_static
+from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
 from rlx_jax.trace.images import Images
 from rlx_jax.trace.writer import Shape, V, is_number
 
@@ -68,7 +68,8 @@ class Rounding(Images[V]):
         whole = jnp.issubdtype(target, jnp.integer)
         if not is_float(self.type_of(x).dtype) or not (whole or target.itemsize == 1):
             raise DTypeError(
-                f"{self.path}: quantize: floats to whole numbers or 8 bits, got {self.type_of(x)} to {dtype}"
+                f"{self.path}: quantize: floats to whole numbers or 8 bits, got {self.type_of(x)} to "
+                f"{short_name(target)}"
             )
         held = self.type_of(x).dtype
         y = self.div(x, self._along(x, scale, axis, held, block))
@@ -92,7 +93,7 @@ class Rounding(Images[V]):
         """`(x − zero_point) · scale` in the floating `dtype`; see `quantize`."""
         held = as_dtype(dtype)
         if not is_float(held):
-            raise DTypeError(f"{self.path}: dequantize: to floats, got {dtype}")
+            raise DTypeError(f"{self.path}: dequantize: to floats, got {short_name(held)}")
         y = self.cast(x, held)
         if zero_point is not None:
             y = self.sub(y, self._along(x, zero_point, axis, held, block))

@@ -266,7 +266,8 @@ def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: Weight
     info = np.iinfo(dtype)
     if data.size and (data.min() < info.min or data.max() > info.max):
         raise WeightDTypeError(
-            f"weight {key.key!r} ({source.where(key.key)}): values {data.min()} … {data.max()} do not fit {dtype}"
+            f"weight {key.key!r} ({source.where(key.key)}): values {data.min()} … {data.max()} do not fit "
+            f"{short_name(dtype)}"
         )
 
 

@@ -20,6 +20,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types, suspects
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.types import short_name
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.safetensors import check_index, find
@@ -155,7 +156,9 @@ def _check_value(key: object, value: Any) -> None:
         raise WeightDTypeError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
     dtype = value.dtype
     if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise WeightDTypeError(f"weight {quote(key)}: expected an array of numbers or bools, got dtype {quote(dtype)}")
+        raise WeightDTypeError(
+            f"weight {quote(key)}: expected an array of numbers or bools, got dtype {quote(short_name(dtype))}"
+        )
     if not all(isinstance(dim, int) for dim in value.shape):
         raise WeightShapeError(f"weight {quote(key)}: expected whole numbers as shape, got {quote(value.shape)}")
     check_shape(value.shape, f"weight {quote(key)}")

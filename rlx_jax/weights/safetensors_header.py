@@ -28,7 +28,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.strict_json import decode_text, is_text, offset, whole_number
-from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK
+from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -236,7 +236,7 @@ def _tensor(pairs: tuple[tuple[str, Any], ...], data_start: int, data_bytes: int
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
         raise SafetensorsError(
-            f"{where}: shape {list(shape)} of {dtype.name} takes {needed} bytes, data_offsets give {end - begin}"
+            f"{where}: shape {list(shape)} of {short_name(dtype)} takes {needed} bytes, data_offsets give {end - begin}"
         )
     return TensorInfo(dtype, shape, data_start + begin, needed)
 

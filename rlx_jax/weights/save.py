@@ -22,6 +22,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.atomic import replacing, write_synced
 from rlx_jax.io.files import files_below
+from rlx_jax.ir.types import short_name
 from rlx_jax.weights import formats, manifest
 from rlx_jax.weights.format import Entry, Format, OpenOptions
 from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, manifest_of, read_manifest
@@ -96,6 +97,8 @@ def _values(entry: Entry, weights: dict[str, WeightEntry]) -> Any:
     """The array of an entry, whose type and digest are kept in `weights`."""
     values = entry.values()
     if values.dtype != entry.type.dtype or tuple(values.shape) != entry.type.shape:
-        raise WeightError(f"weight {quote(entry.key)}: expected {entry.type}, got {values.dtype} {list(values.shape)}")
+        raise WeightError(
+            f"weight {quote(entry.key)}: expected {entry.type}, got {short_name(values.dtype)} {list(values.shape)}"
+        )
     weights[entry.key] = WeightEntry(entry.type, digest(values))
     return values

@@ -19,7 +19,7 @@ from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node
 from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.traits import ELEMENTWISE
-from rlx_jax.ir.types import TensorType, is_float, is_static
+from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
 
 Array = jax.Array
 LOOP = replace(ELEMENTWISE, numeric="compute", narrows=0, flops=traced_flops)
@@ -79,7 +79,8 @@ def _kept(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> tuple[Arr
     for place, (a, b) in enumerate(zip(before, after, strict=True)):
         if a.shape != b.shape or (a.dtype != b.dtype and not (is_float(a.dtype) and is_float(b.dtype))):
             raise ShapeError(
-                f"{op.name()}: value {place} enters as {a.dtype}{list(a.shape)}, leaves as {b.dtype}{list(b.shape)}"
+                f"{op.name()}: value {place} enters as {short_name(a.dtype)}{list(a.shape)}, leaves as "
+                f"{short_name(b.dtype)}{list(b.shape)}"
             )
     return tuple(b.astype(a.dtype) for a, b in zip(before, after, strict=True))
 
