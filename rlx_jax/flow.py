@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks.contracts import StageContract, run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.compiler.graph_module import BuiltModel
@@ -43,7 +44,9 @@ from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, Weights
+from rlx_jax.trace.editing import BlockEdit, edit_blocks
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
+from rlx_jax.trace.selecting import BlockPattern
 from rlx_jax.weights.source import open_weights
 
 
@@ -73,6 +76,7 @@ class ModelFlow(Stages):
     program: str = "forward"
     taps: bool = False
     extensions: FlowExtensionPlan = FlowExtensionPlan()
+    block_edits: tuple[BlockEdit, ...] = ()
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -208,6 +212,11 @@ class ModelFlow(Stages):
         flow = replace(self, program="explicit").bind(past=past)
         return flow.input("mask", ("batch", "past + seq"), dtype="int32") if custom_mask else flow
 
+    def at(self, pattern: str) -> SelectedBlocks[ModelFlow]:
+        """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, to be wrapped, replaced, captured or
+        scaled: see `SelectedBlocks`."""
+        return SelectedBlocks(BlockPattern(pattern), lambda edit: replace(self, block_edits=(*self.block_edits, edit)))
+
     def with_extensions(self, plan: FlowExtensionPlan) -> ModelFlow:
         """Run these rewrites of plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
         if not isinstance(plan, FlowExtensionPlan):
@@ -247,9 +256,8 @@ class ModelFlow(Stages):
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
         source = self.weights if weights is None else open_weights(weights)
         types = TypeCache()
-        builder = Builder(self.name, types)
-        emit = Emit(builder, source, captured, self.binding)
-        emit.flat, emit.state.program = self.taps, self.program
+        emit = Emit(Builder(self.name, types), source, captured, self.binding)
+        emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self.stages:
@@ -262,12 +270,16 @@ class ModelFlow(Stages):
             ) from error
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
-        side = self._side_outputs(emit, self._tap_attention(emit) if self.taps else ())
+        own = set(emit.state.outputs)
+        value = edit_blocks(emit, value, self.block_edits, self.name)
+        captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
+        taps = self._tap_attention(emit) if self.taps else ()
+        side = self._side_outputs(emit, (*captured_blocks, *taps))
         if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
         outputs = {self.output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
         emit.captured.closed = True
-        rolled = roll(builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
+        rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
         graph = self.extensions.apply(rolled.graph, types)
         if graph is not rolled.graph:  # an extension may read weights of its own

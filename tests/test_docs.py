@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 SLOW = {
     "adding-a-family",
     "devices",
+    "editing",
     "generation",
     "programs",
     "recipes",

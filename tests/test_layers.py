@@ -17,7 +17,7 @@ ROOMS = (
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
-SHARED = {"layer_stack": "flow", **dict.fromkeys(("", "__main__", "cli", "demo", "nnx"), "surface")}
+SHARED = {"at": "flow", "layer_stack": "flow", **dict.fromkeys(("", "__main__", "cli", "demo", "nnx"), "surface")}
 """Files at the package's root that are no room of their own. "" is the package itself."""
 
 STRANGERS = {"lowering": {"trace", "blocks"}, "trace": {"profiles", "weights"}, "blocks": {"profiles", "weights"}}

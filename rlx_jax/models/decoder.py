@@ -128,7 +128,7 @@ class CausalFlow(Generic[A]):
 
     config_type: ClassVar[type[CausalConfig]]
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

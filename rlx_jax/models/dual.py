@@ -89,7 +89,7 @@ class DualFlow(Generic[C]):
     config_type: ClassVar[type[DualConfig[Any, Any]]] = DualConfig
     bias: ClassVar[bool] = False
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:

@@ -81,7 +81,7 @@ class EncoderFlow(Generic[E]):
         ("position_ids", POSITIONS),
     )
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

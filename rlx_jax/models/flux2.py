@@ -123,7 +123,7 @@ class Flux2Flow:
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:

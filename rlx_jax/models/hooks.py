@@ -3,7 +3,7 @@
 A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this module as its own:
 
     hooks: Hooks = Hooks()
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
 Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
 `hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks import BlockStage, Repeat
 from rlx_jax.blocks.control import check_stages
 from rlx_jax.errors import GraphError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.trace.editing import BlockEdit
+from rlx_jax.trace.selecting import BlockPattern
 
 Spec = TypeVar("Spec")
 R = TypeVar("R", bound="Hooked")
@@ -154,5 +157,21 @@ def set_profile_near(recipe: R, weights: str | os.PathLike[str], family: str | N
     return set_profile(recipe, near)
 
 
-METHODS = (on_layer, add_before, add_after, add_after, add_patch, set_profile, set_profile_near)
+@dataclass(frozen=True)
+class WithBlocks:
+    """The edit of a flow that changes blocks by their paths. A class, so that a recipe with it can be pickled."""
+
+    edit: BlockEdit
+
+    def __call__(self, flow: ModelFlow) -> ModelFlow:
+        return replace(flow, block_edits=(*flow.block_edits, self.edit))
+
+
+def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
+    """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, those of the head too, to be wrapped,
+    replaced, captured or scaled: see `SelectedBlocks`."""
+    return SelectedBlocks(BlockPattern(pattern), lambda edit: add_patch(recipe, WithBlocks(edit)))
+
+
+METHODS = (on_layer, add_before, add_after, add_after, add_patch, set_profile, set_profile_near, select_blocks)
 """In the order in which a recipe names them; `after` is short for `after_layers`."""

@@ -134,7 +134,7 @@ class VisionFlow(Generic[C]):
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near = METHODS
+    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:

@@ -1,0 +1,136 @@
+"""`at`: changes to a flow's blocks by their paths, for flows and for recipes alike.
+
+recipe.at("layers.*.self_attn").capture()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from rlx_jax.blocks.contracts import run_stage
+from rlx_jax.blocks.control import BlockStage, check_stages
+from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.ir.graph import Constant, constant
+from rlx_jax.ir.types import as_name, is_static, path_text
+from rlx_jax.trace.editing import BlockEdit, BlockWrapper, Inner
+from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
+from rlx_jax.trace.selecting import BlockPattern
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SelectedBlocks(Generic[T]):
+    """The blocks of a flow or recipe that a pattern matches. Each method returns the changed flow or recipe.
+
+    Changes are made when the flow is built, in their order: a later one finds the blocks as the earlier ones left them,
+    in the forward program and in all that is derived from it. A pattern that matches no block is an error then.
+    """
+
+    pattern: BlockPattern
+    edited: Callable[[BlockEdit], T]
+
+    def wrap(self, fn: BlockWrapper) -> T:
+        """Give `fn(emit, x, inner)` in the place of each block: x is what it reads, `inner(x)` what it gives.
+
+        x is the first value that the block reads from outside of it, weights aside; others stay as they were.
+        """
+        if not callable(fn):
+            raise GraphError(f"wrap: expected a function (emit, x, inner) → value, got {shown(fn)}")
+        return self._edit(fn)
+
+    def replace(self, stage: BlockStage) -> T:
+        """Put a stage in the place of each block. The weights that the blocks had may stay in the checkpoint."""
+        (found,) = check_stages([stage], "replace")
+        return self._edit(Replaced(found))
+
+    def capture(self) -> T:
+        """Make what each block gives a side output of the flow, under the block's path."""
+        return self._edit(captured)
+
+    def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
+        """Multiply what each block gives, or what it reads, with a number, an array, or the flow's input of that name.
+
+        Axes stand behind each other as in NumPy, from the last. An optional input that a call leaves out scales
+        nothing.
+
+        Args:
+            by: a number, an array that becomes part of the program, or the name of a declared input.
+            of: `"output"` of the block or its `"input"`.
+            heads: the last axis is that of so many heads, side by side, and the last of `by` has one number for each.
+        """
+        if of not in ("output", "input"):
+            raise GraphError(f"scale: of is 'output' or 'input', got {shown(of)}")
+        if heads is not None and (type(heads) is not int or heads < 1):
+            raise GraphError(f"scale: heads is a number of heads, got {shown(heads)}")
+        factor: str | Constant = as_name(by, "scale") if isinstance(by, str) else _numbers(by)
+        return self._edit(Scaled(factor, of == "input", heads))
+
+    def _edit(self, wrapper: BlockWrapper) -> T:
+        return self.edited(BlockEdit(self.pattern, wrapper))
+
+
+def _numbers(by: Any) -> Constant:
+    if isinstance(by, FlowValue):
+        raise GraphError("scale: a value of a flow scales inside of it: wrap(lambda emit, x, inner: inner(x) * value)")
+    return constant(read_numbers(by, "scale"), np.float32)
+
+
+# -- what stands in the place of a block ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A stage."""
+
+    stage: BlockStage
+
+    def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+        made = run_stage(self.stage, emit, x)
+        return emit.require(x if made is None else made, "replace")
+
+
+def captured(emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+    """The block, whose value is an output."""
+    made = inner(x)
+    emit.output(path_text(emit.builder.origin.path), made)
+    return made
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The block with its value, or what it reads, times a factor."""
+
+    factor: str | Constant
+    of_input: bool
+    heads: int | None
+
+    def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+        if self.of_input:
+            return inner(self._times(emit, emit.require(x, "scale")))
+        return self._times(emit, inner(x))
+
+    def _times(self, emit: Emit, x: FlowValue) -> FlowValue:
+        if isinstance(self.factor, str):
+            factor = emit.optional_input(self.factor)
+        else:
+            factor = emit.wrap(emit.builder.leaf(self.factor))
+        if factor is None:
+            return x
+        if self.heads is None:
+            made = x * factor
+        else:
+            wide = x.type.shape[-1]
+            if not is_static(wide) or wide % self.heads:
+                raise ShapeError(f"{emit.path}: scale: {x.type} is not whole in {self.heads} heads")
+            if factor.type.shape[-1:] != (self.heads,):
+                raise ShapeError(f"{emit.path}: scale: of {self.heads} heads, the factor is {factor.type}")
+            split = x.reshape(*x.shape[:-1], self.heads, -1) * factor.reshape(*factor.shape, 1)
+            made = split.reshape(x.shape)
+        if made.type != x.type:
+            raise ShapeError(f"{emit.path}: scale: {factor.type} times {x.type} is {made.type}; expected {x.type}")
+        return made

@@ -1,0 +1,290 @@
+"""Blocks changed by their paths, when all stages have run: `edit_blocks` writes the flow once more, with the blocks
+that a pattern matches handed to a function.
+
+A block is the nodes whose path begins with its own, whatever stages or parts of stages wrote them. It is known by that
+path alone, so that an edit holds for layers that become a region and for those that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rlx_jax.errors import GraphError, NameCollisionError, quote, shown
+from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
+from rlx_jax.ir.types import Path, path_text
+from rlx_jax.trace.emit import Emit, FlowState
+from rlx_jax.trace.flow_value import FlowValue
+from rlx_jax.trace.selecting import BlockPattern
+
+Inner = Callable[[FlowValue | None], FlowValue]
+"""A block as a function: it is written at that place, with this value in the place of what it reads."""
+
+BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
+"""`(emit, x, inner) → y`: x is what a block reads, `inner(x)` what it gives, y what those behind it read instead."""
+
+
+@dataclass(frozen=True)
+class BlockEdit:
+    """Every block that `pattern` matches, changed by `wrapper`."""
+
+    pattern: BlockPattern
+    wrapper: BlockWrapper
+
+
+def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str) -> FlowValue:
+    """The flow with all edits, each over what the one before left; its active value.
+
+    Raises:
+        GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
+    """
+    for edit in edits:
+        value = _Rewriting(emit, edit, where).run(value)
+    return value
+
+
+@dataclass
+class _Layers:
+    """A Repeat: the numbers at which its layers start and the number behind them, before and after."""
+
+    before: list[int]
+    after: list[int | None]
+
+    def inside(self, numbers: Sequence[int]) -> bool:
+        """Whether all of it is among `numbers`, of which none is missing between the first and the last."""
+        return bool(numbers) and numbers[0] <= self.before[0] and self.before[-1] <= numbers[-1] + 1
+
+    def around(self, numbers: Sequence[int]) -> bool:
+        """Whether it is around the first of `numbers`."""
+        return self.before[0] <= numbers[0] < self.before[-1]
+
+    def reached(self, number: int, written: int) -> None:
+        """All that stood before `number` is written."""
+        for place, start in enumerate(self.before):
+            if start <= number and self.after[place] is None:
+                self.after[place] = written
+
+
+@dataclass
+class _Values:
+    """What the values of before are now; inside of a block its own, and then those around it."""
+
+    own: dict[Value, Value]
+    around: _Values | None = None
+    renamed: tuple[Path, Path] = ((), ())
+
+    def find(self, value: Value) -> Value | None:
+        found = self.own.get(value)
+        return self.around.find(value) if found is None and self.around is not None else found
+
+    def path(self, path: Path) -> Path:
+        """A path as it is now: a block that is written twice has a name of its own the second time."""
+        before, now = self.renamed
+        path = (*now, *path[len(before) :]) if path[: len(before)] == before else path
+        return path if self.around is None else self.around.path(path)
+
+
+class _Rewriting:
+    """One edit of one flow."""
+
+    def __init__(self, emit: Emit, edit: BlockEdit, where: str) -> None:
+        self.emit, self.edit, self.where = emit, edit, where
+        self.old: tuple[Node, ...] = tuple(emit.builder.nodes)
+        self.state, self.inputs = emit.state, list(emit.builder.inputs)
+        self.new = Builder(emit.builder.name, emit.builder.types)
+        self.solid = [i for i, node in enumerate(self.old) if not isinstance(node.op, Leaf)]
+        self.blocks: dict[Path, list[int]] = {}
+        for number in self.solid:
+            for block in self._matched(self.old[number].origin.path):
+                self.blocks.setdefault(block, []).append(number)
+        self.layers = [_Layers(self._starts(bounds), [None] * len(bounds)) for bounds in emit.state.repeats]
+
+    @property
+    def _what(self) -> str:
+        return f"{self.where}: at({self.edit.pattern.text!r})"
+
+    def run(self, value: FlowValue) -> FlowValue:
+        """Write the flow again; its active value."""
+        if not self.blocks:
+            paths = (self.old[number].origin.path for number in self.solid)
+            raise self.edit.pattern.nothing(
+                self.where, dict.fromkeys(p[:n] for p in paths for n in range(1, len(p) + 1))
+            )
+        emit, registers = self.emit, self.state
+        emit.builder, self.new.inputs = self.new, self.inputs
+        emit.state = FlowState(registers.program, contracts=registers.contracts, left_none=registers.left_none)
+        top = _Values({})
+        self._write(self.solid, (), top, self.layers)
+        emit.state.outputs, made = {}, emit.state.outputs
+        self._carry_over(top)
+        for name, output in made.items():
+            if emit.state.outputs.setdefault(name, output).value != output.value:
+                raise NameCollisionError(f"{self._what}: the flow has a side output {quote(name)} already")
+        kept = [[n for n in found.after if n is not None] for found in self.layers]
+        emit.state.repeats += [new for new, found in zip(kept, self.layers, strict=True) if None not in found.after]
+        return emit.wrap(self._now(value.value, top))
+
+    # -- walking -----------------------------------------------------------------------------
+
+    def _write(self, numbers: Sequence[int], around: Path, values: _Values, layers: Sequence[_Layers]) -> None:
+        """Write nodes again, those of the blocks among them through the wrapper."""
+        done: set[int] = set()
+        for number in numbers:
+            if number in done:
+                continue
+            block = next((b for b in self._matched(self.old[number].origin.path) if len(b) > len(around)), None)
+            inside = [] if block is None else self.blocks[block]
+            layers = [found for found in layers if not found.inside(inside)]
+            for found in layers:
+                found.reached(number, len(self.new.nodes))
+            if block is None:
+                self._copy(number, values)
+                continue
+            left = [n for n in numbers if n not in done]
+            before = self._needed(block, inside, [n for n in left if inside[0] < n < inside[-1]])
+            if not set(inside) <= set(left):
+                raise self._not_one(block)
+            self._write(before, around, values, ())
+            self._block(block, inside, values)
+            done |= {*inside, *before}
+        for found in layers:
+            found.reached(numbers[-1] + 1, len(self.new.nodes))
+
+    def _needed(self, block: Path, inside: Sequence[int], between: Sequence[int]) -> list[int]:
+        """The nodes that stand among those of a block and do not read them, which go before it."""
+        mine, behind = set(inside), set(inside)
+        for number in between:
+            if number in mine:
+                late = any(v.node in behind - mine for v in self.old[number].inputs)
+                if late:
+                    raise self._not_one(block)
+            elif any(v.node in behind for v in self.old[number].inputs):
+                behind.add(number)
+        last = self.old[inside[-1]]
+        if any(v.node in behind - mine for v in last.inputs):
+            raise self._not_one(block)
+        return [n for n in between if n not in behind]
+
+    def _copy(self, number: int, values: _Values) -> None:
+        node = self.old[number]
+        origin = replace(node.origin, path=values.path(node.origin.path))
+        with self.new.at(origin), located(origin):
+            made = self.new.add(node.op, *(self._now(v, values) for v in node.inputs))
+        values.own.update({Value(number, i): v for i, v in enumerate(made)})
+
+    def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
+        """Let the wrapper write a block."""
+        emit, read, given = self.emit, self._read(numbers), self._given(block, numbers)
+        path, written = values.path(block), 0
+        inner_values = _Values({}, values)
+        covered = [found for found in self.layers if found.inside(numbers)]
+
+        def inner(x: FlowValue | None) -> FlowValue:
+            nonlocal written, inner_values
+            written += 1
+            known = {} if read is None else {read: emit.own(emit.require(x, "inner"))}
+            inner_values = _Values(known, values, (block, block if written == 1 else (*block, f"again_{written}")))
+            for found in covered:
+                found.after = [None] * len(found.before)
+            self._write(numbers, block, inner_values, covered)
+            return emit.wrap(self._now(given, inner_values))
+
+        self._carry_over(values)
+        emit.state.contracts, promised = [], emit.state.contracts
+        # A Repeat that is written here is part of the layer that it stands in.
+        emit.repeating = any(found not in covered and found.around(numbers) for found in self.layers)
+        with self.new.at(Origin(path)), emit.stage(), emit.users_code():
+            x = None if read is None else emit.wrap(self._now(read, values))
+            made = self.edit.wrapper(emit, x, inner)
+            if not isinstance(made, FlowValue):
+                raise GraphError(
+                    f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(made)}"
+                )
+            values.own |= {v: now for v, now in inner_values.own.items() if v.node in set(numbers)}
+            values.own[given] = emit.own(made)
+        emit.repeating = False
+        within = f"{path_text(block)}."
+        gone = [] if written else [c for c in promised if f"{c.path}.".startswith(within)]
+        emit.state.contracts = [c for c in promised if c not in gone] + emit.state.contracts
+
+    # -- values ------------------------------------------------------------------------------
+
+    def _now(self, value: Value, values: _Values) -> Value:
+        """What a value of before is now."""
+        value = Value(value.node, value.index)
+        found = values.find(value)
+        if found is not None:
+            return found
+        node = self.old[value.node]
+        if isinstance(node.op, Leaf):
+            with self.new.at(node.origin):
+                return self.new.leaf(node.op)
+        raise GraphError(
+            f"{self._what}: the block that was replaced gave a second value, "
+            f"{node.types[value.index]} of {path_text(node.origin.path)}, which others read: wrap it, and call inner"
+        )
+
+    def _read(self, numbers: Sequence[int]) -> Value | None:
+        """The first value that a block reads from outside of it."""
+        mine = set(numbers)
+        for number in numbers:
+            for value in self.old[number].inputs:
+                if value.node not in mine and not isinstance(self.old[value.node].op, Param | Constant):
+                    return value
+        return None
+
+    def _given(self, block: Path, numbers: Sequence[int]) -> Value:
+        """The value of a block that others read."""
+        mine, found = set(numbers), dict[Value, None]()
+        for number in self.solid:
+            if number not in mine:
+                found |= {v: None for v in self.old[number].inputs if v.node in mine}
+        if len(found) > 1:
+            types = ", ".join(str(self.old[v.node].types[v.index]) for v in found)
+            raise GraphError(
+                f"{self._what}: {path_text(block)} gives {len(found)} values that others "
+                f"read ({types}), and an edit is of one: take a block around it or inside of it"
+            )
+        return next(iter(found), Value(numbers[-1]))
+
+    def _carry_over(self, values: _Values) -> None:
+        """Registers of stages, as far as they are written by now."""
+        known, now = self.state, self.emit.state
+
+        def mapped(old: Any) -> Any:
+            found = values.find(Value(old.value.node, old.value.index))
+            leaf = isinstance(self.old[old.value.node].op, Leaf)
+            return self.emit.wrap(self._now(old.value, values)) if leaf or found is not None else None
+
+        for each in fields(FlowState):
+            old = getattr(known, each.name)
+            if isinstance(old, FlowValue) and each.name != "residual" and getattr(now, each.name) is None:
+                setattr(now, each.name, mapped(old))
+        for name in ("inputs", "named", "streams", "outputs"):
+            registers = getattr(now, name)
+            for key, old in getattr(known, name).items():
+                if old is None:
+                    registers.setdefault(key, None)
+                elif key not in registers and (found := mapped(old)) is not None:
+                    registers[key] = found
+        if now.gdn is None and known.gdn is not None:
+            found = tuple(map(mapped, known.gdn))
+            now.gdn = found if all(v is not None for v in found) else None
+
+    # -- paths -------------------------------------------------------------------------------
+
+    def _matched(self, path: Path) -> Iterator[Path]:
+        """The blocks around a node that the pattern matches, the outermost first."""
+        return (path[:end] for end in range(1, len(path) + 1) if self.edit.pattern.matches(path[:end]))
+
+    def _starts(self, bounds: Sequence[int]) -> list[int]:
+        """Where layers start, and the number behind the last, without the leaves that stand there."""
+        starts = [next((n for n in self.solid if n >= bound), len(self.old)) for bound in bounds]
+        return [*starts[:-1], max((n + 1 for n in self.solid if n < bounds[-1]), default=0)]
+
+    def _not_one(self, block: Path) -> GraphError:
+        return GraphError(
+            f"{self._what}: the nodes of {path_text(block)} are not in one piece: others "
+            "stand between them that read what it gives and that it reads; take a block around it or inside of it"
+        )

@@ -1,0 +1,294 @@
+"""`at`: blocks wrapped, replaced, captured and scaled by their paths, in recipes and in flows of one's own."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.ir.graph import Graph
+from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.trace.selecting import BlockPattern
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
+CONFIG, WEIGHTS = numpy_reference.read_config(LLAMA), numpy_reference.read_weights(LLAMA)
+TOKENS = load_record(LLAMA)["tokens"]
+LAYERS, HIDDEN, HEADS, WIDTH = (
+    CONFIG[f"{n}"] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")
+)
+RNG = np.random.default_rng(3)
+STEER = RNG.normal(size=HIDDEN).astype("f4")
+MASK = np.array([1, 0, 1, 0.5, 1, 1, 0, 2], "f4")
+OUT = "self_attn.o_proj"
+
+
+def steer(emit: rlx.Emit, x: rlx.FlowValue, inner: Callable[..., rlx.FlowValue]) -> rlx.FlowValue:
+    """What leaves a layer, and a vector that a call may bring."""
+    vector = emit.optional_input("steer")
+    return inner(x) if vector is None else inner(x) + vector
+
+
+def edited(recipe: Any) -> Any:
+    """Every layer steered, its heads masked and its value an output."""
+    recipe = recipe.patch_flow(
+        lambda flow: flow.input("steer", (HIDDEN,), default=None).input("heads", (HEADS,), default=None)
+    )
+    recipe = recipe.at("layers.*").wrap(steer).at(f"layers.*.{OUT}").scale("heads", of="input", heads=HEADS)
+    return recipe.at("layers.*").capture().at("norm").capture()
+
+
+def edited_weights(steer: Any, mask: Any) -> numpy_reference.Weights:
+    """The same in the weights: a vector behind a layer is part of its bias, a mask of heads of what reads them."""
+    weights = dict(WEIGHTS)
+    for i in range(LAYERS):
+        key, bias = f"model.layers.{i}.{OUT}.weight", f"model.layers.{i}.mlp.down_proj.bias"
+        weights[key] = weights[key] * np.repeat(np.asarray(mask, "f8"), WIDTH)
+        weights[bias] = weights[bias] + np.asarray(steer, "f8")
+    return weights
+
+
+def reference(weights: numpy_reference.Weights) -> dict[str, np.ndarray[Any, Any]]:
+    """Captures and logits in float64."""
+    rows = [numpy_reference.llama_states(CONFIG, weights, row) for row in TOKENS]
+    states = [np.stack([row[i] for row in rows]) for i in range(LAYERS + 1)]
+    # What leaves the last layer is normalised before it is a state.
+    named = {f"layers.{i}": states[i + 1] for i in range(LAYERS - 1)} | {"norm": states[LAYERS]}
+    return named | {"logits": states[LAYERS] @ weights["lm_head.weight"].T}
+
+
+@pytest.fixture(scope="module")
+def scanned() -> rlx.CompiledModel:
+    """The edited model with its layers as one scan."""
+    return rlx.compile(edited(rlx.recipe_for(LLAMA)), profile=rlx.CompileProfile().replace(layers={"roll": "scan"}))
+
+
+def test_edits_are_what_the_same_change_of_the_weights_is(scanned: rlx.CompiledModel) -> None:
+    """Captures, a vector and a head mask as inputs, in float64 NumPy; the layers are one region."""
+    want = reference(edited_weights(STEER, MASK))
+    out = scanned(TOKENS, steer=STEER, heads=MASK)
+    assert list(out) == ["logits", *(f"layers.{i}" for i in range(LAYERS)), "norm"]
+    for name, value in want.items():
+        assert_close(out[name], value.astype("f4"))
+    assert scanned.report().refusals == () and "repeat(count=3" in scanned.text("hir")
+
+
+@pytest.mark.slow
+def test_gradients_pass_through_edits(scanned: rlx.CompiledModel) -> None:
+    """Along a random direction of vector and mask, against central differences in float64."""
+    weigh = RNG.normal(size=(*TOKENS.shape, CONFIG["vocab_size"]))
+
+    def loss(steer: Any, heads: Any) -> Any:
+        out = scanned.apply(scanned.params, jnp.asarray(TOKENS, jnp.int32), steer=steer, heads=heads)
+        return jnp.sum(out["logits"] * jnp.asarray(weigh, jnp.float32))
+
+    gradient = jax.grad(loss, argnums=(0, 1))(jnp.asarray(STEER), jnp.asarray(MASK))
+    way = [RNG.normal(size=HIDDEN), RNG.normal(size=HEADS)]
+    slope = sum(float(np.sum(np.asarray(g, "f8") * d)) for g, d in zip(gradient, way, strict=True))
+    ends = [
+        float(np.sum(reference(edited_weights(STEER + h * way[0], MASK + h * way[1]))["logits"] * weigh))
+        for h in (1e-4, -1e-4)
+    ]
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=2e-4)
+
+
+@pytest.mark.slow
+def test_generation_takes_the_inputs_of_edits() -> None:
+    """Prefill and decode are derived from the edited flow; the tokens are NumPy's with the same change."""
+    lm = rlx.load(LLAMA, recipe=edited(rlx.recipe_for(LLAMA)))
+    prompt = TOKENS[0, :5].tolist()
+    want = numpy_reference.llama_greedy(CONFIG, edited_weights(STEER, MASK), prompt, 4)
+    assert lm.generate([prompt], max_new_tokens=4, inputs={"steer": STEER, "heads": MASK}) == [want]
+    assert want != numpy_reference.llama_greedy(CONFIG, WEIGHTS, prompt, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["forward", "extend"])
+def test_unrolled_edits_and_absent_inputs(program: str) -> None:
+    """Without its inputs the program is the stock one; cached programs capture their own tokens."""
+    model = rlx.compile(edited(rlx.recipe_for(LLAMA)), program=program)
+    if program == "forward":
+        out = model(TOKENS)
+    else:
+        out, state = model(TOKENS[:, :4], lengths=np.array([4, 4], "i4"), state=model.init_state(2, 16))
+        more, _ = model(TOKENS[:, 4:], lengths=np.array([7, 7], "i4"), state=state)
+        out = {name: np.concatenate([out[name], more[name]], axis=1) for name in out}
+    for name, value in reference(WEIGHTS).items():
+        assert_close(out[name], value.astype("f4"))
+
+
+def test_a_block_replaced() -> None:
+    """Layer 1 without its MLP, and with the queries of layer 0: another stage in the place of each block. What the
+    blocks had may stay in the checkpoint."""
+    recipe = rlx.recipe_for(LLAMA).at("layers.1.mlp").replace(blocks.Custom(lambda emit, x: emit.zeros_like(x)))
+    recipe = recipe.at("layers.1.self_attn.q_proj").replace(blocks.Linear("model.layers.0.self_attn.q_proj.weight"))
+    weights = dict(WEIGHTS)
+    weights["model.layers.1.self_attn.q_proj.weight"] = weights["model.layers.0.self_attn.q_proj.weight"]
+    for part in ("weight", "bias"):
+        weights[f"model.layers.1.mlp.down_proj.{part}"] = 0 * weights[f"model.layers.1.mlp.down_proj.{part}"]
+    model = rlx.compile(recipe)
+    assert_close(model(TOKENS), reference(weights)["logits"].astype("f4"))
+    assert "model.layers.1.mlp.up_proj.weight" not in model.params
+
+
+def test_numbers_scale_and_a_block_is_written_twice() -> None:
+    """A flow of one's own: 3 · (f(f(x)) with f a product, the second under a path of its own."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).named_layer("a", blocks.Linear("w"))
+    twice = flow.at("a").wrap(lambda emit, x, inner: inner(inner(x))).at("a").scale(np.array([3.0, 1, 1, 1]))
+    w, x = RNG.normal(size=(4, 4)).astype("f4"), RNG.normal(size=(2, 4)).astype("f4")
+    model = rlx.compile(twice, {"w": w})
+    assert_close(model(x), (x @ w.T @ w.T * [3, 1, 1, 1]).astype("f4"))
+    assert {("a", "w"), ("a", "again_2", "w")} <= {n.origin.path for n in twice.build({"w": w}).hir.nodes}
+    assert flow.block_edits == () and len(twice.block_edits) == 2  # flows are values
+
+
+# -- every family ------------------------------------------------------------------------------
+
+FAMILIES = ("llama/mha_tied_sparse", "mixtral/window_v5", "qwen3_5_text/tied_v5", "bert/bare_v5", "vision/vit")
+
+
+def written(graph: Graph) -> Counter[Any]:
+    """Each op with its path and types."""
+    nodes = ((n.op.text(), n.origin.path, tuple(map(str, n.types))) for _, n in graph.walk() if n.inputs)
+    return Counter(nodes)
+
+
+@pytest.mark.parametrize("fixture", FAMILIES)
+def test_a_wrapper_that_changes_nothing(fixture: str) -> None:
+    """The program is as it was, node for node, and as rolled, whatever block is asked for."""
+    recipe: Any = rlx.recipe_for(checkpoints.FIXTURES / fixture)
+    stock = recipe.assemble().build()
+    same = recipe.at("layers{,.*,.*.*}").wrap(lambda emit, x, inner: inner(x)).assemble().build()
+    assert written(same.hir) == written(expand_composites(stock.hir, stock.types))
+    assert same.refusals == stock.refusals and same.keys_read == stock.keys_read and same.roles == stock.roles
+
+
+def test_recipes_with_edits_are_values() -> None:
+    """They can be pickled, but for functions that cannot; a recipe before its edit is as it was."""
+    stock = rlx.Llama32Flow(rlx.recipe_for(LLAMA).config)
+    recipe = stock.at("layers.*.mlp").scale(np.arange(HIDDEN)).at("layers.0").capture()
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe and again != stock and stock.hooks.edits == ()
+    assert again.assemble().build().output_names == ("logits", "layers.0")
+
+
+# -- patterns ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern, path, matched",
+    [
+        ("layers.*.mlp", ("layers", 11, "mlp"), True),
+        ("layers.*", ("layers", 1, "mlp"), False),
+        ("layers.**", ("layers", 1, "mlp"), True),
+        ("**.q_proj", ("layers", 1, "self_attn", "q_proj"), True),
+        ("layers.[0-2].mlp", ("layers", 3, "mlp"), False),
+        ("layers.[!0-2].mlp", ("layers", 3, "mlp"), True),
+        ("layers.{0,3}.mlp", ("layers", 3, "mlp"), True),
+        ("layers.{1,2}*", ("layers", 23), True),
+        ("layers.?", ("layers", 23), False),
+        ("a+b", ("a+b",), True),
+    ],
+)
+def test_patterns(pattern: str, path: tuple[str | int, ...], matched: bool) -> None:
+    assert BlockPattern(pattern).matches(path) is matched
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def two(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+    """A block with two values."""
+    a, b = emit.split(x, 2)
+    with emit.scope("after"):
+        return a * b
+
+
+def other_output(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+    """A side output that is called as a block is."""
+    emit.output("two", 2 * x)
+    return x
+
+
+MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
+    "nothing": (lambda f: f.at("two.aftr").capture(), r"m: at\('two\.aftr'\) matches no block; did you mean 'two\.a"),
+    "no string": (lambda f: f.at(3).capture(), "the dotted path of a block.*got 3"),  # type: ignore[arg-type]
+    "a dot too many": (lambda f: f.at("two..after").capture(), "the dotted path of a block"),
+    "a brace": (lambda f: f.at("{a,b").capture(), "has no partner"),
+    "two values": (lambda f: f.at("first.cut").capture(), "cut gives 2 values that others read"),
+    "no function": (lambda f: f.at("two").wrap(3), "wrap: expected a function"),  # type: ignore[arg-type]
+    "no value": (lambda f: f.at("two").wrap(lambda emit, x, inner: None), "two: what changes a block returns"),  # type: ignore[arg-type,return-value]
+    "no input": (lambda f: f.at("two").wrap(lambda emit, x, inner: inner(None)), "requires input"),
+    "no stage": (lambda f: f.at("two").replace(blocks.Linear), "is a class, not a stage"),  # type: ignore[arg-type]
+    "other width": (lambda f: f.at("two").replace(blocks.Custom(lambda emit, x: x[:, :3])), r"f32\[batch,3\]"),
+    "taken": (lambda f: f.custom(other_output).at("two").capture(), "the flow has a side output 'two' already"),
+    "no numbers": (lambda f: f.at("two").scale(object()), "scale: expected numbers"),
+    "unknown input": (lambda f: f.at("two").scale("mask"), "no input 'mask' is declared"),
+    "of": (lambda f: f.at("two").scale(2, of="outputs"), "of is 'output' or 'input', got 'outputs'"),  # type: ignore[arg-type]
+    "heads": (lambda f: f.at("two").scale([1, 1, 1], heads=3), "not whole in 3 heads"),
+    "no heads": (lambda f: f.at("two").scale([1, 1], heads=0), "a number of heads, got 0"),
+    "heads and factor": (lambda f: f.at("two").scale([1, 1, 1], heads=2), r"of 2 heads, the factor is f32\[3\]"),
+    "wider": (lambda f: f.at("two").scale(np.ones((2, 1, 1))), "expected f32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_told(case: str) -> None:
+    """What is wrong, with the block or the pattern."""
+
+    def cut(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        with emit.scope("cut"):
+            a, b = emit.split(x, 2)
+        return emit.concat([a, b], axis=-1)
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("first", cut).custom_named("two", two)
+    edit, message = MISUSE[case]
+    with pytest.raises(errors.RlxError, match=message):
+        edit(flow.relu().custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "fixture, kind, ours, theirs",
+    [
+        ("llama/gqa_linear_mlpbias_v5", "AutoModelForCausalLM", "layers.*.self_attn", "model.layers.{}.self_attn"),
+        ("qwen3/tied_v4", "AutoModelForCausalLM", "layers.*.mlp", "model.layers.{}.mlp"),
+        ("bert/bare_v5", "AutoModel", "layers.*.attention.self", "encoder.layer.{}.attention.self"),
+        ("gpt2/bare_v4", "AutoModelForCausalLM", "layers.*.attn.c_proj", "transformer.h.{}.attn.c_proj"),
+    ],
+)
+def test_live_captures(fixture: str, kind: str, ours: str, theirs: str) -> None:
+    """What forward hooks see in transformers, on modules of the same place."""
+    directory: Path = checkpoints.FIXTURES / fixture
+    tokens = load_record(directory)["tokens"]
+    out = rlx.compile(rlx.recipe_for(directory).at(ours).capture())(tokens)
+    model, seen = hugging_face.load(directory, kind), {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: Any, given: Any, made: Any) -> None:
+            seen[name] = (made[0] if isinstance(made, tuple) else made).detach().numpy()
+
+        return hook
+
+    names = [name for name in out if name.startswith("layers.")]
+    for i, name in enumerate(names):
+        model.get_submodule(theirs.format(i)).register_forward_hook(keep(name))
+    hugging_face.hidden_states(model, tokens)
+    assert len(names) == len(seen) > 1
+    for name in names:
+        assert_close(out[name], seen[name])
