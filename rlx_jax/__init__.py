@@ -16,6 +16,7 @@ from rlx_jax.flow import ModelFlow as ModelFlow
 from rlx_jax.generate.causal import CausalLM as CausalLM
 from rlx_jax.generate.load import load as load
 from rlx_jax.generate.sampler import Sampler as Sampler
+from rlx_jax.generate.scoring import Score as Score
 from rlx_jax.ir import ops as ops
 from rlx_jax.ir import plugins as plugins
 from rlx_jax.ir.extensions import FlowExtensionPlan as FlowExtensionPlan

@@ -95,7 +95,7 @@ def cross_entropy(
     aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=rows)
     total = weight.sum()
     division = model.programs.division
-    pieces = _pieces(tokens.shape, chunk, head.type.shape[-1], division)
+    pieces = count_pieces(tokens.shape, chunk, head.type.shape[-1], division)
     z_loss = _checked_coefficient(z_loss)
     (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
@@ -106,7 +106,7 @@ def cross_entropy(
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
     loss: jax.Array = _loss(
-        _How(head, pieces, rows, z_loss, division), hidden, kernel, bias[0] if bias else None, aim, scaled
+        InPieces(head, pieces, rows, z_loss, division), hidden, kernel, bias[0] if bias else None, aim, scaled
     )
     return loss
 
@@ -143,7 +143,7 @@ def targets(
 
 
 @dataclass(frozen=True)
-class _How:
+class InPieces:
     """What does not change from call to call: the head, the number of pieces, the words, the weight of lse²."""
 
     head: Head
@@ -172,45 +172,47 @@ class _How:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(how: _How, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray) -> AnyArray:
+def _loss(
+    how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
+) -> AnyArray:
     """Σ weight · nll. hidden `[B, S, H]`; kernel as the head's product takes it, in the dtype of its leaf."""
-    operands = _operands(how.head, kernel, bias)
+    operands = head_operands(how.head, kernel, bias)
 
     def piece(total: AnyArray, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[AnyArray, None]:
         hidden, aim, weight = part
-        logits, _ = _logits(how, hidden, operands)
+        logits, _ = logits_of_piece(how, hidden, operands)
         nll, _ = _nll(how, logits, aim)
         return total + (weight * nll).sum(), None
 
-    return lax.scan(piece, jnp.float32(0), _split(how, hidden, aim, weight))[0]
+    return lax.scan(piece, jnp.float32(0), split_tokens(how, hidden, aim, weight))[0]
 
 
 def _forward(
-    how: _How, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
+    how: InPieces, hidden: AnyArray, kernel: AnyArray, bias: AnyArray, aim: AnyArray, weight: AnyArray
 ) -> tuple[AnyArray, tuple[AnyArray, ...]]:
     """The loss with its gradients: of each piece while its logits are there."""
-    operands = _operands(how.head, kernel, bias)
+    operands = head_operands(how.head, kernel, bias)
     groups = how.groups(hidden.shape[0])
     zeros = [how.apart(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
 
     def piece(sums: Any, part: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
         hidden, aim, weight = part
-        logits, back = _logits(how, hidden, operands)
+        logits, back = logits_of_piece(how, hidden, operands)
         nll, slope = _nll(how, logits, aim)
         raw = back(weight[..., None] * slope)
         made, *others = _gradients(how.head, raw, hidden, operands, groups)
         sums = [how.apart(g + o) for g, o in zip(gradients, others, strict=True)]
         return (total + (weight * nll).sum(), sums), made
 
-    (total, apart), made = lax.scan(piece, (jnp.float32(0), zeros), _split(how, hidden, aim, weight))
+    (total, apart), made = lax.scan(piece, (jnp.float32(0), zeros), split_tokens(how, hidden, aim, weight))
     whole = made.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
     gradients = [g.sum(0) for g in apart]
     like = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
     return total, (whole, gradients, like)
 
 
-def _backward(how: _How, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[AnyArray, ...]:
+def _backward(how: InPieces, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[AnyArray, ...]:
     """The gradients times that of the loss, in the dtypes of what they belong to."""
     hidden, (kernel, *bias), (like_kernel, like_bias) = kept
     hidden = (hidden.astype(jnp.float32) * slope).astype(hidden.dtype)
@@ -221,13 +223,13 @@ def _backward(how: _How, kept: tuple[AnyArray, ...], slope: AnyArray) -> tuple[A
 _loss.defvjp(_forward, _backward)
 
 
-def _operands(head: Head, kernel: AnyArray, bias: AnyArray) -> list[AnyArray]:
+def head_operands(head: Head, kernel: AnyArray, bias: AnyArray) -> list[AnyArray]:
     """The weights as the product takes them: cast once, not for each piece."""
     wide = jnp.float32 if head.product.f32_result else head.dtype
     return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
 
 
-def _split(how: _How, *arrays: AnyArray) -> tuple[AnyArray, ...]:
+def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
     """`[B, S, …]` → `[n, B, S/n, …]`, padded with zeros. The batch stays an axis: it may be divided over devices."""
 
     def split(x: AnyArray) -> AnyArray:
@@ -237,7 +239,7 @@ def _split(how: _How, *arrays: AnyArray) -> tuple[AnyArray, ...]:
     return tuple(split(x) for x in arrays)
 
 
-def _logits(how: _How, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
+def logits_of_piece(how: InPieces, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyArray, Any]:
     """The logits of a piece in f32, −inf for words that are not, and from their gradient that of the product."""
     head = how.head
     product = head.product.eval(hidden, *operands)
@@ -252,7 +254,7 @@ def _logits(how: _How, hidden: AnyArray, operands: list[AnyArray]) -> tuple[AnyA
     return logits, lambda slope: back(slope)[0]
 
 
-def _nll(how: _How, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray]:
+def _nll(how: InPieces, logits: AnyArray, aim: AnyArray) -> tuple[AnyArray, AnyArray]:
     """`[B, c]` and its gradient `[B, c, V]`."""
     most = logits.max(2, keepdims=True)
     sums = jnp.exp(logits - most).sum(2, keepdims=True)
@@ -332,12 +334,14 @@ def _vocabulary(model: CompiledModel, head: Head, vocab: int | None) -> int:
     return int(vocab)
 
 
-def _pieces(shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None) -> int:
-    """In how many pieces the sequence is taken; by default so that those of one device fit."""
+def count_pieces(
+    shape: tuple[int, ...], chunk: int | None, vocab: Any, division: Division | None, room: int = PIECE_BYTES
+) -> int:
+    """In how many pieces the sequence is taken; by default so that the f32 logits of one on one device fit `room`."""
     batch, seq = shape
     if chunk is None:
         share = 1 if division is None else division.parts("batch") * division.parts("vocab")
-        chunk = max(1, share * PIECE_BYTES // (4 * batch * int(vocab)))
+        chunk = max(1, share * room // (4 * batch * int(vocab)))
     elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
         raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")
     return math.ceil(seq / chunk)

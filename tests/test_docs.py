@@ -27,6 +27,7 @@ SLOW = {
     "programs",
     "recipes",
     "recurrence",
+    "scoring",
     "training",
 }  # they compile many programs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -18,7 +18,8 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import Executable
-from rlx_jax.generate.serving import Sizes, request_sizes, warm_contexts, warm_requests
+from rlx_jax.generate.serving import Sizes, request_sizes, warm_contexts
+from rlx_jax.generate.warming import warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.text.padding import check_buckets
 from tests.oracles.checkpoints import FIXTURES

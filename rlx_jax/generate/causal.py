@@ -8,33 +8,42 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import Arrays, Progress, StateArrays
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, SequenceLengthError, listing, shown
-from rlx_jax.generate.asking import Speaker, begin, blocks, check_request, pieces
-from rlx_jax.generate.decode_state import DecodeState, LastRows, moved_back
+from rlx_jax.compiler.executable import Progress
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, listing, shown
+from rlx_jax.generate.asking import Speaker, blocks, check_request, pieces
+from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
 from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
 from rlx_jax.generate.request_inputs import declared, request_inputs
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
+from rlx_jax.generate.scoring import (
+    Score,
+    check_scores,
+    perplexity_of,
+    perplexity_windows,
+    score_all,
+    score_sizes,
+    warm_scores,
+)
 from rlx_jax.generate.serving import (
+    asked_slots,
     check_samplers,
+    last_only,
     pad_step,
     prefill_slots,
-    request_sizes,
-    warm_blocks,
     warm_contexts,
-    warm_requests,
 )
+from rlx_jax.generate.warming import warm_generation, warm_reading
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
-from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import as_state
@@ -94,7 +103,7 @@ class CausalLM:
         )
         check_logits(self.model, self.vocab_size)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
-        self._ids, self._logits = self.model.flow.inputs[0].name, self.model.output_names[:1]
+        self._logits = self.model.output_names[:1]
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
@@ -135,7 +144,7 @@ class CausalLM:
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
         block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
-        self._check_positions(block.shape[1], "tokens")
+        check_positions(block.shape[1], self.max_positions, "tokens")
         padded = pad_block(self.buckets, block, self.max_positions) if self._pads else block
         beside = request_inputs(self.model, inputs, len(block)).padded(len(padded))
         out = cropped(self.model.programs, primary(self.model(padded, **beside)), *block.shape)
@@ -155,17 +164,17 @@ class CausalLM:
         """
         block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
         longest = int(valid.max())
-        self._check_positions(longest, "the prompt")
-        max_len = self._max_len(max_len, longest)
+        check_positions(longest, self.max_positions, "the prompt")
+        max_len = asked_slots(max_len, longest, self.max_positions)
         padded = pad_block(self.buckets, block, max_len or self.max_positions)
         rows, width = padded.shape
         slots = prefill_slots(self.buckets, longest, width, max_len, self.max_positions)
         beside = request_inputs(self.model, inputs, len(block))
         sizes = {**beside.sizes, "batch": rows, "context": slots}
         reader = self._program("prefill").reader(
-            {**sizes, "seq": width}, last_only=_last_only(logits), outputs=self._logits, given=beside.given
+            {**sizes, "seq": width}, last_only=last_only(logits), outputs=self._logits, given=beside.given
         )
-        out, after = self._run(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
+        out, after = run_padded(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
         state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner, beside.given)
         return (out if logits == "last" else self._moved_back(out, starts)), state
 
@@ -186,15 +195,15 @@ class CausalLM:
         block, valid, _ = token_block(tokens, self.vocab_size, lengths, low=0)
         if block.shape[0] != len(state.lengths):
             raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
-        self._check_room(state, valid)
+        state.check_room(valid)
         padded = pad_step(self.buckets, block, state.sizes)
         reader = self._program("extend").bound(
-            {**state.sizes, "seq": padded.shape[1]}, last_only=_last_only(logits), outputs=self._logits,
+            {**state.sizes, "seq": padded.shape[1]}, last_only=last_only(logits), outputs=self._logits,
             given=state.given,
         )  # fmt: skip
         held = state.take(self._owner)
         try:
-            out, after = self._run(reader, held.arrays(), padded, valid, block.shape[1])
+            out, after = run_padded(reader, held.arrays(), padded, valid, block.shape[1])
         except BaseException:
             if not held.length.is_deleted():  # the program did not begin: the state is as it was
                 state.state = held
@@ -208,18 +217,6 @@ class CausalLM:
 
     def _program(self, name: str) -> CompiledModel:
         return replace(self.model, program=name)
-
-    def _run(
-        self, reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
-    ) -> tuple[jax.Array, StateArrays]:
-        """Run a program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
-        wants one token of such a row."""
-        idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
-        lengths = np.concatenate([valid, idle]).astype(np.int32)
-        (out, *_), after = reader({self._ids: padded, "lengths": lengths, **(beside or {})}, state)
-        if reader.key.last_only:
-            return self.model.programs.call(LastRows(len(valid)), out), after
-        return cropped(self.model.programs, out, len(valid), seq), after
 
     @functools.cached_property
     def _pads(self) -> bool:
@@ -305,6 +302,50 @@ class CausalLM:
             raise RequestError("stream: one prompt at a time; generate takes several")
         request, new = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, speculative, draft_tokens)
         return pieces(self._speaker, request, new, asked.texts is not None)
+
+    # -- scores ------------------------------------------------------------------------------
+
+    def score(self, texts: Any) -> Any:
+        """How likely texts are: a `Score` for each, in order, or one for one; nothing is generated.
+
+        Texts may be of all lengths: they are sorted, and read by at most eight programs.
+
+        Args:
+            texts: strings or id lists, of which every token behind the first is scored, and pairs `(context,
+                continuation)` of either, tuples, of which the continuation is. A string has the special tokens around
+                it that the tokenizer puts there; an empty context is the begin token, or else the end token.
+
+        Raises:
+            RequestError, TokenIdError, SequenceLengthError: see `rlx_jax.errors`.
+            DeriveError: tokens of the flow may see those behind them, or rows each other.
+            NumericsError: logits of a text are not finite; `outputs` has the others.
+        """
+        items, single = scored_tokens(self._speaker, texts)
+        scores = self._scores(items)
+        return scores[0] if single else scores
+
+    def perplexity(self, text: str | Sequence[int], *, stride: int | None = None, context: int | None = None) -> float:
+        """The perplexity of a text of any length, by windows of `context` tokens, `stride` apart.
+
+        exp(−Σ wᵢ·mᵢ / Σ wᵢ): mᵢ is the mean log-likelihood of window i over its tokens that no window before has, and
+        wᵢ their number less one, as on Hugging Face's page "Perplexity of fixed-length models".
+
+        Args:
+            text: a string, with the special tokens that the tokenizer puts around it, or ids; 2 tokens at least.
+            stride: half of `context` by default.
+            context: as many tokens as the model has positions by default.
+
+        Raises:
+            RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
+        """
+        windows = perplexity_windows(self._speaker, text, stride, context)
+        return perplexity_of(windows, self._scores([window.tokens for window in windows]))
+
+    def _scores(self, items: Sequence[ScoredTokens]) -> list[Score]:
+        check_scores(self.model)
+        longest = max((item.width for item in items), default=1)
+        sizes = score_sizes(self.model.settings.target, self.buckets, self.max_positions, longest)
+        return score_all(self.model, items, sizes)
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -393,6 +434,7 @@ class CausalLM:
         *,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        scoring: bool = False,
     ) -> None:
         """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
@@ -403,6 +445,7 @@ class CausalLM:
             max_new_tokens: what requests will ask for at most, where the profile has no `buckets.context`.
             samplers: those that requests will use; None stands for every kind.
             speculative, draft_tokens: what requests will ask for that draft; the others are covered too.
+            scoring: cover `score` and `perplexity`, of texts that are no longer than the largest bucket for prompts.
 
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
@@ -417,22 +460,11 @@ class CausalLM:
         chosen = check_samplers(samplers)
         self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
         with self.model.programs.warm_up():
-            self._run_all(chosen, (None,) if drafts is None else (None, drafts))
-
-    def _run_all(self, samplers: Sequence[Sampler], sources: Sequence[DraftPlan | None]) -> None:
-        for (rows, length, slots, sampler), drafts in product(warm_requests(self.buckets, samplers), sources):
-            request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32, drafts=drafts)
-            sizes = replace(request_sizes(self.buckets, [length] * rows, 1, self.max_positions), slots=slots)
-            for step, _ in enumerate(begin(self._speaker, request, sizes)):
-                if step == 1:  # the first token, and a block of the loop
-                    break
-        for rows, width, slots in warm_blocks(self.buckets):
-            block = np.zeros((rows, width), np.int32)
-            _, state = self.prefill(block, np.ones(rows, int), max_len=slots, logits="last")
-            for more in (block, block[:, :1]):
-                _, state = self.extend(state, more, np.zeros(rows, int), logits="last")
-        for rows in range(1, self.buckets.batch[-1]):  # how many rows there are decides how an answer is cut
-            self.prefill(np.zeros((rows, 1), np.int32), max_len=self.buckets.context[0], logits="last")
+            warm_generation(self._speaker, chosen, (None,) if drafts is None else (None, drafts))
+            warm_reading(self.buckets, self.prefill, self.extend)
+            if scoring:
+                sizes = score_sizes(self.model.settings.target, given, self.max_positions, given.prompt[-1])
+                warm_scores(self.model, sizes)
 
     # -- a request ---------------------------------------------------------------------------
 
@@ -458,29 +490,6 @@ class CausalLM:
         other = speculative._speaker if isinstance(speculative, CausalLM) else speculative
         return draft_plan(other, draft_tokens, self._speaker)
 
-    # -- checks ------------------------------------------------------------------------------
-
-    def _check_positions(self, tokens: int, what: str) -> None:
-        check_positions(tokens, self.max_positions, what)
-
-    def _max_len(self, max_len: int | None, longest: int) -> int | None:
-        if max_len is None:
-            return None
-        slots = whole_number("max_len", max_len, 1)
-        self._check_positions(slots, "max_len")
-        if longest > slots:
-            raise SequenceLengthError(f"a prompt of {longest} tokens does not fit max_len={slots}")
-        return slots
-
-    def _check_room(self, state: DecodeState, valid: np.ndarray[Any, Any]) -> None:
-        after = state.lengths + valid
-        if (after > state.capacity).any():
-            i = int(np.argmax(after - state.capacity))
-            raise SequenceLengthError(
-                f"extend: row {i} holds {state.lengths[i]} tokens and would get {valid[i]} more, "
-                f"the state has {state.capacity} slots; prefill with a larger max_len"
-            )
-
     def report(self) -> Report:
         """What compiling cost, and the needs of the program that ran last: forward, prefill or extend."""
         programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
@@ -490,9 +499,3 @@ class CausalLM:
         key = used[-1] if used else None
         report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
         return replace(report, speculative=None if self._drafted is None else self._drafted.speculated)
-
-
-def _last_only(logits: str) -> bool:
-    if logits not in ("all", "last"):
-        raise RequestError(f"logits is {shown(logits)}; expected 'all' or 'last'")
-    return logits == "last"

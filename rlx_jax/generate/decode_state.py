@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import SessionStateError
+from rlx_jax.compiler.executable import Arrays, StateArrays
+from rlx_jax.errors import SequenceLengthError, SessionStateError
+from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.state import State
+from rlx_jax.text.padding import cropped
 
 
 @dataclass(eq=False)
@@ -44,6 +47,20 @@ class DecodeState:
         """
         return replace(self, state=self.take(self.owner, peek=True).copy(), lengths=self.lengths.copy())
 
+    def check_room(self, valid: np.ndarray[Any, Any]) -> None:
+        """So many more tokens of each row fit.
+
+        Raises:
+            SequenceLengthError: names the row.
+        """
+        after = self.lengths + valid
+        if (after > self.capacity).any():
+            i = int(np.argmax(after - self.capacity))
+            raise SequenceLengthError(
+                f"extend: row {i} holds {self.lengths[i]} tokens and would get {valid[i]} more, "
+                f"the state has {self.capacity} slots; prefill with a larger max_len"
+            )
+
     def take(self, owner: object, peek: bool = False) -> State:
         """The state, once."""
         if owner != self.owner:
@@ -54,6 +71,20 @@ class DecodeState:
         if not peek:
             self.state = None
         return state
+
+
+def run_padded(
+    reader: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, beside: Arrays | None = None
+) -> tuple[jax.Array, StateArrays]:
+    """Run a cached program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
+    wants one token of such a row."""
+    programs, ids = reader.model.programs, reader.model.flow.inputs[0].name
+    idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
+    lengths = np.concatenate([valid, idle]).astype(np.int32)
+    (out, *_), after = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)
+    if reader.key.last_only:
+        return programs.call(LastRows(len(valid)), out), after
+    return cropped(programs, out, len(valid), seq), after
 
 
 # -- what is cut from the outputs of padded programs; compiled: the indices of an eager slice would be transfers -------

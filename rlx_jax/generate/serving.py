@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.compiler.buckets import Buckets, smallest
-from rlx_jax.errors import RecompileError, RequestError
+from rlx_jax.errors import RecompileError, RequestError, SequenceLengthError, shown
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.text.opening import check_positions
 from rlx_jax.text.padding import PROMPT_BUCKET, block_width, bucket, padded_to
-from rlx_jax.text.requests import Ids
+from rlx_jax.text.requests import Ids, whole_number
 
 CONTEXT_BUCKET = 64
 ROOM = 256  # free slots after a prompt when prefill is not told max_len
@@ -87,6 +88,28 @@ def prefill_slots(buckets: Buckets, longest: int, width: int, max_len: int | Non
     return slots if max_positions is None else max(longest, min(slots, max_positions))
 
 
+def asked_slots(max_len: Any, longest: int, max_positions: int | None) -> int | None:
+    """`max_len` of `prefill`, checked.
+
+    Raises:
+        RequestError, SequenceLengthError: no number, over the model's positions, or less than the longest prompt.
+    """
+    if max_len is None:
+        return None
+    slots = whole_number("max_len", max_len, 1)
+    check_positions(slots, max_positions, "max_len")
+    if longest > slots:
+        raise SequenceLengthError(f"a prompt of {longest} tokens does not fit max_len={slots}")
+    return slots
+
+
+def last_only(logits: str) -> bool:
+    """Whether `logits` of `prefill` and `extend` are those of the last tokens."""
+    if logits not in ("all", "last"):
+        raise RequestError(f"logits is {shown(logits)}; expected 'all' or 'last'")
+    return logits == "last"
+
+
 def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) -> tuple[int, ...]:
     """The caches of a profile, or those that each prompt bucket with so many new tokens needs."""
     if buckets.context:
@@ -95,30 +118,6 @@ def warm_contexts(buckets: Buckets, new_tokens: int, max_positions: int | None) 
     return tuple(
         sorted({bucket(min(p + new_tokens, limit), CONTEXT_BUCKET, max_positions) for p in buckets.prompt})
     )  # fmt: skip
-
-
-def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
-    """Requests that need every program between them: (rows, tokens of a prompt, slots, sampler).
-
-    Programs that read prompts do not depend on the sampler, so that the first one reads all lengths.
-    """
-    chunk = largest_chunk(buckets)
-    for rows in buckets.batch:
-        for slots in (size for size in buckets.context if size > 1):
-            # A short prompt leaves room for the loop; then one of each width, and behind a whole chunk a rest of each.
-            lengths = {1, *(min(p, slots - 1) for p in buckets.prompt if p <= slots)}
-            if chunk is not None and chunk + 1 < slots:
-                lengths |= {min(chunk + p, slots - 1) for p in buckets.prompt}
-            for n, sampler in enumerate(samplers):
-                for length in sorted(lengths) if n == 0 else (1,):
-                    yield rows, length, slots, sampler
-
-
-def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
-    """What `prefill` and `extend` are given directly: (rows, tokens, slots)."""
-    for rows in buckets.batch:
-        for slots in buckets.context:
-            yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)
 
 
 def check_samplers(samplers: Any) -> tuple[Sampler, ...]:

@@ -1,0 +1,126 @@
+"""What `CausalLM.score` is given: texts, ids and pairs, as tokens of which the last ones are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import RequestError, shown
+from rlx_jax.generate.asking import Speaker
+from rlx_jax.text.opening import check_positions
+from rlx_jax.text.requests import id_list
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Token ids of which those from `start` on, which is at least 1, are scored behind all that stand before them."""
+
+    ids: tuple[int, ...]
+    start: int
+
+    @property
+    def width(self) -> int:
+        """Tokens that the model reads: the last one has nothing behind it to predict."""
+        return len(self.ids) - 1
+
+
+def scored_tokens(speaker: Speaker, texts: Any) -> tuple[list[ScoredTokens], bool]:
+    """The tokens of each item, and whether it is one that stands alone.
+
+    Raises:
+        RequestError: neither texts, nor ids, nor pairs of them; nothing to score; no tokenizer, or no begin token.
+        TokenIdError: an id that the model does not have. SequenceLengthError: an item is over the model's positions.
+    """
+    single = _is_one(texts)
+    if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
+        raise RequestError(
+            "score: expected a string, token ids, a pair (context, continuation), or a list of them, got "
+            f"{shown(texts)}"
+        )
+    items = [texts] if single else list(texts)
+    found = [_read(speaker, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
+    for i, item in enumerate(found):
+        # As in lm-evaluation-harness: the last token is not read, and may stand one behind the last position.
+        check_positions(item.width, speaker.max_positions, f"texts[{i}]: {len(item.ids)} tokens, the last one not read")
+    return found, single
+
+
+def text_ids(speaker: Speaker, text: Any, what: str) -> list[int]:
+    """The ids of a string, with the special tokens that the tokenizer puts around it, or ids as they are."""
+    if isinstance(text, str):
+        text = speaker.needed("strings need").encode(text)
+    return id_list(text, speaker.vocab_size, what)
+
+
+def first_id(speaker: Speaker) -> int:
+    """What stands before a text that has nothing before it: the begin token, or else the end token.
+
+    Raises:
+        RequestError: there is neither.
+    """
+    if speaker.bos_id is not None:
+        return speaker.bos_id
+    if speaker.eos_ids:
+        return speaker.eos_ids[0]
+    raise RequestError(
+        "score: an empty context stands for the begin token, or else the end token, and the model has neither; "
+        "pass bos_id= or eos_ids= to CausalLM"
+    )
+
+
+def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> ScoredTokens:
+    """A context and its continuation.
+
+    Of strings, spaces at the end of the context belong to the continuation, both are tokenised as one text, and the
+    continuation is what goes beyond the tokens of the context alone, as in lm-evaluation-harness.
+    """
+    if isinstance(context, str) != isinstance(continuation, str):
+        raise RequestError(f"{what}: a context and a continuation are both strings or both ids, got {shown(context)}")
+    if not isinstance(context, str):
+        before, behind = (text_ids(speaker, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
+        before = before or [first_id(speaker)]
+    elif context:
+        bare = context.rstrip()
+        continuation, context = context[len(bare) :] + continuation, bare
+        whole, before = (text_ids(speaker, text, what) for text in (context + continuation, context))
+        before, behind = whole[: len(before)], whole[len(before) :]
+    else:
+        encoded = speaker.needed("strings need").encode(continuation, add_special_tokens=False)
+        behind = id_list(encoded, speaker.vocab_size, what)
+        before = [first_id(speaker)]
+        if behind[:1] == before:  # the text brings its own
+            del behind[0]
+    if not behind:
+        raise RequestError(f"{what}: the continuation has no tokens of its own, so that there is nothing to score")
+    return ScoredTokens((*before, *behind), len(before))
+
+
+def _read(speaker: Speaker, item: Any, what: str) -> ScoredTokens:
+    if _is_pair(item):
+        return pair_ids(speaker, *item, what)
+    if not _is_one(item):
+        raise RequestError(f"{what}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
+    ids = text_ids(speaker, item, what)
+    if len(ids) < 2:
+        raise RequestError(
+            f"{what}: {len(ids)} tokens, and the first of a text is given, not scored; pass 2, or a pair: "
+            "('', text) scores all tokens of a text behind the begin token"
+        )
+    return ScoredTokens(tuple(ids), 1)
+
+
+def _is_pair(item: Any) -> bool:
+    """A tuple of two texts, or of two lists of ids."""
+    return isinstance(item, tuple) and len(item) == 2 and not any(isinstance(part, int | np.integer) for part in item)
+
+
+def _is_one(item: Any) -> bool:
+    """A string, a list of ids, or a pair."""
+    if isinstance(item, str) or _is_pair(item):
+        return True
+    if isinstance(item, np.ndarray | jax.Array):
+        return item.ndim == 1 and item.dtype.kind in "iu"
+    return isinstance(item, list | tuple) and bool(item) and all(isinstance(i, int | np.integer) for i in item)

@@ -1,0 +1,313 @@
+"""Log-likelihoods of texts: what `CausalLM.score` and `CausalLM.perplexity` return, and the program behind them.
+
+One program reads rows of one width up to the head, and takes the logits of a piece of the tokens at a time: what leaves
+it is two numbers for each token. There are at most eight of these programs (`score_sizes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.encode.packing import Block, BlockSizes, costs_on
+from rlx_jax.errors import GraphError, NumericsError, RecompileError, RequestError, listing
+from rlx_jax.generate.asking import Speaker
+from rlx_jax.generate.request_inputs import declared
+from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
+from rlx_jax.ir.types import is_static
+from rlx_jax.losses import InPieces, count_pieces, head_operands, logits_of_piece, split_tokens
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.text.opening import check_positions
+from rlx_jax.text.requests import pad_rows, whole_number
+
+ROOM = 2**26
+"""Bytes of the f32 logits of a piece, on each device."""
+AHEAD = 8
+"""Calls whose results are not fetched yet."""
+AIM = "aim"
+"""The input that has the token after each token."""
+SHORT, LONG = (64, 128, 256, 512, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
+"""Widths of rows, for models of up to 8192 positions and for others."""
+ALONE = (64, 512)
+"""Widths of programs of one row, beside those of full calls: for what is left over, and for a text alone."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text behind its context.
+
+    Attributes:
+        log_likelihood: the sum of `log_probs`, natural logarithms.
+        greedy: whether each token is the likeliest one where it stands, so that greedy decoding gives this text.
+        tokens: ids of the tokens that were scored.
+        log_probs: of each of them, given all tokens before it.
+    """
+
+    log_likelihood: float
+    greedy: bool
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+# -- the program -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoreTokens:
+    """Around `forward`: the log-probability `[B, S]` f32 of the token in `aim` `[B, S]` behind each token, NaN where
+    logits are not finite, and whether it is the likeliest one `[B, S]` bool.
+
+    With `pieces` the program ends at its head, and the logits of a piece of the tokens are made at a time; else they
+    are its output.
+    """
+
+    ids_input: str
+    pieces: InPieces | None
+
+    def __call__(self, forward: Function) -> Function:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            made, state = forward(params, state, {self.ids_input: inputs[self.ids_input]})
+            how, aim = self.pieces, inputs[AIM]
+            if how is None:
+                return judged(made[0].astype(jnp.float32), aim), state
+            hidden, kernel, *bias = made
+            operands = head_operands(how.head, kernel, bias[0] if bias else None)
+
+            def piece(_: None, part: tuple[Any, Any]) -> tuple[None, tuple[Any, Any]]:
+                logits, _back = logits_of_piece(how, part[0], operands)
+                return None, judged(logits, part[1])
+
+            _, found = lax.scan(piece, None, split_tokens(how, hidden, aim))
+            return tuple(joined(array, aim.shape) for array in found), state
+
+        return function
+
+
+def judged(logits: jax.Array, aim: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits `[B, c, V]` f32, and a token for each `[B, c]`: its log-probability, and whether it is the likeliest; of
+    several that are, the smallest id is, as in greedy decoding."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, aim[..., None], axis=-1, mode="clip")[..., 0]
+    fine = jnp.isfinite(lse) & (chosen < jnp.inf)
+    return jnp.where(fine, chosen - lse, jnp.nan), jnp.argmax(logits, axis=-1).astype(aim.dtype) == aim
+
+
+def joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`[n, B, c]` → `[B, S]`, without what fills up the last piece."""
+    return pieces.swapaxes(0, 1).reshape(shape[0], -1)[:, : shape[1]]
+
+
+def score_program(model: CompiledModel, rows: int, width: int) -> BoundProgram:
+    """The program for this many rows and tokens.
+
+    Raises:
+        RecompileError: it is not compiled, and the profile wants that told.
+    """
+    key = model.sized({"batch": rows, "seq": width}, last_only=False, outputs=model.output_names[:1])
+    pieces = _in_pieces(model, rows, width)
+    around = ScoreTokens(model.flow.inputs[0].name, pieces)
+    key = replace(key, headless=pieces is not None, around=around)
+    model.programs.check_compiled(key)
+    return BoundProgram(model, key)
+
+
+def _in_pieces(model: CompiledModel, rows: int, width: int) -> InPieces | None:
+    """How the logits are taken; None where the output is not a product that could be taken in pieces."""
+    division = model.programs.division
+    try:
+        head = model.template().head
+    except GraphError:
+        return None
+    if head.type.rank != 3 or not is_static(head.type.shape[-1]):
+        return None
+    count = count_pieces((rows, width), None, head.type.shape[-1], division, ROOM)
+    return InPieces(head, count, int(head.words), 0.0, division)
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longest: int) -> BlockSizes:
+    """The programs on a `target` for texts of up to `longest` tokens: at most eight, of full calls of each width and of
+    one row; with buckets those of their sizes. A text over all widths, which is one over all buckets or over 131072
+    tokens of a model without a limit, has a width of its own.
+
+    Raises:
+        RecompileError: a text is over the largest bucket, and `on_recompile` is `error`.
+    """
+    costs = costs_on(target)
+    closed = buckets.on_recompile == "error"
+    if buckets.prompt and closed and longest > buckets.prompt[-1]:
+        raise RecompileError(
+            f"score: a text of {longest} tokens, and buckets.prompt = {list(buckets.prompt)}; score less at once, or "
+            "add a bucket to the profile"
+        )
+    if max_positions is None or max_positions > SHORT[-1]:
+        widths = list(buckets.prompt or LONG)
+    else:
+        widths = list(buckets.prompt or SHORT)
+    if max_positions is not None and not buckets.prompt:
+        widths = [w for w in widths if w < max_positions]
+        widths = [*widths[: 6 if max_positions > LONG[-1] else None], max_positions]
+    while widths[-1] < longest:
+        widths.append(min(4 * widths[-1], max_positions or 4 * longest))
+    if buckets.batch:
+        blocks = {(rows, width) for rows in buckets.batch for width in widths}
+    else:
+        full = {(max(1, costs.tokens // width), width) for width in widths}
+        alone = {(1, width) for width in ALONE[: 8 - len(widths)] if width in widths and not buckets.prompt}
+        blocks = {(buckets.rows(rows), width) for rows, width in full | alone}
+    return BlockSizes(tuple(sorted(blocks)), costs.tokens, costs)
+
+
+def score_calls(widths: Sequence[int], sizes: BlockSizes) -> list[Block]:
+    """Calls for texts of so many tokens, each in a row of its own, long ones first: full ones, and the rest of a width
+    in the cheapest, which may have wider rows."""
+    blocks, waiting = [], sorted(range(len(widths)), key=lambda text: -widths[text])
+    for width, narrower in zip(sizes.widths[::-1], (*sizes.widths[-2::-1], 0), strict=True):
+        count = next((i for i, text in enumerate(waiting) if widths[text] <= narrower), len(waiting))
+        texts, waiting = waiting[:count], waiting[count:]
+        full = sizes.of(width)[0]
+        whole = count // full * full
+        blocks += [Block(full, width, 1, tuple((t,) for t in texts[at : at + full])) for at in range(0, whole, full)]
+        rest = texts[whole:]
+        if rest:
+            usable = [block for block in sizes.blocks if block[1] >= width]
+            rows, wide = min(usable, key=lambda block: -(-len(rest) // block[0]) * sizes.cost(*block))
+            blocks += [
+                Block(rows, wide, 1, tuple((t,) for t in rest[at : at + rows])) for at in range(0, len(rest), rows)
+            ]
+    return blocks
+
+
+def warm_scores(model: CompiledModel, sizes: BlockSizes) -> None:
+    """Run every program once."""
+    for rows, width in sizes.blocks:
+        block = Block(rows, width, 1, ())
+        jax.block_until_ready(score_program(model, rows, width)(_inputs(model, (), block), {})[0])
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+def check_scores(model: CompiledModel) -> None:
+    """A text can be scored, padded and beside others.
+
+    Raises:
+        RequestError: the flow reads more than tokens. DeriveError: a token may see those behind it, or rows each other.
+    """
+    if required := [name for name, d in declared(model).items() if not d.optional]:
+        raise RequestError(f"score: {model.name} reads {listing(required)} beside tokens; score takes texts alone")
+    model.programs.any_template(model.name, "prefill")  # what is proved before one is derived
+
+
+def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockSizes) -> list[Score]:
+    """The score of each item, in order.
+
+    Raises:
+        NumericsError: logits are not finite; `outputs` has the others, and None for these.
+    """
+    found: list[Score | None] = [None] * len(items)
+    failed: dict[int, int] = {}
+    for block, log_probs, likeliest in _results(model, items, score_calls([item.width for item in items], sizes)):
+        for row, (text,) in enumerate(block.texts):
+            item = items[text]
+            span = slice(item.start - 1, item.width)
+            values = log_probs[row, span]
+            if np.isnan(values).any():
+                failed[text] = int(np.isnan(values).argmax())
+                continue
+            numbers = tuple(values.tolist())
+            found[text] = Score(math.fsum(numbers), bool(likeliest[row, span].all()), item.ids[item.start :], numbers)
+    if failed:
+        named = listing((f"texts[{i}]" for i in sorted(failed)), 8)
+        raise NumericsError(f"score: logits of {len(failed)} texts are not finite: {named}", failed, found)
+    return [score for score in found if score is not None]
+
+
+def _results(
+    model: CompiledModel, items: Sequence[ScoredTokens], blocks: Iterable[Block]
+) -> Iterator[tuple[Block, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """What each call gives; the next ones run while the host looks at it."""
+    running: deque[tuple[Block, tuple[Any, ...]]] = deque()
+    for block in blocks:
+        made, _ = score_program(model, block.rows, block.width)(_inputs(model, items, block), {})
+        running.append((block, made))
+        if len(running) > AHEAD:
+            yield _fetched(*running.popleft())
+    while running:
+        yield _fetched(*running.popleft())
+
+
+def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    log_probs, likeliest = jax.device_get(made)
+    return block, log_probs, likeliest
+
+
+def _inputs(model: CompiledModel, items: Sequence[ScoredTokens], block: Block) -> Mapping[str, Any]:
+    rows = [items[text].ids for (text,) in block.texts] + [(0, 0)] * (block.rows - len(block.texts))
+    aim = pad_rows([row[1:] for row in rows], block.width)
+    return {model.flow.inputs[0].name: pad_rows([row[:-1] for row in rows], block.width), AIM: aim}
+
+
+# -- perplexity --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """Tokens that are read together, and how many of them no window before has."""
+
+    tokens: ScoredTokens
+    new: int
+
+
+def strides(ids: Sequence[int], stride: int, context: int) -> list[TextWindow]:
+    """Windows of `context` tokens, each `stride` behind the one before, of which the tokens are scored that no window
+    before them has. The first token of a window has nothing before it, and a window of no more than that is left out.
+    """
+    windows, end = [], 0
+    for begin in range(0, len(ids), stride):
+        seen, end = end, min(begin + context, len(ids))
+        start = max(1, seen - begin)
+        if start < end - begin:
+            windows.append(TextWindow(ScoredTokens(tuple(ids[begin:end]), start), end - seen))
+        if end == len(ids):
+            break
+    return windows
+
+
+def perplexity_windows(speaker: Speaker, text: Any, stride: Any, context: Any) -> list[TextWindow]:
+    """The windows that `CausalLM.perplexity` reads; arguments as there.
+
+    Raises:
+        RequestError, TokenIdError, SequenceLengthError: as there.
+    """
+    if context is None and speaker.max_positions is None:
+        raise RequestError("perplexity: the model has no longest text; pass context=, the tokens of a window")
+    size = speaker.max_positions if context is None else whole_number("context", context, 2)
+    assert size is not None
+    check_positions(size, speaker.max_positions, "perplexity: context")
+    step = max(1, size // 2) if stride is None else whole_number("stride", stride, 1)
+    if step > size:
+        raise RequestError(f"stride is {step}, over the {size} tokens of a window: those between would be left out")
+    ids = text_ids(speaker, text, "text")
+    if len(ids) < 2:
+        raise RequestError(f"perplexity: a text of {len(ids)} tokens has none to predict; pass 2 at least")
+    return strides(ids, step, size)
+
+
+def perplexity_of(windows: Sequence[TextWindow], scores: Sequence[Score]) -> float:
+    """exp of the mean negative log-likelihood, as Hugging Face's page on perplexity takes it: of the means of the
+    windows, each counted with its new tokens less one."""
+    total = math.fsum(s.log_likelihood / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
+    return math.exp(-total / sum(window.new - 1 for window in windows))

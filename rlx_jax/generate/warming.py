@@ -1,0 +1,62 @@
+"""Warm-up: every program that requests within the buckets can need is run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.generate.asking import Speaker, begin
+from rlx_jax.generate.generation import DraftPlan, Request
+from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.serving import largest_chunk, request_sizes
+
+
+def warm_generation(speaker: Speaker, samplers: Sequence[Sampler], sources: Sequence[DraftPlan | None]) -> None:
+    """The programs of `generate`, with each of the samplers and of the sources of drafts; the buckets have contexts."""
+    buckets = speaker.buckets
+    for (rows, length, slots, sampler), drafts in product(warm_requests(buckets, samplers), sources):
+        request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32, drafts=drafts)
+        sizes = replace(request_sizes(buckets, [length] * rows, 1, speaker.max_positions), slots=slots)
+        for step, _ in enumerate(begin(speaker, request, sizes)):
+            if step == 1:  # the first token, and a block of the loop
+                break
+
+
+def warm_reading(buckets: Buckets, prefill: Callable[..., Any], extend: Callable[..., Any]) -> None:
+    """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens."""
+    for rows, width, slots in warm_blocks(buckets):
+        block = np.zeros((rows, width), np.int32)
+        _, state = prefill(block, np.ones(rows, int), max_len=slots, logits="last")
+        for more in (block, block[:, :1]):
+            _, state = extend(state, more, np.zeros(rows, int), logits="last")
+    for rows in range(1, buckets.batch[-1]):  # how many rows there are decides how an answer is cut
+        prefill(np.zeros((rows, 1), np.int32), max_len=buckets.context[0], logits="last")
+
+
+def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
+    """Requests that need every program between them: (rows, tokens of a prompt, slots, sampler).
+
+    Programs that read prompts do not depend on the sampler, so that the first one reads all lengths.
+    """
+    chunk = largest_chunk(buckets)
+    for rows in buckets.batch:
+        for slots in (size for size in buckets.context if size > 1):
+            # A short prompt leaves room for the loop; then one of each width, and behind a whole chunk a rest of each.
+            lengths = {1, *(min(p, slots - 1) for p in buckets.prompt if p <= slots)}
+            if chunk is not None and chunk + 1 < slots:
+                lengths |= {min(chunk + p, slots - 1) for p in buckets.prompt}
+            for n, sampler in enumerate(samplers):
+                for length in sorted(lengths) if n == 0 else (1,):
+                    yield rows, length, slots, sampler
+
+
+def warm_blocks(buckets: Buckets) -> Iterator[tuple[int, int, int]]:
+    """What `prefill` and `extend` are given directly: (rows, tokens, slots)."""
+    for rows in buckets.batch:
+        for slots in buckets.context:
+            yield from ((rows, width, slots) for width in buckets.prompt if width <= slots)

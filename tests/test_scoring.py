@@ -1,0 +1,342 @@
+"""Scores of texts: against the recorded logits of `transformers`, against themselves, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.blocks import Custom, Embed, Linear
+from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.generate import scoring
+from tests import divided
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import TOLERANCE
+from tests.oracles.recorded import load_record
+
+TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
+OTHERS = ["gemma2/caps_v5", "mamba2/groups_v5", "mixtral/window_v5", "qwen3_5_text/blocks_v5"]
+V, POSITIONS = 389, 128
+RNG = np.random.default_rng(5)
+ROWS = [RNG.integers(2, V, n).tolist() for n in (2, 41, 7, 64, 3)]
+
+
+def log_softmax(logits: Any) -> np.ndarray:
+    """In float64."""
+    x = np.asarray(logits, np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[Any]:
+    """The checkpoint with a tokenizer; logits in pieces of 16 tokens of 8 rows, where all of them would fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "ROOM", 16 * 8 * 4 * V)
+        yield rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets={"prompt": [64, 128], "batch": [8]}))
+
+
+def close(got: Any, want: Any) -> None:
+    """Scores, or their log-probabilities, but for rounding."""
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in OTHERS] + ["llama"])
+def test_scores_are_those_of_recorded_logits(name: str, lm: Any) -> None:
+    """Log-softmax of the logits of `transformers`, token by token, of rows of different lengths; MoE, states, caps."""
+    directory = TIED if name == "llama" else checkpoints.FIXTURES / name
+    model, record = lm if name == "llama" else rlx.load(directory), load_record(directory)
+    rows = [row[:n] for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True) if n > 1]
+    logits = [x[:n] for x, n in zip(record["ragged_logits"], record["ragged_lengths"], strict=True) if n > 1]
+    assert len(rows) >= 2
+    for score, row, x in zip(model.score(rows), rows, logits, strict=True):
+        want = log_softmax(x)[np.arange(len(row) - 1), row[1:]]
+        np.testing.assert_allclose(score.log_probs, want, atol=TOLERANCE * max(1.0, np.abs(x).max()))
+        assert score.tokens == tuple(row[1:].tolist())
+        assert score.greedy == (x[:-1].argmax(-1) == row[1:]).all()
+        close(score.log_likelihood, sum(score.log_probs))
+
+
+def test_equalities(lm: Any) -> None:
+    """Alone as in a batch, in the order given; a pair is the tail of what it is joined; both ways to say a text."""
+    together = lm.score(ROWS)
+    for row, score in zip(ROWS, together, strict=True):
+        alone = lm.score(row)
+        close(alone.log_probs, score.log_probs)
+        assert alone.tokens == score.tokens == tuple(row[1:]) and alone.greedy is score.greedy
+    cuts = [1, 17, 6, 63, 2]
+    pairs = lm.score([(row[:n], np.array(row[n:])) for row, n in zip(ROWS, cuts, strict=True)])
+    for pair, score, n in zip(pairs, together, cuts, strict=True):
+        assert pair.tokens == score.tokens[n - 1 :]
+        close(pair.log_probs, score.log_probs[n - 1 :])
+        close(pair.log_likelihood, sum(score.log_probs[n - 1 :]))
+    assert lm.score([]) == []
+
+
+def test_greedy_text_is_greedy(lm: Any) -> None:
+    """What greedy decoding gives, 24 tokens of `transformers`, has the flag, and has it no more with another token."""
+    record = load_record(TIED)
+    prompts = [row[:n] for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
+    texts = record["greedy"].copy()
+    assert [s.greedy for s in lm.score(list(zip(prompts, texts, strict=True)))] == [True] * 3
+    texts[1, 20] = (texts[1, 20] + 1) % V
+    assert [s.greedy for s in lm.score(list(zip(prompts, texts, strict=True)))] == [True, False, True]
+
+
+def test_strings(lm: Any) -> None:
+    """Strings are their tokens: special ones as the tokenizer puts them, spaces with the continuation, and nothing is
+    the begin token."""
+    encode = lm.tokenizer.encode
+    text, whole = lm.score("The sky is blue"), encode("The sky is blue")
+    assert text.tokens == tuple(whole[1:])
+    for context in ("The sky", "The sky "):
+        pair, before = lm.score((context, " is blue" if context == "The sky" else "is blue")), encode("The sky")
+        assert pair.tokens == tuple(whole[len(before) :])
+        close(pair.log_probs, text.log_probs[len(before) - 1 :])
+    bare = encode("blue", add_special_tokens=False)
+    assert lm.bos_id == 0
+    assert lm.score(("", "blue")) == lm.score(([0], bare)) == lm.score(([], bare))
+    ended = replace_ids(lm, bos_id=None, eos_ids=(1,))
+    assert ended.score(([], bare)) == lm.score(([1], bare)) != lm.score(([0], bare))
+
+
+def replace_ids(lm: Any, **ids: Any) -> Any:
+    """The same model with other begin and end tokens."""
+    other = rlx.CausalLM(lm.model, eos_ids=ids["eos_ids"], bos_id=ids["bos_id"])
+    other.max_positions = lm.max_positions
+    return other
+
+
+def test_logits_are_never_whole(lm: Any) -> None:
+    """The compiled program holds those of a piece of 16 tokens, and has no array of 64 tokens and all words."""
+    lm.score(ROWS)
+    (key, made), *_ = [(k, e) for k, e in lm.model.programs.executables.items() if k.headless]
+    rows, text = dict(key.binding)["batch"], made.lowered.as_text()
+    assert f"{rows}x16x{V}xf32" in text and f"{rows}x64x{V}xf32" not in text
+
+
+def test_nothing_compiles_twice(lm: Any) -> None:
+    """Other texts, other numbers of them, other contexts: the same programs."""
+    lm.score(ROWS)
+    before = len(lm.model.programs.executables)
+    lm.score([(ROWS[1][:n], ROWS[3][:m]) for n, m in ((1, 1), (9, 30), (20, 2))] * 7)
+    assert len(lm.model.programs.executables) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kinds", "devices"), [("mistral", "fsdp tensor", 4), ("mixtral", "data expert", 4)])
+def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
+    """Scores and flags are those of one device."""
+    here = rlx.CausalLM(divided.recipe(family), divided.weights(family))
+    there = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh(kinds, devices))
+    rows = [RNG.integers(0, divided.V, n).tolist() for n in (3, 9, 30, 2, 12)]
+    for one, many in zip(here.score(rows), there.score(rows), strict=True):
+        np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-4)
+        assert (one.tokens, one.greedy) == (many.tokens, many.greedy)
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("positions", [1, 63, 64, 65, 512, 1024, 8192, 9000, 32768, 131072, 262144, None])
+def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
+    """And every text has one row of one call, in a block that there is, wide enough."""
+    sizes = scoring.score_sizes(target, Buckets(), positions, positions or 100_000)
+    assert len(sizes.blocks) <= 8
+    longest = sizes.widths[-1]
+    assert longest == positions if positions else longest >= 100_000
+    widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()
+    widths += [min(longest, n) for n in range(1, 300)]
+    calls = scoring.score_calls(widths, sizes)
+    assert sorted(t for call in calls for (t,) in call.texts) == list(range(len(widths)))
+    for call in calls:
+        assert (call.rows, call.width) in sizes.blocks and len(call.texts) <= call.rows
+        assert all(widths[t] <= call.width for (t,) in call.texts)
+
+
+def test_buckets_are_honoured() -> None:
+    """Their sizes and no others; over the largest is an error where the profile says so."""
+    closed = Buckets((16, 32), (2, 4), (), "error")
+    assert scoring.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
+    with pytest.raises(errors.RecompileError, match=r"33 tokens, and buckets.prompt = \[16, 32\]"):
+        scoring.score_sizes("cpu", closed, 128, 33)
+    opened = scoring.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
+    assert max(opened.widths) == 128
+    shared = scoring.score_sizes("cpu", Buckets(share=4), 128, 33)
+    assert all(rows % 4 == 0 for rows, _ in shared.blocks)
+
+
+def test_warm_up() -> None:
+    """With `scoring` no text within the buckets compiles anything; without it the first one is refused."""
+    buckets = {"prompt": [4, 8], "batch": [1, 3], "context": [9], "on_recompile": "error"}
+    profile = rlx.CompileProfile().replace(buckets=buckets)
+    texts = [[1, 2, 3], [4] * 9, [5, 6], [7] * 5, [8] * 6, [9, 10], [11, 12]]
+    model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS, profile=profile)
+    model.warmup(samplers=rlx.Sampler())
+    with pytest.raises(errors.RecompileError, match="length 8"):
+        model.score(texts)
+    model.warmup(samplers=rlx.Sampler(), scoring=True)
+    for count in range(1, len(texts)):
+        assert len(model.score(texts[:count])) == count
+    assert model.report().recompiles == 0
+
+
+# -- perplexity --------------------------------------------------------------------------------
+
+
+def strided(ids: list[int], stride: int, context: int, loss: Any) -> float:
+    """The loop of Hugging Face's page; `loss(ids, targets)` is the mean over targets that are not −100, of which the
+    first token is none."""
+    total, count, before = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + context, len(ids))
+        targets = np.array(ids[begin:end])
+        targets[: len(targets) - (end - before)] = -100
+        valid = int((targets != -100).sum()) - 1
+        if valid:
+            total, count = total + loss(ids[begin:end], targets) * valid, count + valid
+        before = end
+        if end == len(ids):
+            break
+    return float(np.exp(total / count))
+
+
+@pytest.mark.parametrize(("stride", "context"), [(16, 40), (39, 40), (40, 40), (1, 12), (64, None), (None, 30)])
+def test_perplexity(stride: int | None, context: int | None, lm: Any) -> None:
+    """The strided definition over float64 logits, for every way that windows meet."""
+    text = np.random.default_rng(2).integers(2, V, 91 if stride != 1 else 20).tolist()
+    config, weights = numpy_reference.read_config(TIED), numpy_reference.read_weights(TIED)
+
+    def loss(ids: list[int], targets: np.ndarray) -> float:
+        logits = numpy_reference.llama_row(config, weights, ids)[1]
+        at = np.flatnonzero(targets[1:] != -100)
+        return -float(log_softmax(logits)[at, targets[1:][at]].mean())
+
+    want = strided(text, stride or 15, context or POSITIONS, loss)
+    np.testing.assert_allclose(lm.perplexity(text, stride=stride, context=context), want, rtol=1e-5)
+
+
+# -- flows of one's own, and what is refused ---------------------------------------------------
+
+
+def own(*stages: Any) -> rlx.ModelFlow:
+    """A flow of 13 words."""
+    flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").stage(Embed("e", (13, 4)))
+    for stage in stages:
+        flow = flow.stage(stage)
+    return flow
+
+
+WEIGHTS = {"e": RNG.normal(size=(13, 4)).astype("f4"), "w": RNG.normal(size=(13, 4)).astype("f4")}
+
+
+def test_logits_that_are_no_product(lm: Any) -> None:
+    """Are taken whole: here less their mean, which each of them is made of."""
+    centred = own(Linear("w", shape=(13, 4)), Custom(lambda emit, x: emit.sub(x, emit.mean(x, axis=-1, keepdims=True))))
+    model = rlx.CausalLM(centred, WEIGHTS)
+    row = [1, 2, 3, 12]
+    want = log_softmax(WEIGHTS["e"][row[:-1]] @ WEIGHTS["w"].T)[np.arange(3), row[1:]]
+    close(model.score(row).log_probs, want)
+
+
+def test_texts_whose_logits_are_not_finite() -> None:
+    """Are named, and the others are there."""
+    weights = WEIGHTS | {"e": WEIGHTS["e"].copy()}
+    weights["e"][3] = np.nan
+    model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), rlx.open_weights(weights, on_nonfinite="ignore"))
+    with pytest.raises(errors.NumericsError, match=r"1 texts are not finite: 'texts\[1\]'") as failed:
+        model.score([[1, 2], [4, 5, 3, 6], [7, 3]])
+    assert failed.value.rows == {1: 2}
+    assert failed.value.outputs[1] is None and failed.value.outputs[2] == model.score([7, 3])
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "message"),
+    [
+        (5, errors.RequestError, "score: expected a string, token ids, a pair"),
+        ([5, "a"], errors.RequestError, r"texts\[0\]: expected a string, token ids or a pair"),
+        ([[5]], errors.RequestError, r"texts\[0\]: 1 tokens, and the first of a text is given"),
+        ([([5], [])], errors.RequestError, r"texts\[0\]: the continuation has no tokens"),
+        ([("a", [5])], errors.RequestError, r"texts\[0\]: a context and a continuation are both strings or both ids"),
+        ([[5, V]], errors.TokenIdError, r"texts\[0\]\[1\]: id 389"),
+        ([([5], [6, -1])], errors.TokenIdError, r"texts\[0\]\[1\]\[1\]: id -1"),
+        ([[5, 6], [5] * 130], errors.SequenceLengthError, r"texts\[1\]: 130 tokens, the last one not read"),
+    ],
+)
+def test_refused_texts(texts: Any, error: type[Exception], message: str, lm: Any) -> None:
+    """Each by its place."""
+    with pytest.raises(error, match=message):
+        lm.score(texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"stride": 0}, errors.RequestError, "stride is 0"),
+        ({"stride": 9, "context": 8}, errors.RequestError, "stride is 9, over the 8 tokens of a window"),
+        ({"context": 1}, errors.RequestError, "context is 1"),
+        ({"context": 129}, errors.SequenceLengthError, "perplexity: context"),
+        ({"text": [5]}, errors.RequestError, "a text of 1 tokens has none to predict"),
+    ],
+)
+def test_refused_windows(arguments: dict[str, Any], error: type[Exception], message: str, lm: Any) -> None:
+    """Each by name."""
+    with pytest.raises(error, match=message):
+        lm.perplexity(**{"text": [5, 6, 7], **arguments})
+
+
+def test_refused_models(lm: Any) -> None:
+    """Tokens that see those behind them, no begin token, no longest text, no tokenizer."""
+    mixes = rlx.CausalLM(
+        own(Custom(lambda emit, x: emit.add(x, emit.mean(x, axis=1, keepdims=True))), Linear("w", shape=(13, 4))),
+        WEIGHTS,
+    )
+    with pytest.raises(errors.DeriveError):
+        mixes.score([1, 2, 3])
+    bare = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS)
+    with pytest.raises(errors.RequestError, match="has neither; pass bos_id= or eos_ids="):
+        bare.score(([], [1]))
+    with pytest.raises(errors.RequestError, match="no longest text; pass context="):
+        bare.perplexity([1, 2, 3])
+    with pytest.raises(errors.RequestError, match="strings need a tokenizer"):
+        bare.score("a b")
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_live_scores(kind: str, tmp_path: Path) -> None:
+    """A random checkpoint: log-softmax, the flag and strided perplexity of `transformers`."""
+    import torch
+
+    directory = tmp_path / "checkpoint"
+    hugging_face.write(getattr(hugging_face, f"random_{kind}")(41), directory)
+    theirs, ours = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, theirs.config.vocab_size, n).tolist() for n in (2, 19, 33, 5)]
+    for row, score in zip(rows, ours.score(rows), strict=True):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([row]), use_cache=False).logits[0].double()
+        want = torch.log_softmax(logits, -1)[torch.arange(len(row) - 1), torch.tensor(row[1:])]
+        np.testing.assert_allclose(score.log_probs, want, atol=TOLERANCE * float(logits.abs().max()))
+        assert score.greedy == bool((logits[:-1].argmax(-1) == torch.tensor(row[1:])).all())
+
+    def loss(ids: list[int], targets: np.ndarray) -> float:
+        with torch.no_grad():
+            return float(theirs(torch.tensor([ids]), labels=torch.tensor(targets[None]), use_cache=False).loss)
+
+    text = rng.integers(0, theirs.config.vocab_size, 70).tolist()
+    np.testing.assert_allclose(ours.perplexity(text, stride=9, context=24), strided(text, 9, 24, loss), rtol=1e-5)
