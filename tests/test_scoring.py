@@ -178,7 +178,7 @@ def test_buckets_are_honoured() -> None:
 
 def test_warm_up() -> None:
     """With `scoring` no text within the buckets compiles anything; without it the first one is refused."""
-    buckets = {"prompt": [4, 8], "batch": [1, 3], "context": [9], "on_recompile": "error"}
+    buckets = {"prompt": [8], "batch": [2], "context": [9], "on_recompile": "error"}
     profile = rlx.CompileProfile().replace(buckets=buckets)
     texts = [[1, 2, 3], [4] * 9, [5, 6], [7] * 5, [8] * 6, [9, 10], [11, 12]]
     model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS, profile=profile)
