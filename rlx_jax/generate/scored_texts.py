@@ -100,7 +100,8 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
 
 def _read(speaker: Speaker, item: Any, what: str) -> ScoredTokens:
     if _is_pair(item):
-        return pair_ids(speaker, *item, what)
+        context, continuation = item
+        return pair_ids(speaker, context, continuation, what)
     if not _is_one(item):
         raise RequestError(f"{what}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
     ids = text_ids(speaker, item, what)
