@@ -14,7 +14,9 @@ from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.padding import bucket, padded_to
@@ -90,3 +92,7 @@ class DualEncoder:
     def report(self) -> Report:
         """What compiling the tower of texts cost, and its last program's needs; `images.report()` is the other's."""
         return self.texts.report()
+
+    def profile(self, texts: Any, images: Any) -> BlockTimes:
+        """Time by block of `similarity(texts, images)`, which runs twice: the second time under `jax.profiler`."""
+        return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))

@@ -31,7 +31,9 @@ from rlx_jax.lowering.hir.padded import MASK
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import ProgramKey
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
@@ -367,3 +369,8 @@ class Encoder:
         if self.packing and self.padding is None and self.own_lengths:
             how = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(), embedding=how)
+
+    def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
+        """Time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
+        given = [*texts] if isinstance(texts, Iterator) else texts
+        return profile_run([self.model.programs], lambda: self.embed(given, max_tokens=max_tokens))

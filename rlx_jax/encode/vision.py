@@ -17,9 +17,11 @@ from rlx_jax.errors import GraphError, RequestError, listing, quote, shown
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.opening import check_untouched, primary
@@ -166,6 +168,11 @@ class VisionEncoder:
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""
         return self.model.report()
+
+    def profile(self, images: Any) -> BlockTimes:
+        """Time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
+        given = [*images] if isinstance(images, Iterator) else images
+        return profile_run([self.model.programs], lambda: self.embed(given))
 
 
 def check_images(model: CompiledModel) -> int:

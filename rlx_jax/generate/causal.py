@@ -43,7 +43,9 @@ from rlx_jax.generate.warming import warm_generation, warm_reading
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import as_state
@@ -499,3 +501,10 @@ class CausalLM:
         key = used[-1] if used else None
         report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
         return replace(report, speculative=None if self._drafted is None else self._drafted.speculated)
+
+    def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
+        """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under
+        `jax.profiler`. The programs that read prompts and the loop that generates have their own rows."""
+        draft = asked.get("speculative")
+        models = [self.model.programs, *([draft.model.programs] if isinstance(draft, CausalLM) else [])]
+        return profile_run(models, lambda: self.generate(prompts, max_new_tokens, **asked))

@@ -18,6 +18,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Function, StateArrays
 from rlx_jax.generate.sampler import Knobs, Method, adjusted, choose, finite_rows
+from rlx_jax.lowering.inspect.scopes import SAMPLER
 
 Array = jax.Array
 
@@ -90,8 +91,9 @@ class Choosing:
 
         `ends` `[V]` bool: ids that end a row.
         """
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
-        chosen, fine = self.pick(logits, rows.seen, keys, knobs)
+        with jax.named_scope(SAMPLER):
+            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new) if self.method.draws else rows.keys
+            chosen, fine = self.pick(logits, rows.seen, keys, knobs)
         shown = jnp.where(now, jnp.where(fine, chosen, NOT_FINITE), STOPPED)
         one = now.astype(jnp.int32)
         left = rows.left - one

@@ -22,6 +22,7 @@ from rlx_jax.compiler.executable import Function, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
 from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
 from rlx_jax.ir.graph import EVERY
+from rlx_jax.lowering.inspect.scopes import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.state import LENGTH
 
@@ -142,14 +143,16 @@ class VerifyLoop(Choosing):
                 main = {name: array for name, array in state.items() if not name.startswith(OWN)}
                 own = {name[len(OWN) :]: array for name, array in state.items() if name.startswith(OWN)}
                 turn = Turn(rows, main[LENGTH], Choosing(self.method), knobs)
-                drafts, mine = self.source.propose(Own(inputs["params"], kept, own), turn, self.drafts)
+                with jax.named_scope(DRAFTING):
+                    drafts, mine = self.source.propose(Own(inputs["params"], kept, own), turn, self.drafts)
                 drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
                 fed = {
                     self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
                     "lengths": jnp.where(rows.running, drafts.count + 1, 0),
                 }
                 outputs, main = verify(params, main, fed)
-                judged = self.judge(outputs[0], rows, drafts, knobs, ends)
+                with jax.named_scope(SAMPLER):
+                    judged = self.judge(outputs[0], rows, drafts, knobs, ends)
                 main[LENGTH] = turn.held + judged.count
                 for name, axis in self.carried:
                     main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)

@@ -33,6 +33,7 @@ from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
@@ -45,6 +46,7 @@ from rlx_jax.runtime.inputs import (
 )
 from rlx_jax.runtime.looking import report_of, text_of
 from rlx_jax.runtime.placing import at_home, own_mesh
+from rlx_jax.runtime.profiling import check_runs, profile_run
 from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import (
@@ -499,6 +501,33 @@ class CompiledModel:
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
         return report_of(self.programs, self._template(), self.settings, self.last, seconds, sizes)
+
+    def profile(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> BlockTimes:
+        """Time by block of a call, of `runs` under `jax.profiler`. What a call consumes is copied for each: the state
+        and the inputs that are given are as they were.
+
+        Raises:
+            RequestError: a trace is being taken already, or `runs` is no number over 0. UnsupportedError: this device's
+            traces name no kernels. Others as a call.
+        """
+        count = check_runs(runs)
+        self.refuse_traced()
+        consumed = self.settings.donate_inputs
+
+        def fresh(name: str, value: Any) -> Any:
+            return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
+
+        given = bind_names(self.inputs, inputs, named, self.flow.name)
+        copies = [
+            ({name: fresh(name, value) for name, value in given.items()}, None if state is None else state.copy())
+            for _ in range(count + 1)
+        ]
+
+        def run() -> Any:
+            values, held = copies.pop()
+            return self(**values) if held is None else self(**values, state=held)
+
+        return profile_run([self.programs], run, count)
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:

@@ -1,0 +1,207 @@
+"""What `model.profile()` tells: time by block."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlx_jax.errors import RequestError, SaveFailedError, quote, shown
+from rlx_jax.lowering.inspect.scopes import CONTAINERS, Instruction, together
+from rlx_jax.runtime.flame_graph import Frame, page
+from rlx_jax.runtime.tracing import Kernel, Trace
+
+NOT_ATTRIBUTED = "(not attributed)"
+SMALL = "(functions beside the programs)"
+IDLE = "(no kernel runs)"
+"""What stands in place of a path: kernels of no block, as XLA's own copies and the control of loops; kernels of no
+program, such as the choice of a first token; time in which the device had nothing to do."""
+
+ROWS, WIDTH = 20, 80
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Of a block, the kernels of one JAX primitive: seconds of a run."""
+
+    primitive: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Of a run, the seconds in which kernels of one block of a program ran, and how often it was called. `path` may be
+    `NOT_ATTRIBUTED`, or without a program `SMALL` or `IDLE`."""
+
+    program: str
+    path: str
+    seconds: float
+    calls: int
+    kernels: tuple[KernelTime, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Where the time of a run went: `seconds` on the clock, the mean of `runs`, and `rows`, the dearest first.
+
+    Every moment counts once: it is of the kernel that runs then; of several, each has its share; of none, it is `IDLE`.
+    So the rows' seconds add up to `seconds`. A fusion is of the block of its last op. Layers that are one loop are
+    `layers.*`.
+    """
+
+    seconds: float
+    runs: int
+    device: str
+    rows: tuple[BlockTime, ...]
+
+    def folded(self) -> BlockTimes:
+        """The same with equal layers together, as `layers.*`."""
+        found: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
+        for row in self.rows:
+            found[row.program, together(row.path)].append(row)
+        return replace(self, rows=_dearest_first(_joined(p, path, rows) for (p, path), rows in found.items()))
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The programs that ran, the dearest first; "" is what is of none."""
+        seconds: dict[str, float] = defaultdict(float)
+        for row in self.rows:
+            seconds[row.program] += row.seconds
+        return tuple(sorted(seconds, key=lambda name: -seconds[name]))
+
+    def text(self, rows: int = ROWS) -> str:
+        """A table of at most so many blocks a program, the others in one line; 80 columns wide.
+
+        Raises:
+            RequestError: `rows` is no number over 0.
+        """
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise RequestError(f"rows is {shown(rows)}; expected a number of rows, at least 1")
+        mean = f", the mean of {self.runs} runs" if self.runs > 1 else ""
+        lines = [f"{_ms(self.seconds)} ms a run on {self.device}{mean}"]
+        for program in self.programs:
+            of_it = [row for row in self.rows if row.program == program]
+            lines += ["", self._line(program or "outside of programs", of_it, "calls")]
+            lines += [self._line(f"  {row.path}", [row], f"{row.calls:,}" if row.calls else "") for row in of_it[:rows]]
+            if others := of_it[rows:]:
+                lines.append(self._line(f"  {len(others)} others", others, ""))
+        return "\n".join(lines)
+
+    def flame_graph(self) -> str:
+        """The same as an HTML page, which loads nothing: programs, in them the parts of block paths, in them JAX's
+        primitives, each as wide as its part of the run."""
+        root = Frame(f"a run of {_ms(self.seconds)} ms on {self.device}")
+        for row in self.rows:
+            path = (row.path,) if row.path in (NOT_ATTRIBUTED, SMALL, IDLE) else tuple(row.path.split("."))
+            for kernel in row.kernels:
+                names = (row.program, *path, kernel.primitive)
+                root.add(tuple(name for name in names if name), kernel.seconds)
+        return page(root)
+
+    def save_flame_graph(self, path: str | os.PathLike[str]) -> None:
+        """Write that page to a file, over one that is there.
+
+        Raises:
+            SaveFailedError: it cannot be written.
+        """
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.flame_graph())
+        except OSError as error:
+            raise SaveFailedError(f"flame graph {quote(os.fspath(path))}: not written: {error.strerror}") from error
+
+    def _line(self, name: str, rows: list[BlockTime], calls: str) -> str:
+        seconds = sum(row.seconds for row in rows)
+        share = 100 * seconds / self.seconds if self.seconds else 0.0
+        return f"{shortened(name, WIDTH - 30):<{WIDTH - 30}}{_ms(seconds):>11}{share:>8.1f} %{calls:>9}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def block_times(trace: Trace, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]], runs: int,
+    device: str) -> BlockTimes:  # fmt: skip
+    """Time by block of a trace of `runs` runs. `found`: by XLA's number and name of a program, what we call it and its
+    instructions."""
+    where = [(kernel, _where(kernel, found)) for kernel in trace.kernels]
+    seconds = {place: ns / runs / 1e9 for place, ns in shares(trace, where).items()}
+    times: Counter[tuple[str, str, str]] = Counter()
+    for kernel, (program, path, _, _) in where:
+        times[program, path, kernel.instruction] += 1
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    for (program, path, _), count in times.items():
+        calls[program, path] = max(calls[program, path], round(count / runs / trace.devices))
+    kernels: dict[tuple[str, str], list[KernelTime]] = defaultdict(list)
+    for (program, path, primitive, _), took in seconds.items():
+        kernels[program, path].append(KernelTime(primitive, took))
+    rows = [
+        BlockTime(program, path, sum(k.seconds for k in of_it), calls[program, path], tuple(of_it))
+        for (program, path), of_it in kernels.items()
+    ]
+    return BlockTimes(
+        (trace.end - trace.start) / runs / 1e9,
+        runs,
+        device,
+        _dearest_first(_joined(row.program, row.path, [row]) for row in rows),
+    )
+
+
+TimedPart = tuple[str, str, str, bool]
+"""The program of a kernel, the path of its block, its primitive, and whether it runs others."""
+
+NOWHERE: TimedPart = ("", IDLE, "", False)
+
+
+def _where(kernel: Kernel, found: Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]) -> TimedPart:
+    program, known = found.get((kernel.program, kernel.module), ("", {}))
+    if not program:
+        return "", SMALL, kernel.module, False
+    instruction = known.get(kernel.instruction, Instruction("", kernel.instruction))
+    runs_others = instruction.opcode in CONTAINERS
+    path = "" if runs_others else instruction.path
+    return program, path or NOT_ATTRIBUTED, instruction.primitive or instruction.opcode, runs_others
+
+
+def shares(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
+    """The nanoseconds of each place: every moment goes to the kernels that run then, in equal shares; where only such
+    as run others do, to these; where none does, to nothing that ran."""
+    edges = [(kernel.start, 1, place) for kernel, place in where]
+    edges += [(kernel.end, -1, place) for kernel, place in where]
+    running: Counter[TimedPart] = Counter()
+    taken: dict[TimedPart, float] = defaultdict(float)
+    at = trace.start
+    for moment, change, place in [*sorted(edges), (trace.end, 0, NOWHERE)]:
+        if moment > at:
+            busy = {p: n for p, n in running.items() if n and not p[3]} or {p: n for p, n in running.items() if n}
+            for p, n in (busy or {NOWHERE: 1}).items():
+                taken[p] += (moment - at) * n / max(sum(busy.values()), 1)
+            at = moment
+        if change:
+            running[place] += change
+    return dict(taken)
+
+
+def _joined(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
+    """Several rows as one: of their kernels, those of one primitive together."""
+    seconds: dict[str, float] = defaultdict(float)
+    for kernel in (k for row in rows for k in row.kernels):
+        seconds[kernel.primitive] += kernel.seconds
+    kernels = tuple(KernelTime(name, seconds[name]) for name in sorted(seconds, key=lambda n: (-seconds[n], n)))
+    return BlockTime(program, path, sum(row.seconds for row in rows), sum(row.calls for row in rows), kernels)
+
+
+def _dearest_first(rows: Iterable[BlockTime]) -> tuple[BlockTime, ...]:
+    return tuple(sorted(rows, key=lambda row: (-row.seconds, row.program, row.path)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.3f}"
+
+
+def shortened(text: str, width: int) -> str:
+    """A text that fits: without its middle, if it is longer."""
+    if len(text) < width:
+        return text
+    end = width // 2
+    return f"{text[: width - end - 2]}…{text[-end:]}"

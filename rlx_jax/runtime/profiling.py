@@ -1,0 +1,52 @@
+"""`profile`: run something under `jax.profiler`, and give each kernel to the block that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.executable import RunsOthers
+from rlx_jax.errors import RequestError, shown
+from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, module_id
+from rlx_jax.runtime.block_times import BlockTimes, block_times
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.tracing import trace_of
+
+
+def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
+    """Time by block of `run`, which runs once before, so that everything is compiled, and then `runs` times traced.
+    `models`: those whose programs it runs.
+
+    Raises:
+        RequestError, UnsupportedError: as `trace_of`. Others as `run`.
+    """
+    jax.block_until_ready(run())
+
+    def repeated() -> None:
+        for _ in range(runs):
+            jax.block_until_ready(run())
+
+    trace = trace_of(repeated)
+    seen = {(kernel.program, kernel.module) for kernel in trace.kernels}
+    found: dict[tuple[int, str], tuple[str, Mapping[str, Instruction]]] = {}
+    for key, executable in (entry for programs in models for entry in programs.executables.items()):
+        for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
+            name = (module_id(module.as_serialized_hlo_module_proto()), module.name)
+            if name in seen:
+                others = key.around.beside().values() if isinstance(key.around, RunsOthers) else ()
+                paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *others)))
+                found[name] = key.text, instructions(executable.call.as_text() or "", paths)
+    return block_times(trace, found, runs, jax.default_backend())
+
+
+def check_runs(runs: Any) -> int:
+    """How often to run it.
+
+    Raises:
+        RequestError: no number over 0.
+    """
+    if not isinstance(runs, int) or isinstance(runs, bool) or runs < 1:
+        raise RequestError(f"runs is {shown(runs)}; expected how often to run it, at least 1")
+    return runs
