@@ -88,8 +88,10 @@ from rlx_jax.blocks.linear import ResidualSave as ResidualSave
 from rlx_jax.blocks.mamba2 import Mamba2Mixer as Mamba2Mixer
 from rlx_jax.blocks.mamba2 import Mamba2Spec as Mamba2Spec
 from rlx_jax.blocks.mamba2 import mamba2_layer as mamba2_layer
+from rlx_jax.blocks.moe import GPT_OSS_KEYS as GPT_OSS_KEYS
 from rlx_jax.blocks.moe import MIXTRAL_KEYS as MIXTRAL_KEYS
 from rlx_jax.blocks.moe import STACKED_KEYS as STACKED_KEYS
+from rlx_jax.blocks.moe import ClampedGate as ClampedGate
 from rlx_jax.blocks.moe import ExpertKeys as ExpertKeys
 from rlx_jax.blocks.moe import MoeFfn as MoeFfn
 from rlx_jax.blocks.moe import MoeSpec as MoeSpec

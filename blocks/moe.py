@@ -7,6 +7,7 @@ from typing import Literal
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
+from rlx_jax.ir.ops.experts import ClampedGate as ClampedGate
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack
 
@@ -16,15 +17,27 @@ class ExpertKeys:
     """Where a layer keeps its router `[E, H]` and its experts, by their keys inside of the layer.
 
     Keys with `{}` are those of one expert, gate and up `[F, H]` and down `[H, F]`; without it they are of all experts,
-    with a leading axis E. One key for gate and up is that of both, one behind the other: `[E, 2F, H]`.
+    with a leading axis E. One key for gate and up is that of both, one behind the other, `[E, 2F, H]`, or
+    `interleaved`, row by row. Without `transpose` experts are `[…, in, out]`. Biases are `[E]` of the router, and of
+    all experts those of gate, up and down, `[E, F]` and `[E, H]`, gate and up under one key where their weights are.
     """
 
     router: str = "mlp.gate.weight"
     gate: str = "mlp.experts.{}.gate_proj.weight"
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
+    router_bias: str | None = None
+    biases: tuple[str, str, str] | None = None
+    interleaved: bool = False
+    transpose: bool = True
 
     def __post_init__(self) -> None:
+        both = self.gate == self.up
+        if self.interleaved and not both or self.biases and (self.apart or both != (self.biases[0] == self.biases[1])):
+            raise GraphError(
+                "ExpertKeys: interleaved are gate and up under one key, biases stand under keys without {}, and those "
+                f"of gate and up under one where their weights do; got {self}"
+            )
         apart = ["{}" in key for key in (self.gate, self.up, self.down)]
         if len(set(apart)) > 1 or (all(apart) and self.gate == self.up):
             raise GraphError(
@@ -39,24 +52,29 @@ class ExpertKeys:
 
     def weights(self, prefix: str, count: int) -> tuple[WeightKey | WeightStack, ...]:
         """Gate, up and down of `count` experts under a prefix."""
-        gate, up, down = (f"{prefix}.{key}" for key in (self.gate, self.up, self.down))
         if self.apart:
-            return tuple(WeightStack(key, count) for key in (gate, up, down))
-        return (*WeightPart.split(gate, 2, axis=1), down) if gate == up else (gate, up, down)
+            return tuple(WeightStack(f"{prefix}.{key}", count) for key in (self.gate, self.up, self.down))
+        return self._three(prefix, (self.gate, self.up, self.down), 1 if self.transpose else 2)
+
+    def added(self, prefix: str) -> tuple[WeightKey, ...] | None:
+        """The biases of gate, up and down under a prefix, if there are any."""
+        return None if self.biases is None else self._three(prefix, self.biases, 1)
+
+    def _three(self, prefix: str, keys: tuple[str, str, str], axis: int) -> tuple[WeightKey, ...]:
+        gate, up, down = (f"{prefix}.{key}" for key in keys)
+        return (*WeightPart.split(gate, 2, axis, self.interleaved), down) if gate == up else (gate, up, down)
 
     def shapes(self, count: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
         """Every weight by its key inside of the layer."""
         shapes: dict[str, tuple[int, ...]] = {self.router: (count, hidden)}
-        both = 1 + (self.gate == self.up)
-        for key, shape in (
-            (self.gate, (both * inner, hidden)),
-            (self.up, (both * inner, hidden)),
-            (self.down, (hidden, inner)),
-        ):
-            if self.apart:
-                shapes |= {name: shape for name in WeightStack(key, count).keys}
-            else:
-                shapes[key] = (count, *shape)
+        if self.router_bias is not None:
+            shapes[self.router_bias] = (count,)
+        wide = (1 + (self.gate == self.up)) * inner
+        for key, out, into in ((self.gate, wide, hidden), (self.up, wide, hidden), (self.down, hidden, inner)):
+            shape = (out, into) if self.transpose else (into, out)
+            shapes |= {name: shape for name in WeightStack(key, count).keys} if self.apart else {key: (count, *shape)}
+        for key, out in zip(self.biases or (), (wide, wide, hidden), strict=False):
+            shapes[key] = (count, out)
         return shapes
 
 
@@ -72,6 +90,15 @@ STACKED_KEYS = ExpertKeys(
 """As transformers 5 holds experts in memory, and saves them where it is told to keep them so."""
 
 
+GPT_OSS_KEYS = ExpertKeys(
+    "mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
+    router_bias="mlp.router.bias",
+    biases=("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"),
+    interleaved=True, transpose=False,
+)  # fmt: skip
+"""As gpt-oss has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
     """Experts of a layer, and how tokens get to them.
@@ -85,7 +112,8 @@ class MoeSpec:
         inner: the width F of an expert.
         scores, normalise, scale: what the router's logits become, see `emit.route`.
         choice_bias: the key, inside of the layer, of a bias `[E]` that has a part in the choice of experts alone.
-        keys: where the layer keeps its weights.
+        keys: where the layer keeps its weights, and whether there are biases.
+        clamp: another middle than act(x G) ⊙ (x U).
     """
 
     num_experts: int
@@ -96,6 +124,7 @@ class MoeSpec:
     scale: float = 1.0
     choice_bias: str | None = None
     keys: ExpertKeys = ExpertKeys()
+    clamp: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts or self.inner < 1:
@@ -126,11 +155,16 @@ class MoeFfn:
             with emit.scope("router"):
                 shape = (s.num_experts, hidden) if isinstance(hidden, int) else None
                 router = emit.param(f"{p}.{s.keys.router}", shape, roles=(None, "hidden"))
-                logits = emit.add_node(hir.Linear(1, f32_result=True), x, router)
+                added = s.keys.router_bias
+                beside = [] if added is None else [emit.param(f"{p}.{added}", (s.num_experts,), roles=(None,))]
+                logits = emit.add_node(hir.Linear(1, bool(beside), f32_result=True), x, router, *beside)
                 bias = None if s.choice_bias is None else f"{p}.{s.choice_bias}"
                 weights, ids = emit.route(
                     logits, bias, top_k=s.top_k, scores=s.scores, normalise=s.normalise, scale=s.scale
                 )
             with emit.scope("experts"):
                 gate, up, down = s.keys.weights(p, s.num_experts)
-                return emit.experts(x, weights, ids, gate=gate, up=up, down=down, activation=self.activation)
+                return emit.experts(
+                    x, weights, ids, gate=gate, up=up, down=down, activation=self.activation,
+                    transpose=s.keys.transpose, biases=s.keys.added(p), clamp=s.clamp,
+                )  # fmt: skip

@@ -117,7 +117,7 @@ def rms_norm(op: hir.RmsNorm, b: Builder, inputs: tuple[Value, ...]) -> tuple[Va
 
 def experts(op: hir.Experts, b: Builder, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """experts(x, …) → the one op, which computes those that were chosen."""
-    return b.add(ExpertFfn(op.activation, op.contract), *inputs)
+    return b.add(ExpertFfn(op.activation, op.contract, biased=op.biased, clamp=op.clamp), *inputs)
 
 
 DIRECT: dict[type[Hir], LowerRule] = {

@@ -19,6 +19,7 @@ from rlx_jax.errors import ArtifactFormatError, GraphError, RlxError, Unsupporte
 from rlx_jax.ir import hir, serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
 from rlx_jax.ir.types import LayerIndex, as_dtype, tensor_type
@@ -109,6 +110,8 @@ BLOCKS: list[tuple[Hir, tuple[str, ...]]] = [
     (hir.Route(2, "sigmoid", False, 1.5, biased=True), ("f32 2 3 4", "f32 4")),
     (hir.Experts("gelu_tanh", 0),
      ("f32 2 3 8", "f32 4 8 5", "f32 4 8 5", "f32 4 5 8", "f32 2 3 2", "i32 2 3 2")),
+    (hir.Experts(biased=True, clamp=ClampedGate(7.0, 1.702, 1.0)),
+     ("f32 2 8", "f32 4 5 8", "f32 4 5 8", "f32 4 8 5", "f32 2 2", "i32 2 2", "f32 4 5", "f32 4 5", "f32 4 8")),
     (hir.RelativeBias(8, 16), ("f32 9 2", "f32 2 3 8")),
     (
         hir.LlamaDecoderBlock(2, 4, 1, 1e-5, hir.MaskKind.sliding_window(2), 1),

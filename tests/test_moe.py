@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.blocks import ExpertKeys, GemmaStyle, MoeFfn, MoeSpec
+from rlx_jax.blocks import ClampedGate, ExpertKeys, GemmaStyle, MoeFfn, MoeSpec
 from rlx_jax.device import named_device
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
@@ -41,8 +41,8 @@ SIZES = {
 """Tokens, choices of each, experts."""
 
 
-def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0) -> list[np.ndarray]:
-    """x, gate, up, down, weights and ids; no expert is chosen twice by one token."""
+def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0, biased: bool = False) -> list[np.ndarray]:
+    """x, gate, up, down, weights, ids and biases; no expert is chosen twice by one token."""
     lead, top, experts = SIZES[name]
     rng = np.random.default_rng(seed)
     x, weights = rng.normal(size=(*lead, 6)), rng.uniform(0.1, 1, (*lead, top))
@@ -51,32 +51,41 @@ def operands(name: str, contract: int, dtype: str = "f32", seed: int = 0) -> lis
     if not contract:
         gate, up, down = (w.transpose(0, 2, 1) for w in (gate, up, down))
     floats = [jnp.asarray(a, as_dtype(dtype)) for a in (x, gate, up, down)]
-    return [np.array(a) for a in (*floats, weights.astype(np.float32), ids.astype(np.int32))]
+    biases = [rng.normal(size=(experts, n)).astype(np.float32) for n in (5, 5, 6)] if biased else []
+    return [np.array(a) for a in (*floats, weights.astype(np.float32), ids.astype(np.int32), *biases)]
 
 
 # -- the op and its implementations ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "contract"),
+    ("name", "contract", "biased"),
     [
-        pytest.param(name, contract, marks=() if (name, contract) in (("few", 1), ("many", 0)) else pytest.mark.slow)
+        pytest.param(
+            name, contract, biased,
+            marks=() if (name, contract, biased) in (("few", 1, True), ("many", 0, False)) else pytest.mark.slow,
+        )
         for name in SIZES
         for contract in (1, 0)
+        for biased in (False, True)
     ],
-)
-def test_every_way_is_the_formula(name: str, contract: int) -> None:
-    """All implementations, and the block by its own expansion, against NumPy in float64, with their gradients."""
-    op, arrays = ExpertFfn("gelu_tanh", contract), operands(name, contract)
+)  # fmt: skip
+def test_every_way_is_the_formula(name: str, contract: int, biased: bool) -> None:
+    """All implementations, and the block by its own expansion, against NumPy in float64, with gradients; also with
+    biases and a clamped gate, as gpt-oss has them."""
+    own: dict[str, Any] = {"biased": True, "clamp": ClampedGate(1.3, 1.7, 0.6)} if biased else {}
+    act = "silu" if biased else "gelu_tanh"
+    op, arrays = ExpertFfn(act, contract, **own), operands(name, contract, biased=biased)
+    floats = [i for i in range(len(arrays)) if i != 5]
     want = op_formulas.experts(op, *arrays)
     types = tuple(TensorType(a.shape, a.dtype) for a in arrays)
     ways: dict[str, Any] = {way: lambda *a, way=way: IMPLEMENTATIONS[way](op, *a) for way in WAYS}
-    expanded = as_function(hir.Experts("gelu_tanh", contract), types, TypeCache())
+    expanded = as_function(hir.Experts(act, contract, **own), types, TypeCache())
     ways["expanded"] = lambda *a: expanded(*a)[0]
     pull = np.random.default_rng(1).normal(size=want.shape).astype(np.float32)
 
     def both(way: Any) -> Any:
-        return jax.jit(lambda *a: (way(*a), jax.grad(lambda *p: (way(*p, a[5]) * pull).sum(), range(5))(*a[:5])))
+        return jax.jit(lambda *a: (way(*a), jax.grad(lambda *p: (way(*p) * pull).sum(), floats)(*a)))
 
     found = {way: both(run)(*arrays) for way, run in ways.items()}
     for value, slopes in found.values():
@@ -88,7 +97,7 @@ def test_every_way_is_the_formula(name: str, contract: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_bf16(way: str) -> None:
     """Sums are taken in f32, whichever way it runs; the result has the dtype of x."""
-    op, arrays = ExpertFfn(), operands("few", 1, "bf16")
+    op, arrays = ExpertFfn(biased=True, clamp=ClampedGate(2.0)), operands("few", 1, "bf16", biased=True)
     got = jax.jit(lambda *a: IMPLEMENTATIONS[way](op, *a))(*arrays)
     wide = [a.astype(np.float64) if a.dtype != np.int32 else a for a in arrays]
     assert got.dtype == jnp.bfloat16
@@ -497,6 +506,9 @@ def test_what_makes_no_sense_is_named() -> None:
         lambda: MoeSpec(num_experts=2, top_k=3, inner=4), lambda: MoeSpec(num_experts=2, top_k=1, inner=0),
         lambda: ExpertKeys(gate="mlp.gate_up"), lambda: ExpertKeys(gate="e.{}", up="e.{}"),
         lambda: blocks.WeightStack("mlp.w", 2), lambda: blocks.WeightStack("mlp.{}", 0),
+        lambda: ExpertKeys(interleaved=True), lambda: ExpertKeys(biases=("a", "a", "b")),
+        lambda: ExpertKeys("r", "g", "u", "d", biases=("a", "a", "b")), lambda: ClampedGate(0.0),
+        lambda: ClampedGate(1.0, alpha=-1.0), lambda: ClampedGate(1.0, offset=float("nan")),
         lambda: blocks.DecoderLayerSpec(num_heads=1, num_kv_heads=1, head_dim=2, mlp_bias=True, moe=Sparse.spec),
     ):  # fmt: skip
         with pytest.raises(errors.GraphError, match="got|give one"):
@@ -510,6 +522,17 @@ def test_what_makes_no_sense_is_named() -> None:
         rlx.compile(flow, {k: v for k, v in weights.items() if k != odd})
     with pytest.raises(errors.WeightShapeError, match=r"gate\.weight.*\[3, 6\]"):
         rlx.compile(flow, weights | {"l.mlp.gate.weight": np.ones((4, 6), np.float32)})
+    named: Any = {"gate": blocks.WeightStack("l.mlp.experts.{}.gate_proj.weight", 3)}
+    named |= {"up": named["gate"], "down": blocks.WeightStack("l.mlp.experts.{}.down_proj.weight", 3)}
+
+    def added(*biases: str) -> Any:
+        made = rlx.ModelFlow("m").input("x", (4, 6))
+        return made.custom(lambda e, x: e.experts(x, *e.route(x, top_k=1), **named, biases=biases))
+
+    with pytest.raises(errors.GraphError, match="the biases of gate, up and down, got 2"):
+        rlx.compile(added("b", "b"), weights)
+    with pytest.raises(errors.WeightShapeError, match=r"down_bias is floats \[3, 6\] .*'b'"):
+        rlx.compile(added("b", "b", "b"), weights | {"b": np.ones((3, 7), np.float32)})
     with pytest.raises(errors.GraphError, match="scores"):
         rlx.compile(flow.moe("l", dataclasses.replace(Sparse.spec, scores="best")), weights)  # type: ignore[arg-type]
     wrong = MoeFfn("l", dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))

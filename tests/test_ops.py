@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.control import CustomVjp, PairBias, Scan, Switch, While
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.cut import END, Bound, CutAxis
-from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.fused import (
     ElementwiseRegion,
     FusedMatMulBiasAct,
@@ -730,9 +730,11 @@ def expert_samples() -> Iterator[Sample]:
         (ExpertFfn(), "f32 batch seq 8", out_in, "batch seq 2"),
         (ExpertFfn("gelu_tanh", 0), "f32 batch 8", in_out, "batch 3"),
         (ExpertFfn(), "f32 8", out_in, "1"),
+        (ExpertFfn(biased=True, clamp=ClampedGate(0.7, 1.7, 1.0)), "f32 batch 8", out_in, "batch 2"),
         (ExpertFfn(), "bf16 seq 8", tuple(t.replace("f32", "bf16") for t in out_in), "seq 2"),
     ):
-        operands = (x, *experts, f"f32 {choices}", f"i32 {choices}")
+        biases = ("f32 3 5", "f32 3 5", "f32 3 8") if op.biased else ()
+        operands = (x, *experts, f"f32 {choices}", f"i32 {choices}", *biases)
         yield Sample(op, operands, lambda *arrays, op=op: expert_formula(op, *arrays), tolerance=1e-5)
 
 

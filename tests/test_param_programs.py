@@ -13,7 +13,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import WeightError, WeightShapeError
-from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.graph import Graph, Node, Origin, Param
 from rlx_jax.ir.param import (
     Cast,
@@ -25,17 +24,19 @@ from rlx_jax.ir.param import (
     Reshaped,
     Sliced,
     Stack,
+    Strided,
     Transposed,
     cast,
     leaf_name,
     narrows,
     padded,
     sliced,
+    strided,
 )
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.lir.layout import layout_of
-from rlx_jax.weights.execute import fill, load_leaf, pieces
+from rlx_jax.weights.execute import fill, load_leaf, pieces, whole
 from rlx_jax.weights.mapping import MappingSource
 
 RNG = np.random.default_rng(0)
@@ -55,6 +56,12 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Transposed(key("m.0")), lambda s: s["m.0"].T, "m.0.T"),
     (Sliced(A, 1, 1, 3), lambda s: s["a.w"][:, 1:3], "a.w[:, 1:3]"),
     (Transposed(Sliced(key("m.0"), 0, 2, 5)), lambda s: s["m.0"][2:5].T, "m.0[2:5].T"),
+    (Strided(A, 2, 1, 2), lambda s: s["a.w"][:, :, 1::2], "a.w[:, :, 1::2]"),
+    (
+        Stack((Strided(A, 1, 0, 3), Strided(B, 1, 2, 3))),
+        lambda s: np.stack([s["a.w"][:, ::3], s["b.w"][:, 2::3]]),
+        "{a.w[:, 0::3],b.w[:, 2::3]}",
+    ),
     (Permuted(A, (2, 0, 1)), lambda s: s["a.w"].transpose(2, 0, 1), "a.w.permute(2,0,1)"),
     (Reshaped(A, (6, 4)), lambda s: s["a.w"].reshape(6, 4), "a.w.reshape(6,4)"),
     (Joined((A, B), 1), lambda s: np.concatenate([s["a.w"], s["b.w"]], 1), "{a,b}.w"),
@@ -117,9 +124,20 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
 @pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 def test_a_program_read_backwards_is_what_was_stored(library: Any, program: Program, meaning: Any, name: str) -> None:
-    for stored, piece, part in pieces(program, library.asarray(expected(meaning))):
-        whole = STORED[stored.key]
-        np.testing.assert_array_equal(piece, whole if part is None else whole[slices(part.place)])
+    for piece in pieces(program, library.asarray(expected(meaning))):
+        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.index])
+
+
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_interleaved_parts(library: Any) -> None:
+    """All of them are what is stored, in whatever order; without one it is not known."""
+    parts = [Transposed(strided(cast(key("m.0"), BF16), 0, i, 3)) for i in (2, 0, 1)]
+    held = [p for part in parts for p in pieces(part, library.asarray(load_leaf(part, MappingSource(STORED))))]
+    np.testing.assert_array_equal(whole(held), STORED["m.0"].astype(BF16))
+    assert isinstance(whole(held), np.ndarray) == (library is np)
+    for some in (held[:2], [held[0], *pieces(Sliced(key("m.0"), 0, 0, 5), STORED["m.0"][:5])]):
+        with pytest.raises(WeightError, match=r"'m.0' is f32\[6,4\], and the model's parts are not all.*\[2::3\]"):
+            whole(some)
 
 
 @pytest.mark.parametrize(("program", "meaning", "name"), PROGRAMS, ids=IDS)
@@ -164,6 +182,9 @@ def test_join_is_the_value(program: Program, meaning: Any, name: str) -> None:
             r"m.0.: 2:7 of f32\[4,6\] along axis 1: there is no such part",
         ),
         (lambda: sliced(Reshaped(A, (6, 4)), 0, 1, 3), r"1:3 of .* cuts rows of a reshape; take whole ones"),
+        (lambda: Strided(A, 2, 0, 3), r"a.w\[:, :, 0::3\]: f32\[2,3,4\] has no such part along axis 2"),
+        (lambda: Strided(A, 2, 2, 2), "no such part along axis 2"),
+        (lambda: sliced(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "stored interleaved; take all of that"),
         (lambda: Padded(A, 1, 3), r"pad\(a.w; axis=1, 3\): f32\[2,3,4\] cannot be padded to 3 along axis 1"),
         (lambda: padded(A, 3, 5), "cannot be padded to 5 along axis 3"),
         (lambda: Reshaped(A, (5, 5)), r"reshape\(a.w\): f32\[2,3,4\] has not the elements of \[5, 5\]"),

@@ -31,6 +31,7 @@ from rlx_jax.ir.param import (
     Program,
     Reshaped,
     Stack,
+    Strided,
     Transposed,
     boxed,
     cast,
@@ -114,6 +115,8 @@ DIVIDED: list[tuple[Program, PartitionSpec, dict[str, int], int]] = [
     (Transposed(BY_DEVICE), P("data", "model"), {"q": 8, "k": 8}, 768),
     (Stack((Q, Transposed(Transposed(Q)))), P("data"), {"q": 2}, 1024),
     (Stack((K, K)), P(None, "model"), {"k": 8}, 512),
+    (Joined((Strided(Q, 1, 1, 2), Strided(Q, 1, 0, 2)), 1), P("model", "data"), {"q": 8}, 1024),  # each with the others
+    (Stack((cast(Strided(Q, 0, 1, 2), BF16), cast(Strided(Q, 0, 0, 2), BF16))), P(None, "model"), {"q": 8}, 1024),
     (Permuted(IDS, (2, 0, 1)), P("model", None, "data"), {"ids": 8}, 768),
     (Reshaped(Q, (4, 4, 8)), P("model"), {"q": 4}, 512),
     (Reshaped(IDS, (24, 8)), P("model", "data"), {"ids": 8}, 768),

@@ -29,11 +29,14 @@ from jax import lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
-from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.experts import ExpertFfn, plus
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any
+
+NONE = (None, None, None)
+"""Of experts without biases."""
 
 WORK = 200.0
 """Operations for each byte of weights up to which computing every expert hides behind reading it, where the device does
@@ -75,27 +78,31 @@ def over_devices(
 ) -> AnyArray:
     """The op over a mesh: each device runs its own experts, or its part of each, for the rows that it has, and what
     they give is added. A choice of an expert that another device has is of none here."""
-    x, gate, up, down, weights, ids = arrays
+    x, gate, up, down, weights, ids, *biases = arrays
     rows, choices = (division.value((*op.roles, None), a.shape).spec for a in (x, ids))
     wide = division.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
     narrow = division.value(("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape).spec
     own, parts = _axes(wide[:1]), _axes(wide)
+    outs = zip(("ffn", "ffn", None), biases, strict=False)
+    beside = [division.value(("experts", role), bias.shape).spec for role, bias in outs]
 
     def here(*arrays: AnyArray) -> AnyArray:
-        gate, up, down = arrays[1:4]
+        gate, up, down, *biases = *arrays[1:4], *arrays[6:]
         # What a device makes of rows that others have too is its own.
-        x, weights, ids = (lax.pcast(a, parts, to="varying") if parts else a for a in (arrays[0], *arrays[4:]))
+        x, weights, ids = (lax.pcast(a, parts, to="varying") if parts else a for a in (arrays[0], *arrays[4:6]))
+        if biases and (within := parts[len(own) :]):  # of the sum over parts of an expert one has the bias
+            biases[2] = jnp.where(lax.axis_index(within) == 0, biases[2], 0)
         if own:
             ids = ids - lax.axis_index(own) * gate.shape[0]
             mine = (ids >= 0) & (ids < gate.shape[0])
             # An id that no expert has is seen by none; ways that read by id get one, with a weight of nothing.
             ids = jnp.where(mine, ids, gate.shape[0] if run == op.eval else 0)
             weights = jnp.where(mine, weights, 0)
-        made = run(x, gate, up, down, weights, ids)
+        made = run(x, gate, up, down, weights, ids, *biases)
         return lax.psum(made, parts) if parts else made
 
     divided = jax.shard_map(
-        here, mesh=division.mesh, in_specs=(rows, wide, wide, narrow, choices, choices), out_specs=rows
+        here, mesh=division.mesh, in_specs=(rows, wide, wide, narrow, choices, choices, *beside), out_specs=rows
     )
     return divided(*arrays)
 
@@ -107,35 +114,47 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
 
 
 def gathered(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray
-) -> AnyArray:
+    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
+    *biases: AnyArray,
+) -> AnyArray:  # fmt: skip
     """The op with the weights of each choice, as a batch of products of one row."""
     flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
     wide, narrow = ("nh,nfh->nf", "nf,nhf->nh") if op.contract else ("nh,nhf->nf", "nf,nfh->nh")
 
-    def product(subscripts: str, x: AnyArray, w: AnyArray, dtype: Any = None) -> AnyArray:
-        return op.product(subscripts, x, jnp.take(w, flat, axis=0, mode="clip"), dtype)
+    def own(w: AnyArray | None) -> AnyArray | None:
+        return None if w is None else jnp.take(w, flat, axis=0, mode="clip")
 
-    inner = op.gated(*(product(wide, each, w) for w in (gate, up)))
-    return _combined(op, product(narrow, inner, down, jnp.float32), x, weights)
+    def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any = None) -> AnyArray:
+        return plus(op.product(subscripts, x, own(w), dtype), own(bias))
+
+    gate_bias, up_bias, down_bias = biases or NONE
+    inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
+    return _combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights)
 
 
 def blocked(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray
-) -> AnyArray:
+    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
+    *biases: AnyArray,
+) -> AnyArray:  # fmt: skip
     """The op by blocks of choices of one expert, whose weights are multiplied as a batch."""
     # Half of what an expert has, as the last block of each is not full.
     cut = sorted_blocks(ids, len(gate), max(block_rows(ids.size, len(gate)) // 2, 1))
     inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
     wide, narrow = ("brh,bfh->brf", "brf,bhf->brh") if op.contract else ("brh,bhf->brf", "brf,bfh->brh")
-    inner = op.gated(*(op.product(wide, inside, w[cut.owner]) for w in (gate, up)))
-    out = op.product(narrow, inner, down[cut.owner])  # f32 would move twice the bytes
+
+    def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None) -> AnyArray:
+        return plus(op.product(subscripts, x, w[cut.owner]), None if bias is None else bias[cut.owner][:, None])
+
+    gate_bias, up_bias, down_bias = biases or NONE
+    inner = op.gated(*(product(wide, inside, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
+    out = product(narrow, inner, down, down_bias)  # f32 would move twice the bytes
     return _combined(op, cut.back(out).astype(jnp.float32), x, weights)
 
 
 def looped(
-    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray
-) -> AnyArray:
+    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
+    *biases: AnyArray,
+) -> AnyArray:  # fmt: skip
     """The op by blocks of choices of one expert, block by block; those that nothing is in cost nothing."""
     cut = sorted_blocks(ids, len(gate), block_rows(ids.size, len(gate)))
     inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
@@ -145,9 +164,11 @@ def looped(
         rows, owner, used = given
 
         def filled() -> AnyArray:
-            own = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down)]
-            inner = op.gated(*(op.product(wide, rows, w) for w in own[:2]))
-            return op.product(narrow, inner, own[2], jnp.float32)
+            own = [lax.dynamic_index_in_dim(w, owner, keepdims=False) for w in (gate, up, down, *biases)]
+            gate_bias, up_bias, down_bias = own[3:] or NONE
+            both = ((own[0], gate_bias), (own[1], up_bias))
+            inner = op.gated(*(plus(op.product(wide, rows, w), bias) for w, bias in both))
+            return plus(op.product(narrow, inner, own[2], jnp.float32), down_bias)
 
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
@@ -185,19 +206,23 @@ def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
     return SortedChoices(owner, used, choice, place)
 
 
-def ragged(op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray,
-           ids: AnyArray) -> AnyArray:  # fmt: skip
+def ragged(
+    op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
+    *biases: AnyArray,
+) -> AnyArray:  # fmt: skip
     """The op by groups of choices, sorted by expert."""
     experts, top, flat = gate.shape[0], ids.shape[-1], ids.reshape(-1)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     inside = x.reshape(-1, x.shape[-1])[order // top]
 
-    def product(x: AnyArray, w: AnyArray, dtype: Any) -> AnyArray:
-        turned = w.swapaxes(1, 2) if op.contract else w
-        return lax.ragged_dot(x, turned, counts, precision=lax.Precision(op.precision), preferred_element_type=dtype)
+    def product(x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any) -> AnyArray:
+        turned, precision = w.swapaxes(1, 2) if op.contract else w, lax.Precision(op.precision)
+        made = lax.ragged_dot(x, turned, counts, precision=precision, preferred_element_type=dtype)
+        return plus(made, None if bias is None else bias[flat[order]])
 
-    inner = op.gated(*(product(inside, w, x.dtype) for w in (gate, up)))
-    return _combined(op, product(inner, down, jnp.float32)[jnp.argsort(order)], x, weights)
+    gate_bias, up_bias, down_bias = biases or NONE
+    inner = op.gated(*(product(inside, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
+    return _combined(op, product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)], x, weights)
 
 
 def block_rows(choices: int, experts: int) -> int:

@@ -24,6 +24,7 @@ from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
 from rlx_jax.ir.stored import Roles as Roles
 from rlx_jax.ir.stored import Sliced as Sliced
+from rlx_jax.ir.stored import Strided as Strided
 from rlx_jax.ir.stored import cut_to, part_of
 from rlx_jax.ir.types import TensorType, is_float, short_name, widens
 
@@ -388,7 +389,8 @@ class Padded:
         return parts[0]
 
 
-Program = Key | Sliced | Dequantized | Cut | Transposed | Permuted | Reshaped | Cast | Joined | Stack | Zeros | Padded
+Stored = Key | Sliced | Strided | Dequantized | Cut
+Program = Stored | Transposed | Permuted | Reshaped | Cast | Joined | Stack | Zeros | Padded
 
 
 def stored_keys(program: Program) -> Iterator[Key]:
@@ -472,6 +474,17 @@ def sliced(program: Program, axis: int, start: int, stop: int) -> Program:
     """
     found: Program = part_of(program, axis, start, stop)
     return found
+
+
+def strided(program: Program, axis: int, start: int, step: int) -> Program:
+    """Every `step`-th row along an axis, from `start` on, of a stored tensor; a cast comes behind.
+
+    Raises:
+        WeightShapeError: there is no such part.
+    """
+    if isinstance(program, Cast):
+        return cast(strided(program.of, axis, start, step), program.dtype)
+    return Strided(program, axis, start, step)
 
 
 def padded(program: Program, axis: int, size: int) -> Program:

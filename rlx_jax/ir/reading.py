@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx_jax.errors import WeightDTypeError, WeightShapeError, quote
 from rlx_jax.ir.packed import PackedSpec, WeightSpec, decoder_of, packed_types
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, cast
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, cast
 from rlx_jax.ir.types import TensorType
 
 
@@ -53,14 +53,14 @@ def read_from(program: Program, source: WeightSource) -> Program:
         MissingWeightError: the source has no such key. WeightShapeError: it has another shape.
         UnsupportedError: it is packed by a scheme that is not decoded yet.
     """
-    if isinstance(program, Key | Sliced | Dequantized):
+    if isinstance(program, Key | Sliced | Strided | Dequantized):
         return cast(_over_stored(program, source), program.type.dtype)
-    if isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Dequantized):
+    if isinstance(program, Cast) and isinstance(program.of, Key | Sliced | Strided | Dequantized):
         return cast(_over_stored(program.of, source), program.dtype)  # what it was cast to before does not matter
     return program.over(*(read_from(part, source) for part in program.parts))
 
 
-def _over_stored(program: Key | Sliced | Dequantized, source: WeightSource) -> Program:
+def _over_stored(program: Any, source: WeightSource) -> Program:
     """The same over what the source has, without a cast to what was declared."""
     declared = program.logical if isinstance(program, Dequantized) else program
     return _stored(declared, source) if isinstance(declared, Key) else declared.over(_over_stored(declared.of, source))

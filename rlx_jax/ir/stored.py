@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -250,6 +251,71 @@ class Dequantized:
 
 
 @dataclass(frozen=True)
+class Strided:
+    """Every `step`-th row of a program along an axis, from `start` on: one of `step` projections that are stored
+    interleaved. `start` lies before `step`, which divides the axis.
+
+    Read backwards, it is a part of its key, which is whole once all `step` are there.
+    """
+
+    of: ProgramStep
+    axis: int
+    start: int
+    step: int
+    lossy: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        shape = self.of.type.shape
+        fits = 0 <= self.axis < len(shape) and 0 <= self.start < self.step and shape[self.axis] % self.step == 0
+        if not fits:
+            raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it stands in what it is a part of."""
+        return (*(slice(None),) * self.axis, slice(self.start, None, self.step))
+
+    @property
+    def type(self) -> TensorType:
+        shape = list(self.of.type.shape)
+        shape[self.axis] //= self.step
+        return TensorType(tuple(shape), self.of.type.dtype)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.of,)
+
+    @property
+    def suffix(self) -> str:
+        """What its name has behind that of the whole."""
+        return f"[{':, ' * self.axis}{self.start}::{self.step}]"
+
+    def __str__(self) -> str:
+        return f"{self.of}{self.suffix}"
+
+    def over(self, *parts: Any) -> Strided:
+        return Strided(parts[0], self.axis, self.start, self.step)
+
+    def box(self, box: Box) -> Strided:
+        first, stop = box[self.axis]
+        rows = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
+        return self.over(self.of if rows == full(self.of.type.shape) else self.of.box(rows))
+
+    def join(self, *values: Any) -> Any:
+        return values[0][self.index]
+
+    def cut(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
+
+    def name(self, *names: str) -> str:
+        return f"{names[0]}{self.suffix}"
+
+    def roles(self, *parts: Roles) -> Roles:
+        return parts[0]
+
+
+@dataclass(frozen=True)
 class Cut:
     """A box of a value that is made whole: inside of a packed block, or across the rows of a reshape.
 
@@ -310,7 +376,21 @@ def part_of(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
         raise WeightShapeError(f"{what} cuts a block of {size}; take multiples of {size}, or rows")
     if whole is not None:
         raise WeightShapeError(f"{what} cuts rows of a reshape; take whole ones")
+    if _cuts_interleaved(found):
+        raise WeightShapeError(f"{what} is a part of one of several that are stored interleaved; take all of that")
     return found
+
+
+def _cuts_interleaved(program: ProgramStep) -> bool:
+    if isinstance(program, Strided) and any(isinstance(part, Sliced) for part in _steps(program)):
+        return True
+    return any(map(_cuts_interleaved, program.parts))
+
+
+def _steps(program: ProgramStep) -> Iterator[ProgramStep]:
+    yield program
+    for part in program.parts:
+        yield from _steps(part)
 
 
 def _made_whole(program: ProgramStep) -> ProgramStep | None:

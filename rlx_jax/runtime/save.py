@@ -23,7 +23,6 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.param import Key, Program, narrows, packed_keys
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
@@ -190,7 +189,7 @@ def _joined(weights: list[_Weight]) -> list[_Weight]:
         held = [weight for weight in weights if weight.key == key]
         values = whole([weight.piece for weight in held])
         for weight in held:
-            part = values if weight.piece.sliced is None else values[slices(weight.piece.sliced.place)]
+            part = values[weight.piece.index]
             if not np.array_equal(_bits(part), _bits(weight.values)):
                 raise WeightError(f"weight {quote(key)} is in two leaves of the model, and their values differ")
         same = all(weight.original is not None for weight in held)

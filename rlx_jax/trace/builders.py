@@ -14,6 +14,7 @@ from typing import Literal
 from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
+from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
 from rlx_jax.ir.ops.linalg import product
@@ -268,12 +269,15 @@ class Builders(Recurring[V]):
         down: V | WeightKey | WeightStack,
         activation: str = "silu",
         transpose: bool | None = None,
+        biases: Sequence[V | WeightKey | WeightStack] | None = None,
+        clamp: ClampedGate | None = None,
         out_shape: Shape | None = None,
     ) -> V:
         """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids `[…, k]`.
 
         As values gate and up are `[E, H, F]` and down `[E, F, H]`; as keys, or with `transpose`, each expert is
         turned, as checkpoints store it. A `WeightStack` is the key of experts that are stored one by one.
+        `biases` are those of gate and up `[E, F]` and of down `[E, H]`; `clamp` another middle than `act(gate) ⊙ up`.
         """
         given = (gate, up, down)
         keys = [isinstance(w, str | WeightPart | WeightStack) for w in given]
@@ -282,8 +286,14 @@ class Builders(Recurring[V]):
         wide, narrow = (("experts", *roles) for roles in (("ffn", "hidden"), ("hidden", "ffn")))
         roles = (wide, wide, narrow) if transpose is not False else (narrow, narrow, wide)
         operands = [self.weight(w, r if key else None) for w, r, key in zip(given, roles, keys, strict=True)]
-        op = hir.Experts(activation, int(keys[0] if transpose is None else transpose))
-        return self.add_node(op, x, *operands, weights, ids, out_shape=out_shape)
+        what = "the biases of gate, up and down"
+        added = () if biases is None else items_of(biases, f"{self.path}: experts: biases", what)
+        if biases is not None and len(added) != 3:
+            raise GraphError(f"{self.path}: experts: biases: expected {what}, got {len(added)}")
+        beside = [self.weight(w, ("experts", role)) for w, role in zip(added, ("ffn", "ffn", "hidden"), strict=False)]
+        contract = int(keys[0] if transpose is None else transpose)
+        op = hir.Experts(activation, contract, biased=bool(beside), clamp=clamp)
+        return self.add_node(op, x, *operands, weights, ids, *beside, out_shape=out_shape)
 
     # -- tokens ------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
-from rlx_jax.ir.param import Program, sliced
+from rlx_jax.ir.param import Program, sliced, strided
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Part `index` of `count` equal ones along `axis` of the weight under `key`, wherever a key is expected.
+    """Part `index` of `count` equal ones along `axis` of the weight under `key`, wherever a key is expected. The parts
+    stand one behind the other, or `interleaved`, every `count`-th row being of the same part.
 
     >>> q, k, v = WeightPart.split("blocks.0.attn.qkv.weight", 3)
     >>> str(k)
@@ -21,6 +22,7 @@ class WeightPart:
     index: int
     count: int
     axis: int = 0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.index, self.count, self.axis)
@@ -32,12 +34,12 @@ class WeightPart:
             )
 
     @staticmethod
-    def split(key: str, count: int, axis: int = 0) -> tuple[WeightPart, ...]:
+    def split(key: str, count: int, axis: int = 0, interleaved: bool = False) -> tuple[WeightPart, ...]:
         """All parts, in order."""
-        return tuple(WeightPart(key, index, count, axis) for index in range(count))
+        return tuple(WeightPart(key, index, count, axis, interleaved) for index in range(count))
 
     def __str__(self) -> str:
-        return f"{self.key}[{self.index}/{self.count}]"
+        return f"{self.key}[{self.index}{'::' if self.interleaved else '/'}{self.count}]"
 
     def whole(self, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """The shape that is stored, if a part has this one."""
@@ -56,6 +58,8 @@ class WeightPart:
             raise WeightShapeError(
                 f"{where} is {stored.type}: expected {self.count} equal parts along axis {self.axis}"
             )
+        if self.interleaved:
+            return strided(stored, self.axis, self.index, self.count)
         size = shape[self.axis] // self.count
         return sliced(stored, self.axis, self.index * size, (self.index + 1) * size)
 

@@ -21,9 +21,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space, freed
 from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.boxes import Box, side_by_side
+from rlx_jax.ir.boxes import Box, side_by_side, slices
 from rlx_jax.ir.packed import PackedSpec, decoded
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Zeros, boxed, stored_keys
+from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, boxed, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.weights.finite import all_finite
@@ -291,7 +291,14 @@ class Piece(NamedTuple):
 
     key: Key
     values: Any
-    sliced: Sliced | None = None
+    sliced: Sliced | Strided | None = None
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it stands in the stored tensor, as an index of NumPy."""
+        if isinstance(self.sliced, Strided):
+            return self.sliced.index
+        return () if self.sliced is None else slices(self.sliced.place)
 
 
 def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
@@ -305,6 +312,9 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
         yield from pieces(program.logical, leaf)  # numbers, which are not packed again
     elif isinstance(program, Sliced):
         yield Piece(program.stored, leaf, program)
+    elif isinstance(program, Strided):
+        (key,) = set(stored_keys(program))
+        yield Piece(key, leaf, program)
     else:
         for part, piece in zip(program.parts, program.cut(leaf), strict=True):
             yield from pieces(part, piece)
@@ -319,15 +329,33 @@ def whole(held: Sequence[Piece]) -> Any:
     for piece in held:
         if piece.sliced is None:
             return piece.values
-    parts = {p.sliced.place: p for p in reversed(held) if p.sliced is not None}
+    if all(isinstance(piece.sliced, Strided) for piece in held):
+        return _interleaved(held)
+    parts = {p.sliced.place: p for p in reversed(held) if isinstance(p.sliced, Sliced)}
     key, ordered = held[0].key, [parts[place] for place in sorted(parts)]
     axis = side_by_side(key.type.shape, list(parts))
     if axis is None:
-        there = ", ".join(str(part.sliced) for part in ordered)
-        raise WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {there}")
+        raise _not_all(key, held)
     values = [part.values for part in ordered]
     join = np.concatenate if all(isinstance(v, np.ndarray) for v in values) else jnp.concatenate
     return join(values, axis)
+
+
+def _interleaved(held: Sequence[Piece]) -> Any:
+    """`whole` of parts that stand between each other."""
+    found = [(piece.sliced, piece) for piece in reversed(held) if isinstance(piece.sliced, Strided)]
+    parts = {(part.axis, part.step, part.start): piece for part, piece in found}
+    key, ((axis, step, _), *_) = held[0].key, parts
+    if set(parts) != {(axis, step, start) for start in range(step)}:
+        raise _not_all(key, held)
+    values = [parts[axis, step, start].values for start in range(step)]
+    stack = np.stack if all(isinstance(v, np.ndarray) for v in values) else jnp.stack
+    return stack(values, axis + 1).reshape(key.type.shape)
+
+
+def _not_all(key: Key, held: Sequence[Piece]) -> WeightError:
+    there = ", ".join(sorted({str(part.sliced) for part in held}))
+    return WeightError(f"weight {quote(key.key)} is {key.type}, and the model's parts are not all of it: {there}")
 
 
 def _as_stored(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -457,13 +457,19 @@ GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def experts(op: Any, *operands: np.ndarray) -> np.ndarray:
     """Each token through each of its experts, one after the other."""
-    x, gate, up, down, weights, ids = operands
+    x, gate, up, down, weights, ids, *biases = operands
     turn = (lambda w: w) if op.contract == 1 else np.transpose
+    gate_bias, up_bias, down_bias = biases or [np.zeros(len(gate))] * 3
     out = np.zeros(x.shape)
     for place in np.ndindex(ids.shape):
         e, token = ids[place], x[place[:-1]].astype(np.float64)
-        inner = GATES[op.activation](turn(gate[e]) @ token) * (turn(up[e]) @ token)
-        out[place[:-1]] += weights[place] * (turn(down[e]) @ inner)
+        g, u = turn(gate[e]) @ token + gate_bias[e], turn(up[e]) @ token + up_bias[e]
+        if op.clamp is None:
+            inner = GATES[op.activation](g) * u
+        else:
+            g, u = np.where(g > op.clamp.limit, op.clamp.limit, g), np.clip(u, -op.clamp.limit, op.clamp.limit)
+            inner = GATES[op.activation](op.clamp.alpha * g) / op.clamp.alpha * (u + op.clamp.offset)
+        out[place[:-1]] += weights[place] * (turn(down[e]) @ inner + down_bias[e])
     return out
 
 

@@ -10,7 +10,7 @@ from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.hir.token_wise import GatedFfn
-from rlx_jax.ir.ops.experts import check_experts, initial_of_expert
+from rlx_jax.ir.ops.experts import ClampedGate, check_experts, initial_of_expert
 from rlx_jax.ir.ops.index import TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum
 from rlx_jax.ir.ops.order import TopK
@@ -84,21 +84,23 @@ class Route(Hir):
 
 @dataclass(frozen=True)
 class Experts(Hir):
-    """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ. Operands and result: see `ExpertFfn`, the tensor op that
-    `direct` lowers to. `expand` computes every expert for every token."""
+    """`Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ. Operands, result and fields: see `ExpertFfn`, the tensor
+    op that `direct` lowers to. `expand` computes every expert for every token."""
 
     traits = BLOCK
     ids = (5, 1, 0)
 
     activation: str = "silu"
     contract: int = 1
+    biased: bool = False
+    clamp: ClampedGate | None = None
 
     def check(self, *operands: TensorType) -> None:
         check_kind(self.activation, UNARY)
-        check_experts("experts", operands, self.contract)
+        check_experts("experts", operands, self.contract, self.biased)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        x, gate, up, down, weights, ids = operands
+        x, gate, up, down, weights, ids, *biases = operands
         rank, experts = b.type(x).rank, int(b.type(gate).shape[0])
         wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
         lead = tuple(AxisOf(axis) for axis in range(rank))
@@ -106,15 +108,33 @@ class Experts(Hir):
         hits = b(Compare("eq"), b(Reshape((*lead, 1)), ids), numbers)
         shares = b(Where(), hits, b(Reshape((*lead, 1)), in_dtype(b, weights, F32)), b.leaf(constant(0.0, F32)))
         share, chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
-        inner = b(GatedFfn(self.activation), *(b(Einsum(f"...h,{wide}->...ef"), x, w) for w in (gate, up)))
-        each = b(Einsum(f"...ef,{narrow}->...eh", result=F32), inner, down)
+        gate_bias, up_bias, down_bias = biases or (None, None, None)
+        both = ((gate, gate_bias), (up, up_bias))
+        inner = self._gated(b, *(_plus(b, b(Einsum(f"...h,{wide}->...ef"), x, w), bias) for w, bias in both))
+        each = _plus(b, b(Einsum(f"...ef,{narrow}->...eh", result=F32), inner, down), down_bias)
         given = b(Binary("mul"), each, b(Reshape((*lead[:-1], experts, 1)), share))
         seen = b(Where(), b(Reshape((*lead[:-1], experts, 1)), chosen), given, b.leaf(constant(0.0, F32)))
         return in_dtype(b, b(Reduce("sum", (rank - 1,)), seen), b.type(x).dtype)
 
+    def _gated(self, b: Builder, gate: Value, up: Value) -> Value:
+        """What lies between the products."""
+        if self.clamp is None:
+            return b(GatedFfn(self.activation), gate, up)
+        limit, least, alpha, offset = (
+            b.scalar(n, gate) for n in (self.clamp.limit, -self.clamp.limit, self.clamp.alpha, self.clamp.offset)
+        )
+        bent = b(Unary(self.activation), b(Binary("mul"), b(Binary("min"), gate, limit), alpha))
+        held = b(Binary("max"), b(Binary("min"), up, limit), least)
+        return b(Binary("mul"), b(Binary("div"), bent, alpha), b(Binary("add"), held, offset))
+
     def initial(self, place: int, weight: TensorType) -> Initial:
-        """Each expert is normal over its inputs."""
+        """Each expert is normal over its inputs; biases are 0."""
         return initial_of_expert(place, weight, self.contract)
 
     def text(self) -> str:
         return f"experts({self.activation})"
+
+
+def _plus(b: Builder, product: Value, bias: Value | None) -> Value:
+    """A product with its bias, if there is one, in the product's dtype."""
+    return product if bias is None else b(Binary("add"), product, in_dtype(b, bias, b.type(product).dtype))

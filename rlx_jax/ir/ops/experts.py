@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,23 +11,44 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, ShapeError
+from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.ops.pointwise import UNARY, check_kind
+from rlx_jax.ir.ops.pointwise import UNARY, check_kind, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array
 
 EXPERT_OPERANDS = ("x", "gate", "up", "down", "weights", "ids")
+EXPERT_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
-def check_experts(op: str, operands: Sequence[TensorType], contract: int) -> None:
+@dataclass(frozen=True)
+class ClampedGate:
+    """What lies between the products of an expert as gpt-oss has it: `act(α g)/α ⊙ (u + offset)`, where g is the gate,
+    at most `limit`, and u what it gates, within ±`limit`. With silu that is `g σ(α g) (u + offset)`."""
+
+    limit: float
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (self.limit, self.alpha, self.offset)
+        real = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+        if not real or self.limit <= 0 or self.alpha <= 0:
+            raise GraphError(
+                f"ClampedGate: limit and alpha are finite numbers over 0, offset a finite number; got {shown(numbers)}"
+            )
+
+
+def check_experts(op: str, operands: Sequence[TensorType], contract: int, biased: bool) -> None:
     """The checks of a mixture: x `[…, H]`, gate and up `[E, F, H]`, down `[E, H, F]`, weights and ids `[…, k]`; gate,
-    up and down with their last two axes turned where `contract` is 0."""
-    if len(operands) != len(EXPERT_OPERANDS):
-        raise ArityError(op, str(len(EXPERT_OPERANDS)), len(operands))
-    x, gate, up, down, weights, ids = operands
+    up and down with their last two axes turned where `contract` is 0; `biased` with biases `[E, F]`, `[E, F]`,
+    `[E, H]` behind."""
+    names = EXPERT_OPERANDS + EXPERT_BIASES * biased
+    if len(operands) != len(names):
+        raise ArityError(op, str(len(names)), len(operands))
+    x, gate, up, down, weights, ids, *biases = operands
     if contract not in (0, 1):
         raise ShapeError(f"{op}: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
     if gate.rank != 3 or x.rank < 1:
@@ -42,6 +64,9 @@ def check_experts(op: str, operands: Sequence[TensorType], contract: int) -> Non
         shape = (count, *(sizes if contract else sizes[::-1]))
         if got.shape != shape:
             raise ShapeError(f"{op}: {name} is {got}, expected {list(shape)} beside gate {gate}").of(place)
+    for place, (name, bias, size) in enumerate(zip(EXPERT_BIASES, biases, (inner, inner, hidden), strict=False), 6):
+        if bias.shape != (count, size) or not is_float(bias.dtype):
+            raise ShapeError(f"{op}: {name} is floats {[count, size]} beside gate {gate}, got {bias}").of(place)
     if len({t.dtype for t in (x, gate, up, down)}) != 1 or not is_float(x.dtype):
         raise DTypeError(f"{op}: x {x}, gate {gate}, up {up} and down {down} have one floating dtype; cast them")
     if weights.shape != ids.shape or ids.shape[:-1] != x.shape[:-1] or not ids.rank or not is_static(ids.shape[-1]):
@@ -51,7 +76,9 @@ def check_experts(op: str, operands: Sequence[TensorType], contract: int) -> Non
 
 
 def initial_of_expert(place: int, weight: TensorType, contract: int) -> Initial:
-    """Each expert is normal over its inputs, whether it is stored alone or with the others."""
+    """Each expert is normal over its inputs, whether it is stored alone or with the others; biases are 0."""
+    if place >= len(EXPERT_OPERANDS):
+        return 0.0
     return Normal(int(weight.shape[-1 if contract else -2])) if weight.rank > 1 else 1.0
 
 
@@ -63,16 +90,16 @@ def _flops(op: Any, operands: Types, results: Types) -> int:
 
 def _bytes(op: Any, operands: Types, results: Types) -> int:
     """Each operand is read once; of the experts no more than are chosen."""
-    experts, ids = operands[1:4], operands[5]
+    experts, ids = (*operands[1:4], *operands[6:]), operands[5]
     chosen = min(ids.size, int(experts[0].shape[0]))
     read = sum(t.nbytes // int(t.shape[0]) for t in experts) * chosen
-    return read + sum(t.nbytes for t in (operands[0], *operands[4:], *results))
+    return read + sum(t.nbytes for t in (operands[0], *operands[4:6], *results))
 
 
 def _workspace(op: Any, operands: Types, results: Types) -> int:
     """Gate and up of each choice, what it gives, and the weights of experts beside each other: those of each choice, or
     where choices are sorted those of a few blocks of each expert."""
-    x, gate, *_, ids = operands
+    x, gate, *_, ids = operands[:6]
     experts, inner, hidden = (int(n) for n in gate.shape)
     copied = 3 * min(ids.size, 3 * experts) * inner * hidden * x.dtype.itemsize
     return int(copied + 2 * ids.size * (2 * inner + hidden) * 4)
@@ -88,6 +115,9 @@ class ExpertFfn(Mir):
     f32, and what an expert that was not chosen would give is never seen, be it infinite. `eval` computes all experts;
     `lowering/lir/experts.py` has ways that compute those that were chosen. `roles` are what the leading axes of x are
     (`rlx_jax.ir.roles`), where a pass divided the program over a mesh.
+
+    `biased`: behind these, biases of gate and up `[E, F]` and of down `[E, H]`, each added to its product. `clamp`:
+    another middle than `act(gate) ⊙ up`.
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
@@ -97,17 +127,23 @@ class ExpertFfn(Mir):
     contract: int = 1
     precision: str = "default"
     roles: tuple[str | None, ...] = ()
+    biased: bool = False
+    clamp: ClampedGate | None = None
 
     def check(self, *operands: TensorType) -> None:
         check_kind(self.activation, UNARY)
-        check_experts("experts", operands, self.contract)
+        check_experts("experts", operands, self.contract, self.biased)
 
-    def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array) -> Array:
+    def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array, *biases: Array) -> Array:
         wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
+        gate_bias, up_bias, down_bias = biases or (None, None, None)
         hits = ids[..., None] == jnp.arange(gate.shape[0], dtype=ids.dtype).reshape((1,) * ids.ndim + (-1,))
         share = jnp.where(hits, weights.astype(jnp.float32)[..., None], 0.0).sum(-2)
-        inner = self.gated(*(self.product(f"...h,{wide}->...ef", x, w) for w in (gate, up)))
+        both = ((gate, gate_bias), (up, up_bias))
+        inner = self.gated(*(plus(self.product(f"...h,{wide}->...ef", x, w), bias) for w, bias in both))
         each = self.product(f"...ef,{narrow}->e...h", inner, down, jnp.float32)  # a batch of products as it is
+        if down_bias is not None:
+            each = plus(each, down_bias.reshape(len(down), *(1,) * (x.ndim - 1), -1))
         seen, given = (jnp.moveaxis(a, -1, 0)[..., None] for a in (hits.any(-2), share))
         return jnp.where(seen, each * given, 0.0).sum(0).astype(x.dtype)
 
@@ -119,7 +155,11 @@ class ExpertFfn(Mir):
 
     def gated(self, gate: Array, up: Array) -> Array:
         """What lies between the products."""
-        return UNARY[self.activation](gate) * up
+        act, clamp = UNARY[self.activation], self.clamp
+        if clamp is None:
+            return act(gate) * up
+        gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+        return act(clamp.alpha * gate) / clamp.alpha * (up + clamp.offset)
 
     def initial(self, place: int, weight: TensorType) -> Initial:
         """Each expert is normal over its inputs."""
@@ -127,5 +167,13 @@ class ExpertFfn(Mir):
 
     def text(self) -> str:
         notes = [self.activation] * (self.activation != "silu") + ["contract=0"] * (not self.contract)
+        notes += ["biased"] * self.biased + ([] if self.clamp is None else [f"clamp={self.clamp.limit:g}"])
         notes += [f"precision={self.precision}"] * (self.precision != "default")
         return f"experts({', '.join(notes)})" if notes else "experts"
+
+
+def plus(made: Array, bias: Array | None) -> Array:
+    """A product with its bias, if there is one, in the product's dtype."""
+    if bias is None:
+        return made
+    return jnp.add(*same_rank(made, bias.astype(made.dtype)))
