@@ -531,8 +531,8 @@ def test_what_makes_no_sense_is_named() -> None:
 
     with pytest.raises(errors.GraphError, match="the biases of gate, up and down, got 2"):
         rlx.compile(added("b", "b"), weights)
-    with pytest.raises(errors.WeightShapeError, match=r"down_bias is floats \[3, 6\] .*'b'"):
-        rlx.compile(added("b", "b", "b"), weights | {"b": np.ones((3, 7), np.float32)})
+    with pytest.raises(errors.WeightShapeError, match=r"down_bias is floats \[3, 6\] .*'c'"):
+        rlx.compile(added("b", "b", "c"), weights | {key: np.ones((3, 7), np.float32) for key in "bc"})
     with pytest.raises(errors.GraphError, match="scores"):
         rlx.compile(flow.moe("l", dataclasses.replace(Sparse.spec, scores="best")), weights)  # type: ignore[arg-type]
     wrong = MoeFfn("l", dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))
