@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,15 +173,17 @@ def freed(array: Any) -> Any:
 # -- what fits ---------------------------------------------------------------------------------
 
 
-def check_fits(nbytes: int, what: str) -> None:
+def check_fits(nbytes: int, what: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
     """Refuse what cannot fit. XLA:CPU would hand out a broken buffer, and abort the process when it is read.
+
+    `advice` is asked what to do, with the bytes that there are.
 
     Raises:
         DeviceOutOfMemoryError: names both numbers.
     """
     limit = running_device().memory
     if limit is not None and nbytes > limit:
-        raise DeviceOutOfMemoryError(f"{what} needs {nbytes:,} bytes, the device has {limit:,}; use smaller sizes")
+        raise DeviceOutOfMemoryError(f"{what} needs {nbytes:,} bytes, the device has {limit:,}; {advice(limit)}")
 
 
 def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> None:

@@ -8,8 +8,13 @@ key, file), what was expected, what was found and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 MAX_MESSAGE = 2048
 MAX_QUOTED = 120
 
@@ -316,7 +321,11 @@ def shown(value: object) -> str:
     >>> shown("auto"), shown(2.5)
     ("'auto'", '2.5')
     """
-    text = number(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = number(value)
+    else:  # NumPy's scalars as the numbers that they are
+        scalar = type(value).__module__ == "numpy" and not hasattr(value, "__len__")
+        text = str(value) if scalar else repr(value)
     return _cut(" ".join(_printable(text).split()), MAX_QUOTED)
 
 
@@ -340,6 +349,43 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     items = list(names)
     shown = ", ".join(quote(n) for n in items[:limit])
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
+def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Names that a function was called with are among those that it has; a twin of Python's own check that suggests.
+
+    Raises:
+        TypeError: an unknown one.
+    """
+    names = dict.fromkeys(known)
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{did_you_mean(name, names)}")
+
+
+def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: misspelt keyword arguments get a suggestion. `more` are names that the function takes as `**`.
+
+    >>> @suggests()
+    ... def generate(max_new_tokens=64): ...
+    >>> generate(max_token=8)
+    Traceback (most recent call last):
+    TypeError: generate() got an unexpected keyword argument 'max_token'; did you mean 'max_new_tokens'?
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+        names = (*(name for name in known if name != "self"), *more)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **named: P.kwargs) -> R:
+            check_keywords(function.__qualname__, named, names)
+            return function(*args, **named)
+
+        return checked
+
+    return decorated
 
 
 def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:

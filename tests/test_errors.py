@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks, errors
+from rlx_jax import blocks, device, errors
 from rlx_jax.errors import (
     ArtifactFormatError,
     BatchMismatchError,
@@ -554,6 +554,25 @@ REQUESTS: dict[str, Row] = {
     "an empty stop": request(lambda t: t.lm.generate([1], stop=""), RequestError, "stop", "empty"),
     "a stop id": request(lambda t: t.lm.generate([1], stop=[VOCAB]), TokenIdError, "stop[0]", f"[0, {VOCAB})"),
     "no sampler": request(lambda t: t.lm.generate([1], sampler="greedy"), RequestError, "sampler", "Sampler("),
+    "a sampler and a field of one": request(
+        lambda t: t.lm.generate([1], sampler=rlx.Sampler(1.0), top_k=3), RequestError, "sampler= and 'top_k'", "one of",
+    ),
+    "a filter of what is not drawn": request(
+        lambda t: t.lm.generate([1], top_p=0.9), SamplingParamError, "top_p is 0.9", "nothing is drawn", "temperature=",
+    ),
+    "a field of a sampler": request(
+        lambda t: t.lm.generate([1], temperature=-1), SamplingParamError, "temperature is -1", "number, 0 or more",
+    ),
+    "a number of NumPy": request(
+        lambda t: rlx.Sampler(top_p=np.float64(1.5)), SamplingParamError, "top_p is 1.5; expected a number, above 0, ",
+        "at most 1",
+    ),
+    "new tokens behind a prompt": request(
+        lambda t: t.lm.generate([1] * 100, 100), SequenceLengthError, "the model knows 128; at most 28 new tokens fit",
+    ),
+    "a prompt that is too long": request(
+        lambda t: t.lm.generate([1] * 128, 1), SequenceLengthError, "cut the prompt to 127 tokens or fewer",
+    ),
     "a temperature": request(lambda t: rlx.Sampler(temperature=float("nan")), SamplingParamError, "temperature", "nan"),
     "a temperature below float32": request(
         lambda t: rlx.Sampler(temperature=1e-39), SamplingParamError, "temperature", "1e-39", "0, or from 1.18e-38",
@@ -1022,9 +1041,48 @@ def wide() -> rlx.ModelFlow:
     return rlx.ModelFlow("wide").input("x", ("batch", WIDE[1])).linear("w")
 
 
+MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
+    "generate": (
+        lambda t: t.lm.generate([1], max_token=3),
+        "CausalLM.generate.*'max_token'; did you mean 'max_new_tok",
+    ),
+    "a field": (lambda t: t.lm.stream([1], temprature=1.0), "CausalLM.stream.*did you mean 'temperature'"),
+    "prefill": (lambda t: t.lm.prefill(IDS, max_length=9), "did you mean 'max_len'"),
+    "compile": (lambda t: rlx.compile(mlp(), W, profil="auto"), "compile.*did you mean 'profile'"),
+    "load": (lambda t: rlx.load(LLAMA, dtpye="f32"), "load.*did you mean 'dtype'"),
+    "a model": (lambda t: rlx.CausalLM(*tokens(), eos_id=1), "CausalLM.__init__.*did you mean 'eos_ids'"),
+    "embed": (lambda t: t.enc.embed(["a"], max_token=3), "Encoder.embed.*did you mean 'max_tokens'"),
+    "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'$"),
+}
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World()
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_misspelt_keyword(world: World, name: str) -> None:
+    """Python's own error, of the function that was called, with a suggestion."""
+    call, message = MISSPELT[name]
+    with pytest.raises(TypeError, match=message):
+        call(world)
+
+
+def test_a_context_that_does_not_fit_says_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest one of that batch, or the most rows of that context; it does fit."""
+    model = rlx.compile(rlx.from_pretrained(LLAMA), program="prefill")
+    sizes = [sum(a.nbytes for a in jax.tree.leaves(model.init_state(2, n))) for n in (64, 65)]
+    here = replace(device.running_device(), memory=sizes[0])
+    monkeypatch.setattr(device, "running_device", lambda: here)
+    assert model.init_state(2, 64) is not None
+    for batch, context, says in (
+        (2, 100, "with a batch of 2 a context of 64 would"),
+        (200, 64, "with a context of 64 a batch of 2 would"),
+    ):
+        with pytest.raises(errors.DeviceOutOfMemoryError, match=rf"the device has {sizes[0]:,}; .*{says}"):
+            model.init_state(batch, context)
+    assert sizes[1] > sizes[0]
 
 
 @pytest.mark.parametrize("name", ROWS)

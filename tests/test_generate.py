@@ -102,6 +102,22 @@ def test_draws_repeat_and_differ_by_seed(plain: Case) -> None:
     assert all(row != want[:12] for row, want in zip(rows[0], plain.greedy, strict=True))
 
 
+def test_draws_without_a_seed_differ_and_say_theirs(plain: Case) -> None:
+    """A seed of its own each time, which gives the same again; fields of a sampler stand for one."""
+    lm, fields = plain.lm, {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    rows, seeds = [], []
+    for _ in range(2):
+        rows.append(lm.generate(plain.prompts, max_new_tokens=12, **fields))
+        seeds.append(lm.report().seed)
+    assert rows[0] != rows[1] and seeds[0] != seeds[1]
+    assert f"\nseed               {seeds[1]}" in str(lm.report())
+    assert lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=seeds[0]) == rows[0]
+    assert lm.report().seed == seeds[0]
+    assert [*lm.stream(plain.prompts[0], 12, seed=seeds[1], **fields)] == rows[1][0]
+    lm.generate(plain.prompts, max_new_tokens=2)
+    assert lm.report().seed is None  # nothing was drawn
+
+
 @pytest.mark.slow
 def test_a_drawn_row_does_not_depend_on_the_others(plain: Case) -> None:
     """The first row alone, and with others of other lengths behind it."""
@@ -112,7 +128,7 @@ def test_a_drawn_row_does_not_depend_on_the_others(plain: Case) -> None:
 def test_other_values_compile_nothing(plain: Case) -> None:
     """Temperature, limits, penalty, seed, end tokens and the number of new tokens are operands."""
     lm = plain.lm
-    lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM)
+    lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=0)
     compiled = lm.report().compiles
     other = rlx.Sampler(temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.9)
     for count in (2, 10, 7):

@@ -12,6 +12,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
+from rlx_jax.errors import suggests
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
@@ -35,6 +36,7 @@ class DualEncoder:
         profile, mesh, strict, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
     """
 
+    @suggests()
     def __init__(
         self,
         texts: Any,
@@ -60,15 +62,18 @@ class DualEncoder:
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
 
+    @suggests()
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:
         """One vector for each text: see `Encoder.embed`. It is as the tower gives it, before any division by its
         length."""
         return self.texts.embed(texts, max_tokens=max_tokens, show_progress=show_progress)
 
+    @suggests()
     def embed_images(self, images: Any) -> Vectors:
         """One vector for each image: see `VisionEncoder.embed`."""
         return self.images.embed(images)
 
+    @suggests()
     def similarity(self, texts: Any, images: Any) -> Vectors:
         """How well each text fits each image, by the model's own scale: `[texts, images]` float32, also of single ones.
 

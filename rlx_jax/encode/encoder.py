@@ -25,6 +25,7 @@ from rlx_jax.errors import (
     RequestError,
     listing,
     shown,
+    suggests,
 )
 from rlx_jax.lowering.hir.alone import why_rows_mix
 from rlx_jax.lowering.hir.padded import MASK
@@ -75,6 +76,7 @@ class Encoder:
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
+    @suggests()
     def __init__(
         self,
         flow: Any,
@@ -157,6 +159,7 @@ class Encoder:
             )
         return [int(n) for n in valid]
 
+    @suggests()
     def embed(
         self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None
     ) -> np.ndarray[Any, Any]:
@@ -332,6 +335,7 @@ class Encoder:
                     "the profile"
                 )
 
+    @suggests()
     def warmup(self) -> None:
         """Run every program once that `embed` can need, whatever the lengths and the number of texts; then none of them
         compiles. With buckets `hidden_states` runs the same ones, unless it is given `token_type_ids` or

@@ -13,7 +13,7 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
-from rlx_jax.errors import GraphError, RequestError, listing, quote, shown
+from rlx_jax.errors import GraphError, RequestError, listing, quote, shown, suggests
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
@@ -41,6 +41,7 @@ class VisionEncoder:
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
+    @suggests()
     def __init__(
         self,
         flow: Any,
@@ -79,6 +80,7 @@ class VisionEncoder:
             )
         return primary(self.model(self._checked(pixel_values)))
 
+    @suggests()
     def embed(self, images: Any) -> Vectors:
         """One vector for each image: `[n, E]` float32; a single image gives `[E]`. It is the flow's output `pooled`.
 
@@ -149,6 +151,7 @@ class VisionEncoder:
             )
         return pixel_values
 
+    @suggests()
     def warmup(self) -> None:
         """Run every program once that `embed` can need for images as the image processor makes them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
-from rlx_jax.errors import RequestError, SequenceLengthError, number, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, number
 from rlx_jax.generate.generation import DraftPlan, Generation, NewTokens, Request, RequestPlan, generate
 from rlx_jax.generate.request_inputs import NONE, request_inputs
 from rlx_jax.generate.sampler import Sampler
@@ -88,20 +89,32 @@ def check_request(
     budget = whole_number("max_new_tokens", max_new_tokens, 0)
     rows = speaker.rows(asked)
     words, ends = speaker.stops(stop)
-    if not isinstance(sampler, Sampler):
-        raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
     sampler.knobs(speaker.vocab_size)
+    seed = new_seed(sampler) if seed is None else seed
     if isinstance(random_key("seed", seed), jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     for i, row in enumerate(rows):
         what = f"prompts[{i}]: {len(row)} tokens + {number(budget)} new"
-        check_positions(len(row) + budget, speaker.max_positions, what)
+        check_positions(len(row) + budget, speaker.max_positions, what, len(row))
         if drafts is not None:
-            check_positions(len(row) + budget, drafts.positions, f"speculative: {what}")
+            check_positions(len(row) + budget, drafts.positions, f"speculative: {what}", len(row))
         if len(row) + budget > MAX_SLOTS:
             raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
     beside = request_inputs(speaker.model, inputs, len(rows)) if rows else NONE
     return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts)
+
+
+def new_seed(sampler: Sampler) -> int:
+    """A seed for a request that brings none: another one each time; 0 where nothing is drawn.
+
+    Raises:
+        RequestError: several processes, each of which would draw its own.
+    """
+    if not sampler.temperature:
+        return 0
+    if jax.process_count() > 1:
+        raise RequestError("seed: give one, the same in every process, where several run a model together")
+    return secrets.randbits(32)  # of 64 bits the upper half takes a program more
 
 
 def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]:

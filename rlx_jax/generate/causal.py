@@ -8,19 +8,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, listing, shown
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, listing, shown, suggests
 from rlx_jax.generate.asking import Speaker, blocks, check_request, pieces
 from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
 from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
 from rlx_jax.generate.request_inputs import declared, request_inputs
-from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import (
     Score,
@@ -62,7 +62,6 @@ from rlx_jax.text.padding import check_buckets, check_sizes, cropped, pad_block
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block, whole_number
 from rlx_jax.text.tokenizer import Tokenizer
 
-GREEDY = Sampler()
 Inputs = Mapping[str, Any] | None
 
 
@@ -78,6 +77,7 @@ class CausalLM:
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
+    @suggests()
     def __init__(
         self,
         flow: Any,
@@ -109,6 +109,7 @@ class CausalLM:
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
+        self._seed: int | None = None
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
             self.eos_ids = tokenizer.eos_ids
@@ -152,6 +153,7 @@ class CausalLM:
         out = cropped(self.model.programs, primary(self.model(padded, **beside)), *block.shape)
         return self._moved_back(out, starts)
 
+    @suggests()
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
         attention_mask: Any = None, *, inputs: Inputs = None,
@@ -235,18 +237,20 @@ class CausalLM:
 
     # -- generation --------------------------------------------------------------------------
 
+    @suggests(*SAMPLING)
     def generate(
         self,
         prompts: Any,
         max_new_tokens: int = 64,
-        sampler: Sampler = GREEDY,
+        sampler: Sampler | None = None,
         stop: str | int | Iterable[str | int] = (),
-        seed: int = 0,
+        seed: Any = None,
         attention_mask: Any = None,
         *,
         inputs: Inputs = None,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        **sampling: Unpack[Sampling],
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
 
@@ -255,9 +259,11 @@ class CausalLM:
                 one starts from the begin token; without a begin token it is an error.
             max_new_tokens: at most this many new tokens a row; an end token ends its row and is its last id.
             sampler: how tokens are chosen; greedy by default. See `Sampler`.
+            sampling: its fields, in place of one: `temperature=0.8, top_p=0.9`.
             stop: strings that end a row before them, or token ids that end it as an end token does. Ids that are asked
                 for as ids end with the token that completes a stop string.
-            seed: of the random draws, below 2**64. A row draws from its place in the request, whoever shares the batch.
+            seed: of the random draws, below 2**64; without one they differ each time, and `report().seed` is what they
+                came from. A row draws from its place in the request, whoever shares the batch.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
             speculative: read several tokens a step, of which those are kept that the model itself would choose:
@@ -273,7 +279,9 @@ class CausalLM:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
-        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, speculative, draft_tokens)
+        request, new = self._request(
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens
+        )
         speaker = self._speaker
         for _ in blocks(speaker, request, new):
             pass
@@ -282,17 +290,19 @@ class CausalLM:
         new.check(outputs)
         return outputs[0] if asked.single else outputs
 
+    @suggests(*SAMPLING)
     def stream(
         self,
         prompt: str | Sequence[int],
         max_new_tokens: int = 64,
-        sampler: Sampler = GREEDY,
+        sampler: Sampler | None = None,
         stop: str | int | Iterable[str | int] = (),
-        seed: int = 0,
+        seed: Any = None,
         *,
         inputs: Inputs = None,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        **sampling: Unpack[Sampling],
     ) -> Iterator[Any]:
         """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
 
@@ -302,7 +312,9 @@ class CausalLM:
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, inputs, speculative, draft_tokens)
+        request, new = self._request(
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens
+        )
         return pieces(self._speaker, request, new, asked.texts is not None)
 
     # -- scores ------------------------------------------------------------------------------
@@ -355,9 +367,9 @@ class CausalLM:
         self,
         messages: Any,
         max_new_tokens: int = 64,
-        sampler: Sampler = GREEDY,
+        sampler: Sampler | None = None,
         stop: str | int | Iterable[str | int] = (),
-        seed: int = 0,
+        seed: Any = None,
         *,
         stream: bool = False,
         speculative: Any = None,
@@ -371,8 +383,8 @@ class CausalLM:
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            max_new_tokens, sampler, stop, seed, speculative, draft_tokens: as in `generate`. The checkpoint's end
-                tokens end the reply.
+            max_new_tokens, sampler, stop, seed, speculative, draft_tokens: as in `generate`, and so are the fields of a
+                sampler. The checkpoint's end tokens end the reply.
             tools, chat_template, allow_special, variables: as in `apply_chat_template`.
 
         Raises:
@@ -380,11 +392,12 @@ class CausalLM:
         """
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
+        chosen = one_sampler(sampler, {name: variables.pop(name) for name in SAMPLING if name in variables})
         ids = self.apply_chat_template(
             messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
         )
         asked = Prompts(None, [ids], True)
-        request, new = self._request(asked, max_new_tokens, sampler, stop, seed, None, speculative, draft_tokens)
+        request, new = self._request(asked, max_new_tokens, chosen, stop, seed, None, speculative, draft_tokens)
         reply = pieces(self._speaker, request, new, text=True)
         return reply if stream else "".join(reply)
 
@@ -429,6 +442,7 @@ class CausalLM:
 
     # -- warm-up -----------------------------------------------------------------------------
 
+    @suggests()
     def warmup(
         self,
         max_new_tokens: int = 64,
@@ -477,13 +491,14 @@ class CausalLM:
         )
 
     def _request(
-        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: int,
+        self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: Any,
         inputs: Inputs, speculative: Any, draft_tokens: int,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """What was asked for, checked, and where its new tokens go; nothing has run yet."""
         drafts = self._drafts(speculative, draft_tokens)
         request = check_request(self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
         new = NewTokens([[] for _ in request.rows])
+        self._seed = request.drawn_from
         if drafts is not None:
             self._drafted = new
         return request, new
@@ -500,7 +515,8 @@ class CausalLM:
         ]
         key = used[-1] if used else None
         report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
-        return replace(report, speculative=None if self._drafted is None else self._drafted.speculated)
+        drafted = None if self._drafted is None else self._drafted.speculated
+        return replace(report, speculative=drafted, seed=self._seed)
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
         """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under

@@ -62,6 +62,11 @@ class Request:
     inputs: RequestInputs = NONE
     drafts: DraftPlan | None = None
 
+    @property
+    def drawn_from(self) -> int | None:
+        """The seed of the draws; None where nothing is drawn, or from a key that the caller has."""
+        return int(self.seed) if self.sampler.temperature and not isinstance(self.seed, jax.Array) else None
+
 
 @dataclass(frozen=True)
 class RequestPlan:

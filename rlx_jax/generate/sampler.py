@@ -10,13 +10,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import SamplingParamError, TokenIdError, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import RequestError, SamplingParamError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
 
 Array = jax.Array
@@ -167,6 +167,41 @@ class Sampler:
         )
 
 
+class Sampling(TypedDict, total=False):
+    """The fields of a `Sampler` as arguments of their own: `generate(…, temperature=0.8, top_p=0.9)`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
+
+
+SAMPLING = tuple(Sampling.__annotations__)
+
+
+def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
+    """The sampler of a request, which gave one, or fields of one, or neither and is greedy.
+
+    Raises:
+        RequestError: no sampler, or both. SamplingParamError: a value out of range, or a filter of what is drawn from
+            where nothing is drawn.
+    """
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
+    if sampler is not None and sampling:
+        raise RequestError(f"sampler= and {listing(sampling)} say how to choose tokens; give one of them")
+    chosen = sampler or Sampler(**sampling)
+    filters = [name for name in ("top_k", "top_p", "min_p") if sampling.get(name) is not None]
+    if filters and not chosen.temperature:
+        raise SamplingParamError(
+            f"{filters[0]} is {shown(sampling[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
+            "drawn; give temperature=1.0, say"
+        )
+    return chosen
+
+
 @dataclass(frozen=True)
 class Method:
     """Which steps of choosing a token are compiled in; all off is greedy."""
@@ -271,6 +306,10 @@ def _number(name: str, value: float, low: float = TINY, high: float = LARGEST, z
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not -math.inf < value < math.inf:
         raise SamplingParamError(f"{name} is {shown(value)}; expected a finite number")
     if not (low <= value <= high or (zero and value == 0)):
+        if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
+            least = "0 or more" if zero or not low else "above 0"
+            most = f", at most {high:g}" if high < LARGEST else ""
+            raise SamplingParamError(f"{name} is {shown(value)}; expected a number, {least}{most}")
         places = " (float32)" if low == TINY or high == LARGEST else ""
         raise SamplingParamError(
             f"{name} is {shown(value)}; expected {'0, or ' if zero else ''}from {low:.3g} to {high:.3g}{places}"

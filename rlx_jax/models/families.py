@@ -18,6 +18,7 @@ from rlx_jax.errors import (
     WeightDTypeError,
     WeightError,
     WeightShapeError,
+    check_keywords,
     did_you_mean,
     listing,
     quote,
@@ -329,11 +330,7 @@ def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = 
         TypeError: an unknown one, as Python itself does.
     """
     known = [*own, *(p.name for p in inspect.signature(open_weights).parameters.values() if p.kind is p.KEYWORD_ONLY)]
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"{caller}() got an unexpected keyword argument {quote(name)}{did_you_mean(name, dict.fromkeys(known))}"
-            )
+    check_keywords(caller, options, known)
 
 
 def from_pretrained(path: str | os.PathLike[str], **options: Any) -> ModelFlow:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import RlxWarning
+from rlx_jax.errors import RlxWarning, suggests
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
@@ -22,6 +22,7 @@ from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.mapping import MappingSource
 
 
+@suggests()
 def compile(
     flow: Any,
     weights: Weights = None,
@@ -55,6 +56,7 @@ def compile(
     return model
 
 
+@suggests()
 def compile_together(
     flows: Sequence[Any],
     weights: Weights = None,

@@ -34,7 +34,8 @@ class Report:
     `program` is the one that ran last, with its sizes; what depends on sizes is of it. `compiles` counts compiled
     programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
     warm-up, small functions beside them included. `embedding`: how an encoder lays texts out, or why not otherwise.
-    `speculative`: of the last request that drafted, so far.
+    `speculative`: of the last request that drafted, so far. `seed`: that the last request drew its tokens from, its own
+    or one made for it; None where it drew none, or from a key.
 
     Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
     divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
@@ -69,6 +70,7 @@ class Report:
     collectives: Mapping[str, int] = field(default_factory=dict)
     embedding: str = ""
     speculative: Speculated | None = None
+    seed: int | None = None
 
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
@@ -89,6 +91,7 @@ class Report:
         rows += [f"{'generating loop':<18} {self.loop}"] if self.loop else []
         rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
         rows += [f"{'speculative':<18} {self.speculative}"] if self.speculative else []
+        rows += [f"{'seed':<18} {self.seed}"] if self.seed is not None else []
         rows += self._on_mesh() if self.mesh else []
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)

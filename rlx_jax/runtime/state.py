@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,8 +99,24 @@ def empty_state(
         raise GraphError(f"init_state: give {', '.join(open_sizes)}=")
     for name, t in bound.items():
         check_elements(t.shape, f"init_state: {name} {t}")
-    check_fits(sum(on_one(t, shardings.get(name)).nbytes for name, t in bound.items()), what)
+
+    def nbytes(sizes: Mapping[str, int]) -> int:
+        return sum(on_one(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
+
+    check_fits(nbytes(binding), what, lambda limit: _what_fits(nbytes, binding, limit))
     return EmptyState(tuple(bound.items()), shardings)
+
+
+def _what_fits(nbytes: Callable[[Mapping[str, int]], int], binding: Mapping[str, int], limit: int) -> str:
+    """The longest context, or else the most rows, of which a state takes no more than `limit` bytes."""
+    for size, beside in (("context", "batch"), ("batch", "context")):
+        if size in binding and nbytes({**binding, size: 1}) <= limit:
+            low, high = 1, binding[size]  # `low` fits, `high` does not
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if nbytes({**binding, size: middle}) <= limit else (low, middle)
+            return f"with a {beside} of {binding.get(beside)} a {size} of {low:,} would fit, without the parameters"
+    return "use smaller sizes"
 
 
 def as_state(arrays: StateArrays) -> State:

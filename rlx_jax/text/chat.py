@@ -26,7 +26,8 @@ from rlx_jax.text.tokenizer import Tokenizer
 
 ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
-    "tokenize", "allow_special",
+    "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty", "logit_bias",
 )  # fmt: skip
 """What `CausalLM.chat` and `apply_chat_template` take, for suggestions."""
 MAX_NESTING = 32

@@ -124,14 +124,17 @@ def known_positions(model: CompiledModel) -> int | None:
     return positions
 
 
-def check_positions(tokens: int, max_positions: int | None, what: str) -> None:
-    """A sequence fits the model.
+def check_positions(tokens: int, max_positions: int | None, what: str, prompt: int | None = None) -> None:
+    """A sequence fits the model. Of a `prompt` and new tokens the message says how many of them do.
 
     Raises:
         SequenceLengthError: names both numbers.
     """
     if max_positions is not None and tokens > max_positions:
-        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}")
+        room = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
+        if prompt is not None and prompt >= max_positions:
+            room = f"; cut the prompt to {max_positions - 1} tokens or fewer"
+        raise SequenceLengthError(f"{what}: {number(tokens)} positions, the model knows {max_positions}{room}")
 
 
 def primary(outputs: Any) -> jax.Array:
