@@ -104,7 +104,8 @@ def test_draws_repeat_and_differ_by_seed(plain: Case) -> None:
 
 def test_draws_without_a_seed_differ_and_say_theirs(plain: Case) -> None:
     """A seed of its own each time, which gives the same again; fields of a sampler stand for one."""
-    lm, fields = plain.lm, {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    fields: Any = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    lm = plain.lm
     rows, seeds = [], []
     for _ in range(2):
         rows.append(lm.generate(plain.prompts, max_new_tokens=12, **fields))
