@@ -1,4 +1,4 @@
-"""The command `rlx-jax`: generate from a checkpoint directory, or look at one.
+"""The command `rlx-jax`: generate from a checkpoint directory or a model of the Hub, or look at one.
 
 Text goes to stdout as it comes; progress, warnings and errors go to stderr. Exit status: 0, 1 for an error, 2 for a
 command that is not understood, 130 after Ctrl-C.
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """What the command understands."""
-    top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX: generate from a checkpoint directory.")
+    top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX: generate from a checkpoint.")
     top.add_argument("--version", action="version", version=f"rlx-jax {rlx.__version__}, jax {jax.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what was said gets less likely")
     add("--seed", type=int, default=0, metavar="N", help="of the random draws (%(default)s)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--speculative", metavar="prompt|DIR", help="draft from the text itself, or by the smaller checkpoint in DIR")
+    add("--speculative", metavar="prompt|DIR", help="draft from the text itself, or by a smaller checkpoint")
     add("--draft-tokens", type=int, default=4, metavar="K", help="with --speculative, drafts a step (%(default)s)")
     add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
     add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
@@ -89,7 +89,12 @@ def parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a checkpoint is", description=_inspect.__doc__)
     inspect.set_defaults(run=_inspect)
     for command in (generate, inspect):
-        command.add_argument("directory", metavar="DIR", help="a checkpoint directory: config.json, safetensors ...")
+        command.add_argument(
+            "directory", metavar="DIR|ORG/NAME",
+            help="a checkpoint directory: config.json, safetensors ...; or, where there is none, a model of the Hub, "
+            "which is fetched (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT are heeded)",
+        )  # fmt: skip
+        command.add_argument("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
         command.add_argument("--debug", action="store_true", help="show where an error comes from")
     return top
 
@@ -111,7 +116,7 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     status = Status(interrupt, shown=sys.stderr.isatty() and not args.quiet)
     options: dict[str, Any] = {"profile": profile, "mesh": mesh, "dtype": args.dtype, "progress": status}
     try:
-        lm = _language_model(args.directory, options)
+        lm = _language_model(args.directory, options | {"revision": args.revision})
         source = args.speculative
         if source not in (None, "prompt"):
             source = _language_model(source, options)
@@ -144,7 +149,7 @@ def _language_model(directory: str, options: dict[str, Any]) -> rlx.CausalLM:
 
 def _inspect(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     """Write what a checkpoint is: its config as it is understood, its weights, its tokenizer. Reads no weights."""
-    folder = open_folder(args.directory)
+    folder = open_folder(args.directory, args.revision)
     pretrained = open_pretrained(folder)
     recipe: Any = pretrained.recipe
     source = open_weights(folder.path)
@@ -252,7 +257,8 @@ class Status:
     def __call__(self, what: str, done: int, total: int) -> None:
         """See `rlx_jax.compiler.executable.Progress`."""
         self._interrupt.check()
-        amount = f" {_bytes(done)} of {_bytes(total)}" if what == "load" else " …" if done < total else ""
+        moves = what == "load" or what.startswith("download ")
+        amount = f" {_bytes(done)} of {_bytes(total)}" if moves else " …" if done < total else ""
         self._write(f"{what}{amount}" if done < total else "")
 
     def clear(self) -> None:

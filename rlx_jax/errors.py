@@ -272,6 +272,14 @@ class NoSpaceError(StorageError):
     """The disk is full."""
 
 
+class HubError(StorageError):
+    """The Hub does not give what was asked for."""
+
+
+class HubUnreachableError(HubError):
+    """The Hub cannot be reached: no connection, a timeout, a server in trouble, or `HF_HUB_OFFLINE`."""
+
+
 class SessionStateError(RlxError, RuntimeError):
     """A state was already consumed by an earlier call, or belongs to another model."""
 

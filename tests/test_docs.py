@@ -2,7 +2,8 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/minilm` is the real encoder. Blocks fenced otherwise (```text, ```sh) are not code to run.
+checkpoints, `path/to/minilm` is the real encoder; the first is also the model `HUB` of a hub on this machine. Blocks
+fenced otherwise (```text, ```sh) are not code to run.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import pytest
 
 from rlx_jax.demo import minilm_directory
+from tests.hub_server import Hub, serving
 from tests.oracles.checkpoints import FIXTURES, copy
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +34,7 @@ SLOW = {
     "training",
 }  # they compile many programs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+HUB = "meta-llama/Llama-3.2-1B-Instruct"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY = {"llama": FIXTURES / "llama" / "gqa_tied_llama3_v5", "bert": FIXTURES / "bert" / "bare_v5"}
 TINY |= {"dinov2": FIXTURES / "vision" / "dinov2", "clip": FIXTURES / "vision" / "dual" / "clip"}
@@ -69,7 +73,18 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         copy(fixture, tmp_path / "path" / "to" / name)
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
+    hub = Hub()
+    hub.add(HUB, TINY["llama"])
+    with serving(hub):
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        run_page(page)
+        huggingface_hub.close_session()
+
+
+def run_page(page: Path) -> None:
+    """The blocks, as a reader's JAX is set."""
     namespace: dict[str, object] = {"__name__": "__main__"}  # as where a reader runs it
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a reader's JAX is set
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for code in python_blocks(page.read_text("utf-8")):
             exec(compile(code, str(page), "exec", dont_inherit=True), namespace)

@@ -307,7 +307,9 @@ FILES: dict[str, Row] = {
     "a save onto what others wrote": row(
         lambda t: rlx.save(t.mlp, t.file("w", "x").parent), TargetExistsError, "has no rlx_manifest.json", "elsewhere",
     ),
-    "no such directory": row(lambda t: rlx.load("org/model"), MissingFileError, "'org/model'", "snapshot_download"),
+    "no such directory": row(
+        lambda t: rlx.load("my/org/model"), MissingFileError, "'my/org/model'", "no such directory", "'org/name'",
+    ),
     "a file in place of a directory": row(
         lambda t: rlx.load(LLAMA / "model.safetensors"), MissingFileError, "model.safetensors", "open_weights",
     ),

@@ -351,7 +351,7 @@ def test_nothing_usable(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(MissingFileError, match="there is 'config.json'"):
         open_weights(tmp_path)
-    with pytest.raises(MissingFileError, match="no such file or directory; nothing is downloaded"):
+    with pytest.raises(MissingFileError, match="no such file or directory; a model of the Hub is a string 'org/name'"):
         open_weights(tmp_path / "absent")
     with pytest.raises(MissingFileError, match="no such file"):
         open_weights("nul\0byte")

@@ -1,4 +1,4 @@
-"""`rlx_jax.load`: a checkpoint directory as something to call."""
+"""`rlx_jax.load`: a checkpoint directory, or a model of the Hub, as something to call."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
 def load(
     path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
+    token: str | bool | None = None,
     profile: ProfileLike | None = None,
     mesh: Any = None,
     dtype: Any = None,
@@ -36,21 +38,30 @@ def load(
     `DualEncoder`; `config.json` decides.
 
     Args:
+        path: a directory; or, where there is none of that name, `"org/name"`, a model of the Hub. Of it the files that
+            are read are fetched, into huggingface_hub's cache. `HF_ENDPOINT`, `HF_HOME` and
+            `HF_HUB_CACHE` say where; with `HF_HUB_OFFLINE` it is what the cache has, and nothing else.
+        revision: of a model of the Hub: a branch, a tag or a commit; `main` by default.
+        token: what the Hub is shown; None: `HF_TOKEN` or that of a login; False: none.
         profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
-        progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)` and
+        progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
+            `progress("download model.safetensors", bytes, bytes in all)` and
             `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
             `rlx_jax.compiler.executable.Progress`.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
+        MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
+        IntegrityError: other bytes came than the commit has.
     """
-    check_options("load", options, ("profile", "mesh", "dtype", "strict", "recipe", "progress"))
-    folder = open_folder(path)
+    own_options = ("revision", "token", "profile", "mesh", "dtype", "strict", "recipe", "progress")
+    check_options("load", options, own_options)
+    folder = open_folder(path, revision, token, progress)
     pipeline = load_pipeline(folder)
     folder = folder.below(pipeline.transformer) if pipeline else folder
     pretrained = open_pretrained(folder, strict=strict, **options)

@@ -116,7 +116,8 @@ def resolve(directory: str, name: str, links: Links = "follow") -> str:
     """The real path of the file `name`, which something in `directory` refers to.
 
     Links that stay inside the directory are followed, and so are those of a Hugging Face cache, where
-    `models--x/snapshots/<revision>/file` points to `models--x/blobs/<hash>`.
+    `models--x/snapshots/<revision>/file` points to `models--x/blobs/<hash>`, which may be a link into the `blobs` that
+    all models of the cache share.
 
     Args:
         directory: the model directory, itself trusted.
@@ -167,7 +168,9 @@ def _roots(root: str) -> list[str]:
     parts = root.split(os.sep)
     for i in range(1, len(parts) - 1):
         if parts[i] == "snapshots" and parts[i - 1].startswith("models--"):
-            return [root, os.sep.join([*parts[:i], "blobs"])]
+            shared = os.sep.join([*parts[: i - 1], "blobs"])
+            marked = os.path.isfile(os.path.join(shared, ".huggingface-shared-blobs"))
+            return [root, os.sep.join([*parts[:i], "blobs"]), *([shared] if marked else [])]
     return [root]
 
 

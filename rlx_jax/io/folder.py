@@ -7,8 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlx_jax.errors import ConfigError, FormatError, MissingFileError, RequestError, UnsupportedError, quote, shown
+from rlx_jax.errors import (
+    ConfigError,
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnsupportedError,
+    did_you_mean,
+    listing,
+    quote,
+    shown,
+)
 from rlx_jax.io import files, limits
+from rlx_jax.io.hub import Snapshot, Told, is_name, open_snapshot
 from rlx_jax.io.strict_json import parse_object
 
 CONFIG = "config.json"
@@ -18,36 +29,82 @@ which is taken here; whoever reads a field says whether it may be so large."""
 
 @dataclass(frozen=True)
 class Folder:
-    """A model directory. It keeps what was parsed, so that all who are handed the same record share it."""
+    """A model directory. It keeps what was parsed, so that all who are handed the same record share it.
+
+    Of a model of the Hub it is the directory in the cache, and `snapshot` brings each file when it is asked for.
+    """
 
     path: Path
+    snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
     _parsed: dict[Path, dict[str, Any] | None] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def at(place: str | os.PathLike[str] | Folder) -> Folder:
-        """The record of a path; one that is a record already stays."""
-        return place if isinstance(place, Folder) else Folder(Path(place))
+        """The record of a path; one that is a record already stays. A name of the Hub counts where nothing is there."""
+        if isinstance(place, Folder):
+            return place
+        return open_folder(place) if is_name(place) and not os.path.lexists(place) else Folder(Path(place))
 
     def below(self, name: str) -> Folder:
         """A directory in this one, `""` for itself. It shares what was parsed."""
         return replace(self, path=self.path / name)
 
     def where(self, name: str) -> str:
-        """A file's path for messages."""
-        return quote(self.path / name)
+        """A file's path for messages; of a model of the Hub, beginning with its name."""
+        return quote(self.path / name) if self.snapshot is None else quote(f"{self.snapshot.name}/{self._inside(name)}")
+
+    def names(self, below: str = "") -> list[str]:
+        """The names in this directory, or in one below it; none if there is no such directory.
+
+        Raises:
+            StorageError: the system refuses.
+        """
+        if self.snapshot is not None:
+            start = f"{self._inside(below)}/" if self._inside(below) else ""
+            inside = (name.removeprefix(start) for name in self.snapshot.files if name.startswith(start))
+            return sorted({name.partition("/")[0] for name in inside})
+        return files.list_directory(os.fspath(self.path / below)) if (self.path / below).is_dir() else []
+
+    def found(self) -> list[Path]:
+        """The files that were asked for and are there, of this record and of those that share with it."""
+        return list(self._found)
+
+    def bring(self, name: str, limit: int | None = None, limit_name: str = "") -> bool:
+        """Have a file in the directory, if there is one: fetched, where this is a model of the Hub.
+
+        Raises:
+            As `Snapshot.fetch`.
+        """
+        if self.snapshot is None:
+            return (self.path / name).is_file()
+        if not self.snapshot.has(self._inside(name)):
+            return False
+        self.snapshot.fetch(self._inside(name), limit, limit_name)
+        return True
+
+    def _inside(self, name: str) -> str:
+        """A path in the snapshot."""
+        assert self.snapshot is not None
+        below = (self.path / name).relative_to(self.snapshot.path).as_posix()
+        return "" if below == "." else below
 
     def read(self, name: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes | None:
         """The bytes of a file; None if there is none.
 
         Raises:
             PathEscapeError: it is a link that leads out of the directory.
-            LimitError, error, StorageError: as `files.read_whole`.
+            LimitError, error, StorageError: as `files.read_whole`. HubError and others: as `Snapshot.fetch`.
         """
+        if self.snapshot is not None and not self.bring(name, limit, limit_name):
+            return None
         try:
             path = files.resolve(os.fspath(self.path), name)
-            return files.read_whole(path, self.where(name), limit, limit_name, error)
+            raw = files.read_whole(path, self.where(name), limit, limit_name, error)
         except MissingFileError:
             return None
+        self._found[self.path / name] = None
+        return raw
 
     def json(self, name: str) -> dict[str, Any]:
         """The JSON object in a file; empty if there is no such file.
@@ -77,17 +134,36 @@ class Folder:
         return self._parsed[path]
 
 
-def open_folder(path: str | os.PathLike[str] | Folder) -> Folder:
-    """The directory of a checkpoint.
+def open_folder(
+    path: str | os.PathLike[str] | Folder,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: Told | None = None,
+) -> Folder:
+    """The directory of a checkpoint; where there is none of that name, `org/name` is a model of the Hub.
+
+    Args:
+        revision: of a model of the Hub: a branch, a tag or a commit.
+        token: what the Hub is shown; None: huggingface_hub's own, which `HF_TOKEN` or a login set. False: none.
+        progress: told of downloads, as `rlx_jax.load` has it.
 
     Raises:
-        MissingFileError: it is no directory; the message says what is taken. UnsupportedError: it is a GGUF file.
+        MissingFileError: neither is there; the message says what is taken. UnsupportedError: it is a GGUF file.
+        RequestError: a revision of a local directory. HubError: as `open_snapshot`.
     """
     if isinstance(path, Folder):
         return path
     if not isinstance(path, str | os.PathLike):
         raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
     directory = Path(path)
+    if is_name(path) and not os.path.lexists(directory):
+        tried = f"no such directory here{_near(directory)}, and "
+        snapshot = open_snapshot(os.fspath(path), revision, token, progress, tried)
+        return Folder(snapshot.path, snapshot)
+    if revision is not None:
+        raise RequestError(
+            f"revision={shown(revision)}: {quote(path)} is a path on this machine, which has none; it is for 'org/name'"
+        )
     if directory.is_dir():
         return Folder(directory)
     if directory.suffix == ".gguf":
@@ -100,6 +176,16 @@ def open_folder(path: str | os.PathLike[str] | Folder) -> Folder:
             "rlx_jax.open_weights reads weights alone"
         )
     raise MissingFileError(
-        f"{quote(path)}: no such directory; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a "
-        "checkpoint and returns its path"
+        f"{quote(path)}: no such directory{_near(directory)}; a model of the Hub is a string 'org/name'"
     )
+
+
+def _near(directory: Path) -> str:
+    """What there is in place of a directory that is not there: names close to its own, else a few."""
+    try:
+        names = sorted(os.listdir(directory.parent))[:1000]
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return ""
+    if close := did_you_mean(directory.name, names):
+        return f" ({close.removeprefix('; ')})"
+    return f" (there is {listing(names, 4)})" if names and directory.parent != Path(".") else ""

@@ -23,6 +23,8 @@ MAX_METADATA_ENTRIES = 65_536
 """Entries of `__metadata__` in a header."""
 MAX_INDEX_BYTES = 64 * 2**20
 """`model.safetensors.index.json`."""
+MAX_LISTING_BYTES = 32 * 2**20
+"""What the Hub says of a model: its commit and its files."""
 MAX_TREE_BYTES = 64 * 2**20
 """`_METADATA` of an orbax checkpoint, or `rlx_manifest.json`."""
 MAX_ARRAY_METADATA_BYTES = 64 * 2**10

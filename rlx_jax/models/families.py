@@ -55,6 +55,7 @@ from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow
+from rlx_jax.weights.directory import bring
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
@@ -265,14 +266,21 @@ def _of_plugins() -> Mapping[str, plugins.Opens]:
     return found
 
 
-def open_pretrained(path: str | os.PathLike[str] | Folder, **options: Any) -> Pretrained:
-    """A Hugging Face directory as a recipe; `options` are those of `open_weights`.
+def open_pretrained(
+    path: str | os.PathLike[str] | Folder,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **options: Any,
+) -> Pretrained:
+    """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
+    `config.json` is fetched before it is known to be built.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
-    folder = open_folder(path)
+    folder = open_folder(path, revision, token)
     config = read_config(folder)
     kind, name = architecture(config)
     family = FAMILIES.get(kind) or _of_plugins().get(kind)
@@ -286,6 +294,7 @@ def open_pretrained(path: str | os.PathLike[str] | Folder, **options: Any) -> Pr
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
         raise UnsupportedError(f"config.json: architecture {quote(name)} is not built; of {kind} there are {known}")
+    bring(folder)
     source = open_weights(folder.path, **options)
     try:
         opened: Pretrained = family.open(config, source)
@@ -333,18 +342,24 @@ def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = 
     check_keywords(caller, options, known)
 
 
-def from_pretrained(path: str | os.PathLike[str], **options: Any) -> ModelFlow:
-    """The flow of a Hugging Face directory, bound to its weights: edit it, then `rlx_jax.compile(flow)`."""
-    check_options("from_pretrained", options)
-    return open_pretrained(path, **options).recipe.assemble()
+def from_pretrained(
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, **options: Any
+) -> ModelFlow:
+    """The flow of a Hugging Face directory or of a model of the Hub, bound to its weights: edit it, then
+    `rlx_jax.compile(flow)`. `revision`, `token`: as `rlx_jax.load` has them."""
+    check_options("from_pretrained", options, ("revision", "token"))
+    return open_pretrained(path, revision=revision, token=token, **options).recipe.assemble()
 
 
-def recipe_for(path: str | os.PathLike[str], **options: Any) -> Any:
-    """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …), bound to its weights.
+def recipe_for(
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, **options: Any
+) -> Any:
+    """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …) or of a model of the Hub, bound to its
+    weights. `revision`, `token`: as `rlx_jax.load` has them.
 
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
     for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
     config.
     """
-    check_options("recipe_for", options)
-    return open_pretrained(path, **options).recipe
+    check_options("recipe_for", options, ("revision", "token"))
+    return open_pretrained(path, revision=revision, token=token, **options).recipe

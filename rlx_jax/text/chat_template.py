@@ -27,7 +27,7 @@ from rlx_jax.errors import (
     one_line,
     quote,
 )
-from rlx_jax.io import files, limits
+from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import is_text
 
@@ -66,11 +66,12 @@ def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> d
         LimitError: a file of more than `MAX_TEMPLATE_BYTES`, or more than `MAX_TEMPLATES`.
         PathEscapeError: a file is a link that leads out.
     """
-    extra = folder.path / TEMPLATE_FOLDER
-    names = files.list_directory(os.fspath(extra)) if extra.is_dir() else []
+    names = folder.names(TEMPLATE_FOLDER)
     paths = {DEFAULT: TEMPLATE_FILE}
     paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
-    limits.at_most(len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{quote(extra)}: the number of chat templates")
+    limits.at_most(
+        len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
+    )
     found = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
     if found:
         return found

@@ -25,7 +25,9 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, read_whole, resolve
+from rlx_jax.io.folder import Folder
 from rlx_jax.io.strict_json import parse_object
+from rlx_jax.weights.manifest import NAME
 from rlx_jax.weights.safetensors import SafetensorsFile
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -67,6 +69,26 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
     if chosen.endswith(INDEX_SUFFIX):
         return open_index(directory, chosen, strict=strict, links=links)
     return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
+
+
+def bring(folder: Folder) -> None:
+    """Fetch what `open_directory` opens of a model of the Hub, and what it is checked with; no other file of weights.
+
+    Raises:
+        As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.fetch`.
+    """
+    if folder.snapshot is None:
+        return
+    names = folder.names()
+    chosen = _choose(folder.where("").strip("'"), names)
+    folder.bring(NAME, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")
+    if not chosen.endswith(INDEX_SUFFIX):
+        folder.bring(chosen)
+        return
+    folder.bring(chosen, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
+    index = _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
+    for shard in index.shards:  # those that the Hub lacks are named when the index is opened
+        folder.bring(shard)
 
 
 def holds_safetensors(directory: str) -> bool:

@@ -17,14 +17,17 @@ from rlx_jax.errors import (
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
+from rlx_jax.io.folder import open_folder
+from rlx_jax.io.hub import is_name
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.reading import WeightSource as WeightSource
 from rlx_jax.weights import formats
-from rlx_jax.weights.directory import refuse_directory, refuse_other_format
+from rlx_jax.weights.directory import bring, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.manifest import Verify, close
@@ -40,13 +43,16 @@ def open_weights(
     max_bytes: int | None = None,
     verify: Verify = "auto",
     subtree: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> WeightSource:
     """A source of weights. Nothing but names, shapes and dtypes is read yet.
 
     Args:
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
             `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` tells
-            which of its files count); or a source, which is returned as it is.
+            which of its files count); or a source, which is returned as it is. `"org/name"` is a model of the Hub,
+            if there is no such path and no directory `org`.
         strict: a directory whose index and shards disagree about `total_size`, or whose shards hold tensors
             that the index does not list, is an error; otherwise a warning, and all tensors are there.
         on_nonfinite: `"error"`: a tensor with NaN is an error when it is read, one with infinity a warning;
@@ -59,6 +65,7 @@ def open_weights(
             checkpoint without them is read with a warning; `"full"`: no digests are an error; `"metadata"`:
             digests are not looked at.
         subtree: of an orbax checkpoint, only the arrays below this dotted path, whose keys lose it: `"params"`.
+        revision, token: of a model of the Hub, as `rlx_jax.load` has them.
 
     Raises:
         MissingFileError: the path, or anything usable in the directory, does not exist.
@@ -84,12 +91,19 @@ def open_weights(
     if not isinstance(subtree, str) or (subtree and not all(subtree.split("."))):
         raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(subtree)}")
     if isinstance(weights, WeightSource):
-        if (strict, on_nonfinite, links, max_bytes, verify, subtree) != (True, "error", "follow", None, "auto", ""):
+        options = (strict, on_nonfinite, links, max_bytes, verify, subtree, revision, token)
+        if options != (True, "error", "follow", None, "auto", "", None, None):
             raise WeightError("these weights are open already; give the options where you open them")
         return weights
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
         weights = abandoned_old(path) or path
+        if is_name(path) and not os.path.lexists(weights) and not os.path.isdir(os.path.dirname(path)):
+            folder = open_folder(path, revision, token)
+            bring(folder)
+            weights, revision = os.fspath(folder.path), None
+    if revision is not None:
+        raise WeightError(f"revision={shown(revision)}: these weights are on this machine; it is for 'org/name'")
     found = next((row for row in formats.FORMATS if row.detect(weights)), None)
     if found is not None:
         source = found.open(weights, OpenOptions(strict, on_nonfinite, links, verify, subtree))
@@ -113,7 +127,7 @@ def _refuse(path: str) -> NoReturn:
     if os.path.isdir(path):
         refuse_directory(path, list_directory(path))
     if not os.path.lexists(path):
-        hint = "; nothing is downloaded: `huggingface_hub.snapshot_download` fetches a checkpoint"
+        hint = "; a model of the Hub is a string 'org/name'"
         steps = usable_steps(os.path.dirname(path.rstrip(os.sep)) or ".")
         hint = f"; finished steps beside it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")

@@ -1,0 +1,199 @@
+"""Asking the Hub for bytes: the one file that goes to the network, and what may go wrong there.
+
+The session and the token are huggingface_hub's. The server is a stranger: times, lengths and waits are limited here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlx_jax.errors import (
+    HubError,
+    HubUnreachableError,
+    IntegrityError,
+    MissingFileError,
+    RequestError,
+    RlxError,
+    one_line,
+)
+
+WAITS_S = (1, 2, 4, 8)
+"""Seconds before each new try of a transfer that stopped; after `SLOW_BYTES` that came the count begins again."""
+MAX_WAIT_S = 60
+"""A server that asks for a longer wait is given up."""
+SLOW_S, SLOW_BYTES = 60, 2**16
+"""A file of which fewer bytes arrive in so many seconds is given up."""
+
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where models come from and are kept, as the environment says when it is made."""
+
+    endpoint: str
+    cache: str
+    token: str | bool | None = field(repr=False)
+
+    @staticmethod
+    def here(token: str | bool | None) -> Remote:
+        """By `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`.
+
+        Raises:
+            RequestError: `token` is none.
+        """
+        if not isinstance(token, str | bool | None):
+            raise RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
+        if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):  # what it is stays out of the message
+            raise RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
+        given = os.environ.get
+        home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        cache = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+        endpoint = (given("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        return Remote(endpoint, os.path.realpath(os.path.expandvars(os.path.expanduser(cache))), token)
+
+
+def is_offline() -> bool:
+    """Whether the environment says that nothing is to be fetched."""
+    return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+class Sink(Protocol):
+    """Where a body goes."""
+
+    @property
+    def count(self) -> int:
+        """Bytes so far."""
+
+    def write(self, chunk: bytes) -> None: ...
+
+
+def fill(
+    remote: Remote, url: str, where: str, sink: Sink, nbytes: int | None, told: Callable[[int], None],
+    waits: Sequence[float] | None = None,
+) -> None:  # fmt: skip
+    """Write the body at `url`, which has `nbytes` if that is known. What stops is asked for again from there on."""
+    waits, tries = WAITS_S if waits is None else waits, 0
+    while True:
+        before = sink.count
+        try:
+            _receive(remote, url, where, sink, nbytes, told)
+            return
+        except _Stopped as stopped:
+            tries = 0 if sink.count - before >= SLOW_BYTES else tries
+            wait = stopped.wait if stopped.wait is not None or tries >= len(waits) else waits[tries]
+            if tries >= len(waits) or wait is None or wait > MAX_WAIT_S:
+                raise HubUnreachableError(f"{stopped}; {sink.count} bytes came, and nothing is kept") from stopped
+        tries += 1
+        time.sleep(wait)
+
+
+def _receive(remote: Remote, url: str, where: str, sink: Sink, nbytes: int | None, told: Callable[[int], None]) -> None:
+    """One transfer: what is still missing in `sink`."""
+    since, at = time.monotonic(), sink.count
+    for chunk in _body(remote, url, where, sink.count):
+        if nbytes is not None and sink.count + len(chunk) > nbytes:
+            raise IntegrityError(f"{where}: more came than the {nbytes} bytes that it has; nothing is kept")
+        sink.write(chunk)
+        told(len(chunk))
+        if (now := time.monotonic()) - since > SLOW_S:
+            if sink.count - at < SLOW_BYTES:
+                raise HubUnreachableError(f"{where}: {sink.count - at} bytes came in {SLOW_S} s; given up")
+            since, at = now, sink.count
+    if nbytes is not None and sink.count < nbytes:
+        raise _Stopped(f"{where}: the transfer ended at byte {sink.count} of {nbytes}")
+
+
+class _Stopped(HubUnreachableError):
+    """A transfer that may go on after `wait` seconds; None: the server does not say."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+def _body(remote: Remote, url: str, where: str, start: int) -> Iterator[bytes]:
+    """The bytes at `url` from `start` on.
+
+    Raises:
+        _Stopped: no connection, too slow, cut, or a server in trouble. HubError, MissingFileError: it refuses.
+    """
+    from huggingface_hub.utils import get_session
+
+    timeout = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
+    seconds = float(timeout) if timeout.isdigit() and int(timeout) else 10.0
+    headers = _headers(remote, where) | ({"Range": f"bytes={start}-"} if start else {})
+    try:
+        # Redirects are followed; to another host they go without the token, and what comes is checked.
+        with get_session().stream("GET", url, headers=headers, timeout=seconds, follow_redirects=True) as response:
+            if response.status_code not in (200, 206):
+                raise _refusal(response.status_code, response.headers, where, remote, "Authorization" in headers)
+            skipped = start if response.status_code == 200 else 0  # a server without ranges begins again
+            for chunk in response.iter_bytes():
+                rest, skipped = chunk[skipped:], max(0, skipped - len(chunk))
+                if rest:
+                    yield rest
+    except (RlxError, GeneratorExit):
+        raise
+    except Exception as cause:
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        if "OfflineModeIsEnabled" in kinds:
+            raise HubUnreachableError(f"{where}: HF_HUB_OFFLINE was set when huggingface_hub was imported") from cause
+        said = one_line(str(cause))[:200] or type(cause).__name__
+        if "TimeoutException" in kinds:
+            said = f"no answer for {seconds:g} s (HF_HUB_DOWNLOAD_TIMEOUT)"
+        raise _Stopped(f"{where}: {remote.endpoint} cannot be reached: {said}") from cause
+
+
+def _headers(remote: Remote, where: str) -> dict[str, str]:
+    """Who asks, with the token if there is one.
+
+    Raises:
+        HubError: `token=True` and there is none, or it is no token; what it is stays out of the message.
+    """
+    import huggingface_hub
+
+    token, implicit = remote.token, os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() not in _TRUE
+    try:
+        if token is True or (token is None and implicit):
+            token = huggingface_hub.get_token() or token
+    except Exception as cause:  # a login that cannot be renewed, for one
+        raise HubError(f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False") from cause
+    if token is True:
+        raise HubError(f"{where}: token=True, and none is stored: pass token=, or set HF_TOKEN")
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise HubError(f"{where}: the token of HF_TOKEN, or of its file, is not printable ASCII; it was not sent")
+    headers = {"User-Agent": f"rlx_jax; huggingface_hub/{huggingface_hub.__version__}", "Accept-Encoding": "identity"}
+    return headers | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def _refusal(status: int, headers: Mapping[str, str], where: str, remote: Remote, with_token: bool) -> RlxError:
+    """What a status of 400 and over means, and what to do."""
+    code, host = headers.get("X-Error-Code", ""), remote.endpoint
+    if status in (408, 429) or status >= 500:
+        asked = headers.get("Retry-After", "")
+        return _Stopped(f"{where}: {host} answers {status}", int(asked) if re.fullmatch(r"\d{1,9}", asked) else None)
+    if code == "RevisionNotFound":
+        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it")
+    if code == "EntryNotFound":
+        return MissingFileError(f"{where}: {host} lists the file and does not have it; try again")
+    if code == "GatedRepo":
+        how = "with the account of this token" if with_token else "and pass token=, or set HF_TOKEN"
+        return HubError(f"{where}: {host} gives it only to those who asked for it ({status}): ask on its page, {how}")
+    if status in (401, 403) and with_token:
+        return HubError(f"{where}: {host} refuses it to this token ({status}): use one that may read it")
+    if status == 401:
+        return MissingFileError(
+            f"{where}: {host} has no such model for all to see ({status}): look at the name; if it is private, pass "
+            "token=, or set HF_TOKEN"
+        )
+    if status == 403:
+        return HubError(f"{where}: {host} refuses it ({status}): pass token=, or set HF_TOKEN")
+    if status == 404:
+        return MissingFileError(f"{where}: {host} has no such model ({status}): look at the name")
+    return HubError(f"{where}: {host} answers {status}")
