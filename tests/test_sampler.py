@@ -209,7 +209,7 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.method(VOCAB)), jnp.ones(2, bool)
     rows = StartRows(False)(random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
-    first, after = start(
+    first, after, _ = start(
         jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.knobs(VOCAB), jnp.zeros(VOCAB, bool)
     )
     assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]

@@ -121,12 +121,12 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
     """Generate: the new tokens of each row are appended to `new`, block by block."""
     if not (request.rows and request.budget):
         return
-    lengths = [len(row) for row in request.rows]
+    lengths = [len(row) for row in request.rows for _ in range(request.answers)]
     most = known_to_both(speaker.max_positions, request.drafts)
     sizes = request_sizes(speaker.buckets, lengths, request.budget, most)
     generation = begin(speaker, request, sizes)
     for block in generation:
-        new.append(block)
+        new.append(block, generation.log_probs)
         new.speculated = generation.speculated
         counts = {i: stopped_at(speaker.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
         done = {i: count for i, count in counts.items() if count is not None}
@@ -152,7 +152,8 @@ def begin(speaker: Speaker, request: Request, sizes: Sizes) -> Generation:
     knobs = request.sampler.knobs(speaker.vocab_size, method.biased)
     plan = RequestPlan(
         method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
-        speaker.model.settings.loop, request.inputs, request.drafts,
+        speaker.model.settings.loop, request.inputs, request.drafts, request.answers, request.top,
+        read=speaker.buckets.rows(len(request.rows)),
     )  # fmt: skip
     return generate(speaker.model, request.rows, plan)
 

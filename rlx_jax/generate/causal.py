@@ -15,6 +15,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, listing, shown, suggests
+from rlx_jax.generate.answers import check_answers, grouped, outputs_of
 from rlx_jax.generate.asking import Speaker, blocks, check_request, pieces
 from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
@@ -250,6 +251,8 @@ class CausalLM:
         inputs: Inputs = None,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        n: int | None = None,
+        logprobs: int | None = None,
         **sampling: Unpack[Sampling],
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
@@ -270,6 +273,9 @@ class CausalLM:
                 "prompt" drafts what followed the same words earlier in the text, another `CausalLM` of the same
                 vocabulary what it would say. What came of it is in `report().speculative`.
             draft_tokens: drafts a step.
+            n: this many answers to each prompt, as a list in place of one; the prompt is read once.
+            logprobs: a `Completion` in place of each answer, with log-probabilities of its tokens and of this many
+                likeliest ones at each step.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -280,13 +286,13 @@ class CausalLM:
             prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
         request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens
-        )
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
+            n, logprobs,
+        )  # fmt: skip
         speaker = self._speaker
         for _ in blocks(speaker, request, new):
             pass
-        texts = asked.texts is not None
-        outputs: list[Any] = [speaker.text(ids, request.words) for ids in new.rows] if texts else [*new.rows]
+        outputs = grouped(outputs_of(speaker, request, new, asked.texts is not None, logprobs), n)
         new.check(outputs)
         return outputs[0] if asked.single else outputs
 
@@ -492,12 +498,14 @@ class CausalLM:
 
     def _request(
         self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: Any,
-        inputs: Inputs, speculative: Any, draft_tokens: int,
+        inputs: Inputs, speculative: Any, draft_tokens: int, n: int | None = None, logprobs: int | None = None,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """What was asked for, checked, and where its new tokens go; nothing has run yet."""
         drafts = self._drafts(speculative, draft_tokens)
+        answers, top = check_answers(n, logprobs, sampler, drafts is not None, self.vocab_size)
         request = check_request(self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
-        new = NewTokens([[] for _ in request.rows])
+        request = replace(request, answers=answers, top=top)
+        new = NewTokens.of(request)
         self._seed = request.drawn_from
         if drafts is not None:
             self._drafted = new

@@ -48,6 +48,35 @@ class Rows:
     keys: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LogProbs:
+    """What the model says of tokens, in natural logarithms, before a sampler changes it.
+
+    Attributes:
+        chosen: `[…]` float32, of the token that was chosen.
+        ids: `[…, k]` int32, the likeliest tokens, the likeliest first and of equal ones the smallest id.
+        likeliest: `[…, k]` float32, of these.
+    """
+
+    chosen: Any
+    ids: Any
+    likeliest: Any
+
+
+def log_probs_of(logits: Array, chosen: Array, k: int) -> LogProbs:
+    """Of logits `[B, V]` and the tokens chosen `[B]`."""
+    found = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    most, ids = lax.top_k(found, k)
+    return LogProbs(jnp.take_along_axis(found, chosen[:, None], axis=-1, mode="clip")[:, 0], ids, most)
+
+
+def no_log_probs(batch: int, steps: int, k: int) -> LogProbs:
+    """Room for those of `[B, steps]` tokens."""
+    wide = jnp.zeros((batch, steps, k), jnp.float32)
+    return LogProbs(jnp.zeros((batch, steps), jnp.float32), wide.astype(jnp.int32), wide)
+
+
 @dataclass(frozen=True)
 class StartRows:
     """The rows of a new request. The key of row i is fold_in(seed, i): it does not depend on the other rows."""
@@ -107,24 +136,39 @@ class Choosing:
 
 @dataclass(frozen=True)
 class FirstTokens(Choosing):
-    """The first token of rows whose prompts have been read: (tokens `[B, 1]`, rows).
+    """The first token of rows whose prompts have been read: (tokens `[B, 1]`, rows, their log-probabilities).
 
-    `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; `first` `[B, 1]`, what other rows have. Prompts of
-    different lengths may end in different chunks, so this is called once for each chunk in which one does.
+    `logits` `[B, 1, V]`; `now` `[B]` bool, the rows to choose for; `first` `[B, 1]` and `told`, what other rows have.
+    Prompts of different lengths may end in different chunks, so this is called once for each chunk in which one does.
+    `top`: how many of the likeliest tokens are told; None tells nothing, and `told` is None.
     """
 
+    top: int | None = None
+
     def __call__(
-        self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array
-    ) -> tuple[Array, Rows]:
+        self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array,
+        told: LogProbs | None = None,
+    ) -> tuple[Array, Rows, LogProbs | None]:  # fmt: skip
         shown, rows = self.next(logits[:, 0], rows, knobs, ends, now)
-        return jnp.where(now[:, None], shown[:, None], first), rows
+        first = jnp.where(now[:, None], shown[:, None], first)
+        if self.top is None:
+            return first, rows, None
+        here = log_probs_of(logits[:, 0], rows.ids, self.top)
+        if told is None:
+            told = no_log_probs(now.shape[0], 1, self.top)
+
+        def merge(new: Array, old: Array) -> Array:
+            return jnp.where(now.reshape(-1, *(1,) * new.ndim), new[:, None], old)
+
+        return first, rows, jax.tree.map(merge, here, told)
 
 
 @dataclass(frozen=True)
 class DecodeLoop(Choosing):
     """Around `extend`: feed the last token, choose the next, `steps` times.
 
-    Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state.
+    Inputs: `rows`, `knobs`, `ends`. Outputs: (tokens `[B, steps]`, rows), state; with `top` the `LogProbs` of the
+    tokens and of so many likeliest ones behind the rows.
     With `early` the loop ends when every row has. Without it the number of turns is known beforehand, and a GPU's
     host thread need not wait for the loop: it prepares the next call meanwhile. Rows that have ended change nothing.
     """
@@ -132,6 +176,7 @@ class DecodeLoop(Choosing):
     ids_input: str
     steps: int
     early: bool
+    top: int | None = None
 
     def __call__(self, extend: Function) -> Function:
         def function(
@@ -141,16 +186,21 @@ class DecodeLoop(Choosing):
                 i, rows, state, out = carry
                 fed = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
                 outputs, state = extend(params, state, fed)
-                shown, rows = self.next(outputs[0][:, 0], rows, inputs["knobs"], inputs["ends"], rows.running)
-                return i + 1, rows, state, lax.dynamic_update_slice(out, shown[:, None], (jnp.int32(0), i))
+                logits = outputs[0][:, 0]
+                shown, rows = self.next(logits, rows, inputs["knobs"], inputs["ends"], rows.running)
+                made = (shown,) if self.top is None else (shown, log_probs_of(logits, rows.ids, self.top))
+                out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, made)
+                return i + 1, rows, state, out
 
             rows = inputs["rows"]
-            out = jnp.full((rows.ids.shape[0], self.steps), STOPPED, jnp.int32)
+            batch = rows.ids.shape[0]
+            tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
+            out: Any = (tokens,) if self.top is None else (tokens, no_log_probs(batch, self.steps, self.top))
             start = (jnp.int32(0), rows, state, out)
             if self.early:
                 _, rows, state, out = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
             else:
                 _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
-            return (out, rows), state
+            return (out[0], rows, *out[1:]), state
 
         return function

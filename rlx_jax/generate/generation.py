@@ -12,7 +12,8 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, Rows, StartRows
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, DecodeLoop, FirstTokens, LogProbs, Rows, StartRows
+from rlx_jax.generate.forking import ForkRows, fork_of, forked_state
 from rlx_jax.generate.request_inputs import NONE, RequestInputs
 from rlx_jax.generate.sampler import Knobs, Method, Sampler
 from rlx_jax.generate.speculative import OWN, DraftSource, VerifyLoop
@@ -51,7 +52,8 @@ class DraftPlan(Protocol):
 @dataclass(frozen=True)
 class Request:
     """One call of `generate` or `stream`, checked: prompts as ids, each with at least one; new tokens for each; how to
-    choose them; ids and texts that end a row; what it brings beside tokens."""
+    choose them; ids and texts that end a row; what it brings beside tokens; how many answers each prompt gets, whose
+    rows stand together; the `top` likeliest tokens to tell of at each step, or None to tell nothing."""
 
     rows: tuple[tuple[int, ...], ...]
     budget: int
@@ -61,6 +63,8 @@ class Request:
     seed: int
     inputs: RequestInputs = NONE
     drafts: DraftPlan | None = None
+    answers: int = 1
+    top: int | None = None
 
     @property
     def drawn_from(self) -> int | None:
@@ -82,6 +86,8 @@ class RequestPlan:
         loop: see `DecodeLoop`.
         inputs: what the request brings beside tokens; the first program that reads prompts takes it.
         drafts: where drafts come from; None for plain decoding.
+        answers, top: as in `Request`.
+        read: rows of the programs that read the prompts, where each has several answers.
     """
 
     method: Method
@@ -95,11 +101,19 @@ class RequestPlan:
     loop: Loop
     inputs: RequestInputs = NONE
     drafts: DraftPlan | None = None
+    answers: int = 1
+    top: int | None = None
+    read: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
         """Rows and slots."""
         return {"batch": self.batch, "context": self.slots}
+
+    @property
+    def reading(self) -> dict[str, int]:
+        """Rows and slots of the programs that read the prompts."""
+        return self.sizes if self.answers == 1 else {"batch": self.read, "context": self.slots}
 
 
 def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: RequestPlan) -> Generation:
@@ -111,9 +125,9 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
     sizes, given = {**plan.inputs.sizes, **plan.sizes}, plan.inputs.given
     logits, ids, drafts = model.output_names[:1], model.flow.inputs[0].name, plan.drafts
     if drafts is None:
-        loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early)
+        loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early, plan.top)
         decode = model.as_program("extend").bound({**sizes, "seq": 1}, loop, outputs=logits, given=given)
-        readers = bound_readers(model, plan.widths, sizes, given)
+        readers = bound_readers(model, plan.widths, {**sizes, **plan.reading}, given)
     else:
         verify, spare = model.as_program("verify"), drafts.tokens
         back = model.programs.template(verify.key(given, logits)).taken_back
@@ -122,13 +136,17 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
         decode = verify.bound(width, checking, last_only=False, outputs=logits, given=given, spare=spare)
         readers = bound_readers(model, plan.widths, sizes, given, spare)
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
-    rows, state, first = read_prompts(readers, plan, prompts, knobs, ends)
+    rows, state, first, told = read_prompts(readers, plan, prompts, knobs, ends)
+    if plan.answers > 1:
+        state = forked_state(decode, state, plan.answers, len(prompts))
     inputs = {"rows": rows, "knobs": knobs, "ends": ends}
     if drafts is not None:
         kept, own = drafts.start(model.programs, plan, prompts, first)
         state |= {OWN + name: array for name, array in own.items()}
         inputs |= {"params": drafts.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
-    return Generation(decode, len(prompts), plan.budget, plan.loop.steps, inputs, state, first)
+    return Generation(
+        decode, len(prompts) * plan.answers, plan.budget, plan.loop.steps, inputs, state, first, told=told
+    )
 
 
 def bound_readers(
@@ -175,23 +193,32 @@ def prompt_blocks(
 
 def read_prompts(
     readers: Sequence[BoundProgram], plan: RequestPlan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: AnyArray
-) -> tuple[Rows, StateArrays, AnyArray]:
-    """The rows, the state after the prompts, and the first tokens `[B, 1]`."""
-    programs, live = readers[0].model.programs, np.arange(plan.batch) < len(prompts)
+) -> tuple[Rows, StateArrays, AnyArray, LogProbs | None]:
+    """The rows, the state after the prompts, the first tokens `[B, 1]`, and what is told of them.
+
+    With several answers a prompt the state is that of the prompts, and rows and tokens are those of the answers."""
+    programs = readers[0].model.programs
+    fork = fork_of(plan.batch, plan.answers, len(prompts))
+    live = np.arange(plan.batch) < len(prompts) * plan.answers
     seen = np.zeros((plan.batch, len(plan.ends) if plan.method.penalised else 0), bool)
     if plan.method.penalised:
-        for row, prompt in enumerate(prompts):
-            seen[row, list(prompt)] = True
+        for row, prompt in zip(np.flatnonzero(live), fork, strict=False):
+            seen[row, list(prompts[prompt])] = True
     start = (random_key("seed", plan.seed), live, np.int32(plan.budget), seen)
     rows = programs.call(StartRows(plan.method.draws), *start, at=programs.whole)
     first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
-    for block in prompt_blocks(readers, plan.widths, prompts, plan.batch, plan.inputs.padded(plan.batch)):
-        state = block.state
-        if block.now.any():
-            chosen = (block.logits, rows, block.now, first, knobs, ends)
-            first, rows = programs.call(FirstTokens(plan.method), *chosen, at=programs.whole)
-    return rows, state, first
+    told: LogProbs | None = None
+    read = plan.reading["batch"]
+    for block in prompt_blocks(readers, plan.widths, prompts, read, plan.inputs.padded(read)):
+        state, logits, now = block.state, block.logits, block.now
+        if not now.any():
+            continue
+        if plan.answers > 1:
+            logits, now = programs.call(ForkRows(0), logits, fork, at=programs.whole), now[fork] & live
+        chosen = (logits, rows, now, first, knobs, ends, told)
+        first, rows, told = programs.call(FirstTokens(plan.method, plan.top), *chosen, at=programs.whole)
+    return rows, state, first, told
 
 
 @dataclass
@@ -205,20 +232,36 @@ class NewTokens:
     grown: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     speculated: Speculated | None = None
+    log_probs: list[list[float]] = field(default_factory=list)
+    top: list[list[tuple[tuple[int, float], ...]]] = field(default_factory=list)
 
-    def append(self, block: np.ndarray[Any, Any]) -> None:
-        """Add a block."""
+    @staticmethod
+    def of(request: Request) -> NewTokens:
+        """None so far."""
+        rows: list[list[int]] = [[] for _ in range(len(request.rows) * request.answers)]
+        if request.top is None:
+            return NewTokens(rows)
+        return NewTokens(rows, log_probs=[[] for _ in rows], top=[[] for _ in rows])
+
+    def append(self, block: np.ndarray[Any, Any], told: LogProbs | None = None) -> None:
+        """Add a block, and what is told of its tokens."""
         block = block.copy()
         block[self.ended] = STOPPED  # computed ahead, before they were ended
         counts = (block >= 0).sum(axis=1)
         self.grown = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
         for i in self.grown:
-            self.rows[i].extend(block[i][block[i] >= 0].tolist())
+            kept = block[i] >= 0
+            self.rows[i].extend(block[i][kept].tolist())
+            if told is not None:
+                self.log_probs[i].extend(told.chosen[i][kept].tolist())
+                pairs = zip(told.ids[i][kept].tolist(), told.likeliest[i][kept].tolist(), strict=True)
+                self.top[i].extend(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
         self.failed |= {int(i): len(self.rows[i]) for i in np.flatnonzero((block == NOT_FINITE).any(axis=1))}
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, whatever came behind them."""
-        del self.rows[row][count:]
+        for of_row in (self.rows[row], *self.log_probs[row : row + 1], *self.top[row : row + 1]):
+            del of_row[count:]
         self.failed.pop(row, None)
         self.ended.append(row)
 
@@ -245,6 +288,7 @@ class Generation:
     `NOT_FINITE` stands where a row's logits were not, and ended it. The next block is computed while the host looks at
     the last one; only the first token does not wait for the loop to compile. Each `turn` of a block, of which the first
     one has one and the others `steps`, gives a token at least to every row that runs. `inputs` are those of the loop.
+    `told` is what the device tells of the tokens, if it does, and `log_probs` that of the last block on the host.
     """
 
     decode: BoundProgram
@@ -256,16 +300,18 @@ class Generation:
     tokens: AnyArray
     turns: int = 1
     speculated: Speculated | None = None
+    told: LogProbs | None = None
+    log_probs: LogProbs | None = None
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
         while True:
-            tokens, rows, counts = self.tokens, self.inputs["rows"], self.inputs.get("counts")
+            tokens, rows, counts, told = self.tokens, self.inputs["rows"], self.inputs.get("counts"), self.told
             done += self.turns
             last, ahead = done >= self.budget, self.decode.is_compiled
             if ahead and not last:
                 self._advance()
-            block, counts = jax.device_get((tokens, counts))
+            block, counts, self.log_probs = jax.device_get((tokens, counts, told))
             if counts is not None:
                 self.speculated = Speculated(*counts.tolist())
             yield block[: self.count]
@@ -281,6 +327,9 @@ class Generation:
         self.inputs["rows"] = replace(self.inputs["rows"], running=running)
 
     def _advance(self) -> None:
-        (self.tokens, *after), self.state = self.decode(self.inputs, self.state)
-        self.inputs |= dict(zip(("rows", "kept", "counts"), after, strict=False))
+        (self.tokens, self.inputs["rows"], *after), self.state = self.decode(self.inputs, self.state)
+        if self.told is not None:
+            (self.told,) = after
+        else:
+            self.inputs |= dict(zip(("kept", "counts"), after, strict=False))
         self.turns = self.steps

@@ -1,0 +1,157 @@
+"""Several answers to a prompt, and log-probabilities of new tokens, against float64 and against plain requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests import divided
+from tests.oracles import checkpoints, numpy_reference
+from tests.oracles.numpy_reference import Weights
+
+TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
+V = 389
+SAMPLER = rlx.Sampler(0.8, top_k=30, repetition_penalty=1.3, logit_bias={7: 2.0, 9: -np.inf})
+PROMPTS = [[5, 6, 7, 8, 9], [11]]
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    """Programs of 2 and of 6 rows, so that few are compiled."""
+    buckets = {"batch": [2, 6], "prompt": [16], "context": [64]}
+    return rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=buckets))
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[dict[str, Any], Weights]:
+    """The checkpoint for the reference."""
+    return numpy_reference.read_config(TIED), numpy_reference.read_weights(TIED)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    x = logits - logits.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def check(prompt: Sequence[int], answer: rlx.Completion, k: int, reference: tuple[dict[str, Any], Weights]) -> None:
+    """What is told is the log-softmax of the bare logits, in float64."""
+    ids = [*prompt, *answer.tokens]
+    found = log_softmax(numpy_reference.llama_row(*reference, ids)[1])[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(answer.log_probs, found[np.arange(len(answer.tokens)), answer.tokens], atol=3e-5)
+    assert len(answer.top) == len(answer.tokens) and all(len(pairs) == k for pairs in answer.top)
+    best = np.argsort(-found, axis=-1, kind="stable")[:, :k]
+    told = np.array([[p for _, p in pairs] for pairs in answer.top]).reshape(len(answer.tokens), k)
+    np.testing.assert_allclose(told, np.take_along_axis(found, best, axis=-1), atol=3e-5)
+    assert [[i for i, _ in pairs] for pairs in answer.top] == best.tolist()
+
+
+def test_log_probabilities_are_those_before_the_sampler(lm: Any, reference: Any) -> None:
+    """Temperature, filters, penalty and bias change what is chosen, and not what is told of it."""
+    answers = lm.generate(PROMPTS, max_new_tokens=9, sampler=SAMPLER, seed=3, n=3, logprobs=3)
+    assert [len(of_prompt) for of_prompt in answers] == [3, 3]
+    for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
+        assert len({answer.tokens for answer in of_prompt}) == 3
+        for answer in of_prompt:
+            check(prompt, answer, 3, reference)
+            assert answer.text is None and 9 not in answer.tokens
+    assert any(pairs[0][0] != i for a in answers[0] for i, pairs in zip(a.tokens, a.top, strict=True))
+
+
+def test_answers_are_rows_and_the_prompt_is_read_once(lm: Any) -> None:
+    """n answers are those of n rows with the same prompt; the program that reads one prompt has the fewest rows."""
+    answers = lm.generate(PROMPTS[0], max_new_tokens=9, sampler=SAMPLER, seed=3, n=3, logprobs=1)
+    read = {k for k in lm.model.programs.executables if k.program == "prefill"}
+    assert {dict(k.binding)["batch"] for k in read} == {2}
+    rows = lm.generate([PROMPTS[0]] * 3, max_new_tokens=9, sampler=SAMPLER, seed=3, logprobs=1)
+    assert [a.tokens for a in answers] == [a.tokens for a in rows]
+    np.testing.assert_allclose([a.log_probs for a in answers], [a.log_probs for a in rows], atol=1e-5)
+    ready = len(lm.model.programs.executables)
+    lm.generate(PROMPTS, max_new_tokens=4, sampler=rlx.Sampler(1.0, top_p=0.5), n=2, logprobs=5)  # the same programs
+    lm.generate([1, 2], max_new_tokens=7, sampler=rlx.Sampler(0.3, top_k=2), n=6, logprobs=8)
+    assert len(lm.model.programs.executables) == ready
+
+
+def test_ends_and_strings(lm: Any) -> None:
+    """An end token is the last that is told of; a stop string cuts the text, and the tokens behind those it takes."""
+    sampler = rlx.Sampler(1.0, top_k=60)
+
+    def ask(**stop: Any) -> Any:
+        return lm.generate("The sky is", max_new_tokens=12, sampler=sampler, seed=1, n=3, logprobs=2, **stop)[0]
+
+    long = ask()
+    assert long.text == lm.tokenizer.decode(long.tokens) and len(long.tokens) == len(long.log_probs) == 12
+    end = next(at for at, i in enumerate(long.tokens) if at > 3 and i not in long.tokens[:at])
+    short = ask(stop=long.tokens[end])
+    assert short.tokens == long.tokens[: end + 1] and short.log_probs == long.log_probs[: end + 1]
+    word = long.text[4:7]
+    cut = ask(stop=word)
+    assert cut.text == long.text[: long.text.index(word)]
+    assert cut.tokens == long.tokens[: len(cut.tokens)] and len(cut.tokens) == len(cut.log_probs) == len(cut.top) < 12
+    nothing = lm.generate("The sky is", max_new_tokens=0, sampler=sampler, n=2, logprobs=2)
+    assert nothing == [rlx.Completion("", (), (), ())] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n is 0; expected an integer of at least 1"),
+        ({"n": 2.0}, "n is 2.0"),
+        ({"n": 3}, "n is 3, and a greedy sampler gives one answer"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"logprobs": V + 1}, "logprobs is 390; the model has 389 tokens"),
+        ({"logprobs": 1, "speculative": "prompt"}, "logprobs= and speculative= do not go together"),
+        ({"n": 2, "sampler": rlx.Sampler(1.0), "speculative": "prompt"}, "n= and speculative= do not go together"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], message: str, lm: Any) -> None:
+    """By name, before anything runs."""
+    with pytest.raises(errors.RequestError, match=message):
+        lm.generate([5, 6], **arguments)
+
+
+# -- every k, family and mesh ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 1, 9, V])
+def test_greedy_tokens_and_every_number(k: int, lm: Any, reference: Any) -> None:
+    """Tokens are those of a plain request, and have the flag of a score."""
+    plain = lm.generate(PROMPTS, max_new_tokens=6)
+    answers = lm.generate(PROMPTS, max_new_tokens=6, logprobs=k)
+    for prompt, answer, tokens in zip(PROMPTS, answers, plain, strict=True):
+        assert list(answer.tokens) == tokens
+        check(prompt, answer, k, reference)
+        score = lm.score((prompt, tokens))
+        assert score.greedy
+        np.testing.assert_allclose(score.log_probs, answer.log_probs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama/gqa_tied_llama3_v5", "mamba2/groups_v5", "mistral/window_v5"])
+def test_states_are_forked(name: str) -> None:
+    """Keys and values, rings and states of fixed size; prompts that end in different chunks of reading."""
+    buckets = {"batch": [2, 8], "prompt": [4], "context": [48]}
+    lm = rlx.load(checkpoints.FIXTURES / name, profile=rlx.CompileProfile().replace(buckets=buckets))
+    prompts, sampler = [[5, 6, 7, 8, 9, 10, 11], [12, 13]], rlx.Sampler(1.0)
+    answers = lm.generate(prompts, max_new_tokens=10, sampler=sampler, seed=7, n=3)
+    assert sum(answers, []) == lm.generate([p for p in prompts for _ in range(3)], 10, sampler, seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kinds", "devices"), [("mixtral", "data expert", 4)])
+def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
+    """Answers and what is told of them are those of one device."""
+    here = rlx.CausalLM(divided.recipe(family), divided.weights(family))
+    there = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh(kinds, devices))
+    for one, many in zip(
+        *(lm.generate(PROMPTS, 6, rlx.Sampler(0.7), seed=2, n=3, logprobs=2) for lm in (here, there)), strict=True
+    ):
+        assert [a.tokens for a in one] == [a.tokens for a in many]
+        np.testing.assert_allclose([a.log_probs for a in one], [a.log_probs for a in many], atol=1e-4)
