@@ -283,7 +283,7 @@ class CausalLM:
         """
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
-            prompts = [row[:n].tolist() for row, n in zip(block, lengths, strict=True)]
+            prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
         asked = split_prompts(prompts)
         request, new = self._request(
             asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
@@ -344,6 +344,7 @@ class CausalLM:
         scores = self._scores(items)
         return scores[0] if single else scores
 
+    @suggests()
     def perplexity(self, text: str | Sequence[int], *, stride: int | None = None, context: int | None = None) -> float:
         """The perplexity of a text of any length, by windows of `context` tokens, `stride` apart.
 
