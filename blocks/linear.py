@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
@@ -86,7 +87,7 @@ class Linear:
     """`x W [+ b]`. Weight: `weight_key`, `[out, in]` with `transpose` (how checkpoints store it) or `[in, out]`.
 
     `shape` is the stored shape; needed only when the flow is compiled without weights. `roles` say what its axes are,
-    as stored, for a mesh of devices.
+    as stored, for a mesh of devices. `init`: how the weight is drawn where there is none, as `emit.param` takes it.
     """
 
     weight_key: str
@@ -94,12 +95,13 @@ class Linear:
     bias_key: str | None = None
     shape: tuple[int, int] | None = None
     roles: Roles | None = None
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Linear")
         with emit.scope(_block_of(self.weight_key)):
-            w, at = emit.param(self.weight_key, self.shape, self.roles), 0 if self.transpose else 1
-            out = None if self.shape is None else (self.shape[at],)
+            w, at = emit.param(self.weight_key, self.shape, self.roles, self.init), 0 if self.transpose else 1
+            out = (int(w.type.shape[at]),) if w.ndim == 2 else None
             roles = None if self.roles is None else roles_of_bias(self.roles[at])
             bias = [emit.param(self.bias_key, out, roles)] if self.bias_key else []
             return emit.add_node(hir.Linear(int(self.transpose), bias=bool(bias)), x, w, *bias)

@@ -35,6 +35,10 @@ from rlx_jax.models.flux2 import Flux2Flow as Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
+from rlx_jax.models.lora import lora as lora
+from rlx_jax.models.lora import merge_lora as merge_lora
+from rlx_jax.models.lora import save_lora as save_lora
+from rlx_jax.models.lora import unmerge_lora as unmerge_lora
 from rlx_jax.models.mamba2 import Mamba2Flow as Mamba2Flow
 from rlx_jax.models.mistral import MistralFlow as MistralFlow
 from rlx_jax.models.mixtral import MixtralFlow as MixtralFlow

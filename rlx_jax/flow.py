@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks.contracts import StageContract, run_stage
@@ -47,6 +47,7 @@ from rlx_jax.program import REQUIRED, InputDecl, Weights
 from rlx_jax.trace.editing import BlockEdit, edit_blocks
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.trace.selecting import BlockPattern
+from rlx_jax.weights.beside import beside
 from rlx_jax.weights.source import open_weights
 
 
@@ -77,6 +78,8 @@ class ModelFlow(Stages):
     taps: bool = False
     extensions: FlowExtensionPlan = FlowExtensionPlan()
     block_edits: tuple[BlockEdit, ...] = ()
+    more: WeightSource | None = None
+    missing: Literal["error", "init"] = "error"
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -144,6 +147,11 @@ class ModelFlow(Stages):
         """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose."""
         source = None if weights is None else open_weights(weights)
         return replace(self, weights=source, left_keys=(*self.left_keys, *leave))
+
+    def add_weights(self, weights: Weights) -> ModelFlow:
+        """Put weights beside those that the flow is bound to, or will be: an adapter, a vector that a stage of your own
+        reads. No key may be in both; further calls add up."""
+        return replace(self, more=beside(open_weights(weights), self.more))
 
     def bind(self, **sizes: int | None) -> ModelFlow:
         """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""
@@ -254,9 +262,10 @@ class ModelFlow(Stages):
         """
         if not self.inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
-        source = self.weights if weights is None else open_weights(weights)
+        source = beside(self.weights if weights is None else open_weights(weights), self.more)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self.binding)
+        emit.draws_missing = self.missing == "init"
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
         value: FlowValue | None = self._declare(emit, set(given))
         try:
@@ -288,7 +297,7 @@ class ModelFlow(Stages):
         return BuiltModel(
             self.name, graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
             rolled.refusals, self.binding, program=emit.state.program, captured=emit.captured,
-            roles=emit.roles, contracts=tuple(emit.state.contracts),
+            roles=emit.roles, inits=emit.inits, fresh=tuple(emit.fresh), contracts=tuple(emit.state.contracts),
         )  # fmt: skip
 
     def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:

@@ -13,6 +13,7 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, known_style
 from rlx_jax.errors import GraphError, quote, shown
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.plugins import stage_maker
 from rlx_jax.trace.emit import Emit
@@ -128,13 +129,15 @@ class Stages:
         bias: str | None = None,
         shape: tuple[int, int] | None = None,
         roles: Roles | None = None,
+        init: Init | None = None,
     ) -> Self:
         """`x W [+ b]`: the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`.
 
         `shape` is that of the weight as stored; needed only without weights. `roles` are what its axes are
-        (`rlx_jax.ir.roles.ROLES`), as stored, for a mesh of devices.
+        (`rlx_jax.ir.roles.ROLES`), as stored, for a mesh of devices. `init`: how it is drawn where there is none, as
+        `emit.param` takes it.
         """
-        return self.stage(blocks.Linear(key, transpose, bias, shape, roles))
+        return self.stage(blocks.Linear(key, transpose, bias, shape, roles, init))
 
     def residual_save(self) -> Self:
         """Remember the active value for `residual_add`."""

@@ -10,6 +10,7 @@ import jax
 
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, bind_path, path_text
@@ -62,7 +63,8 @@ class Built:
 
     `hir` is a MIR graph where a module at that level was built; `plan` is that of a module at LIR. `program` is the one
     that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values. `roles` say what the axes
-    of stored weights are, by key.
+    of stored weights are, by key, `inits` how weights are drawn whose stages say so, and `fresh` the keys of those that
+    no source has.
     """
 
     name: str
@@ -80,6 +82,8 @@ class Built:
     program: str = "forward"
     captured: Captured = field(default_factory=Captured, repr=False, compare=False)
     roles: Mapping[str, Roles] = field(default_factory=dict, repr=False)
+    inits: Mapping[str, Init] = field(default_factory=dict, repr=False)
+    fresh: tuple[str, ...] = ()
 
     # -- as a flow ---------------------------------------------------------------------------
 

@@ -31,6 +31,19 @@ class WeightSource(Protocol):
     def where(self, key: str) -> str: ...
 
 
+@runtime_checkable
+class MayBeShapes(Protocol):
+    """A source that may hold shapes alone: enough to compile, not to run."""
+
+    @property
+    def shapes_only(self) -> bool: ...
+
+
+def shapes_only(source: WeightSource) -> bool:
+    """Whether a source holds no numbers."""
+    return isinstance(source, MayBeShapes) and source.shapes_only
+
+
 def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     """What a source has under a key, in the dtype it is stored in; a packed tensor in its logical one.
 

@@ -8,18 +8,18 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from rlx_jax.device import running_device
 from rlx_jax.errors import RlxWarning, suggests
+from rlx_jax.ir.reading import shapes_only
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs, open_programs
 from rlx_jax.weights.execute import load_leaves
-from rlx_jax.weights.mapping import MappingSource
 
 
 @suggests()
@@ -31,6 +31,8 @@ def compile(
     mesh: Any = None,
     program: str = "forward",
     strict: bool = True,
+    missing: Literal["error", "init"] = "error",
+    key: jax.Array | int | None = None,
 ) -> CompiledModel:
     """Compile a flow: build, lower and plan it now, and each size when it is first called.
 
@@ -47,12 +49,21 @@ def compile(
             as `past_k_0`, `past_v_0` … and go out, longer, as `kv.0.k`, `kv.0.v` …), or `packed` (rows hold several
             sequences each; `segments` and `positions` say which token is of which, and where in it).
         strict: weights that nothing reads are an error.
+        missing: a weight that the source has not is an `"error"`, or `"init"`: it is drawn, as its stage says (`init=`)
+            or as `CompiledModel.init` does, and `report().initialised` names it. Its shape has to be known: that of a
+            norm or a bias is, other stages take `shape=`. Without any weights all are drawn.
+        key: what they are drawn with: a seed, or a key of `jax.random`.
 
     Raises:
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
     """
-    programs = open_programs([flow], weights, profile, strict, merge=False, program=program, mesh=mesh)
+    programs = open_programs(
+        [flow], weights, profile, strict, merge=False, program=program, mesh=mesh, missing=missing, key=key
+    )
     (model,) = finish_models(programs, program).values()
+    if missing == "init" and key is not None and model.params is None:
+        programs.initialised = tuple(model.template().built.params)
+        model = model.replace(params=model.init(key))
     return model
 
 
@@ -107,7 +118,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
 def has_data(programs: Programs) -> bool:
     """Whether the source holds numbers, not only shapes."""
     source = programs.source
-    return source is not None and not (isinstance(source, MappingSource) and source.shapes_only)
+    return source is not None and not shapes_only(source)
 
 
 def load_params(programs: Programs, device: Any, given_up: threading.Event) -> tuple[dict[str, jax.Array], float]:

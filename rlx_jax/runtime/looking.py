@@ -50,6 +50,7 @@ def report_of(
         "compiles": programs.executables.made,
         "evicted": programs.executables.evicted,
         "recompiles": programs.recompiles,
+        "initialised": programs.initialised,
         "refusals": template.built.refusals,
         "fusion": template.fusion,
         "device": settings.device,

@@ -397,7 +397,8 @@ class CompiledModel:
             check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
 
         def draw(key: jax.Array) -> dict[str, jax.Array]:
-            return initial_params(expand_composites(built.hir, built.types), self.programs.layout.leaves, key)
+            graph = expand_composites(built.hir, built.types)
+            return initial_params(graph, self.programs.layout.leaves, key, built.inits)
 
         with out_of_memory(what):
             return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)

@@ -43,16 +43,21 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
+from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import Division, check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
+from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable, Built, Weights
+from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
 from rlx_jax.runtime.state import EmptyState
+from rlx_jax.weights.beside import has_numbers, with_drawn
+from rlx_jax.weights.initial import initial_weights
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,7 @@ class Programs:
     ) -> None:
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
+        self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
         making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
         self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
         self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, making)
@@ -343,12 +349,14 @@ def open_programs(
     max_positions: int | None = None,
     serves: tuple[str, ...] = (),
     mesh: Any = None,
+    missing: str = "error",
+    key: Any = None,
 ) -> Programs:
     """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
 
     `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
     `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
-    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`.
+    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`. `missing`, `key`: see `compile`.
 
     Raises:
         GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
@@ -359,7 +367,8 @@ def open_programs(
         raise RequestError(f"strict is {shown(strict)}; expected True or False")
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
-    named = by_name([as_flow(flow) for flow in flows])
+    seed = check_missing(missing, key)
+    named = by_name([as_flow(flow) if seed is None else drawing(as_flow(flow)) for flow in flows])
     builds: dict[str, tuple[Built, float]] = {}
     for name, flow in named.items():
         start = time.perf_counter()
@@ -367,6 +376,10 @@ def open_programs(
             built = flow.build(weights)
         builds[name] = built, time.perf_counter() - start
         weights = built.source if weights is not None else None  # opened once
+    fresh: dict[str, jax.Array] = {}
+    if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
+        drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
+        builds = {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}
     source = check_sources([built for built, _ in builds.values()], strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     division = divide_model(mesh, [built for built, _ in builds.values()], settings, program, serves)
@@ -383,6 +396,7 @@ def open_programs(
         check_divides(division, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, progress)
+    programs.initialised = tuple(fresh)
     warn_without_effect(
         [
             facts_of(t, choose_profile(t.built, profile), settings, serves or (program,), bool(serves))
@@ -395,6 +409,38 @@ def open_programs(
         programs.builds.put((name, frozenset()), builds[name])
         programs.templates.put(ProgramKey(name, first), templates[name])
     return programs
+
+
+def check_missing(missing: str, key: Any) -> jax.Array | None:
+    """The key that weights are drawn with; None where what is missing is an error.
+
+    Raises:
+        RequestError: `missing` is another word, or one of the two is there without the other.
+    """
+    if missing not in ("error", "init"):
+        raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
+    if (missing == "init") != (key is not None):
+        raise RequestError("missing='init' draws weights with key=, a seed or a jax.random key: give both, or neither")
+    return None if key is None else random_key("compile", key)
+
+
+def drawing(flow: Buildable) -> Buildable:
+    """The flow, whose missing weights are drawn."""
+    if not isinstance(flow, ModelFlow):
+        raise GraphError(f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}")
+    return replace(flow, missing="init")
+
+
+def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
+    """The weights that a source has no numbers of, by key; none where there are no numbers at all, as those of the
+    whole model are drawn where they are to lie."""
+    found: dict[str, jax.Array] = {}
+    for built in builts:
+        lacking = {name for name in built.params if not has_numbers(built.source, name)} - set(found)
+        if lacking and len(lacking) < len(built.params):
+            graph = expand_composites(built.hir, built.types)
+            found |= initial_weights(graph, lacking, key, built.inits)
+    return found
 
 
 def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:

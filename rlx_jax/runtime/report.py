@@ -9,6 +9,7 @@ from typing import Any
 
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.device import Device
+from rlx_jax.errors import listing
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.inspect.fusion_report import FusionReport
 from rlx_jax.lowering.lir.layout import Layout
@@ -35,7 +36,8 @@ class Report:
     programs, `evicted` those of them that are not kept any more (`buckets.programs`), `recompiles` those made after
     warm-up, small functions beside them included. `embedding`: how an encoder lays texts out, or why not otherwise.
     `speculative`: of the last request that drafted, so far. `seed`: that the last request drew its tokens from, its own
-    or one made for it; None where it drew none, or from a key.
+    or one made for it; None where it drew none, or from a key. `initialised`: the keys of the weights that were drawn,
+    as no source had them (`missing="init"`).
 
     Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
     divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
@@ -71,6 +73,7 @@ class Report:
     embedding: str = ""
     speculative: Speculated | None = None
     seed: int | None = None
+    initialised: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [f"{k:<18} {v:8.3f} s" for k, v in self.seconds.items()]
@@ -92,6 +95,8 @@ class Report:
         rows += [f"{'embedding':<18} {self.embedding}"] if self.embedding else []
         rows += [f"{'speculative':<18} {self.speculative}"] if self.speculative else []
         rows += [f"{'seed':<18} {self.seed}"] if self.seed is not None else []
+        if self.initialised:
+            rows += [f"{'initialised':<18} {len(self.initialised)} weights: {listing(self.initialised, 8)}"]
         rows += self._on_mesh() if self.mesh else []
         rows += [f"not rolled: {r}" for r in self.refusals]
         return "\n".join(rows)

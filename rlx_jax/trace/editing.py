@@ -16,7 +16,7 @@ from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value
 from rlx_jax.ir.types import Path, path_text
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
-from rlx_jax.trace.selecting import BlockPattern
+from rlx_jax.trace.selecting import BlockSelector
 
 Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
@@ -27,9 +27,9 @@ BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """Every block that `pattern` matches, changed by `wrapper`."""
+    """Every block that is selected, changed by `wrapper`."""
 
-    pattern: BlockPattern
+    blocks: BlockSelector
     wrapper: BlockWrapper
 
 
@@ -94,6 +94,7 @@ class _Rewriting:
         self.state, self.inputs = emit.state, list(emit.builder.inputs)
         self.new = Builder(emit.builder.name, emit.builder.types)
         self.solid = [i for i, node in enumerate(self.old) if not isinstance(node.op, Leaf)]
+        self.selected = edit.blocks.among(self.old, where)
         self.blocks: dict[Path, list[int]] = {}
         for number in self.solid:
             for block in self._matched(self.old[number].origin.path):
@@ -102,15 +103,10 @@ class _Rewriting:
 
     @property
     def _what(self) -> str:
-        return f"{self.where}: at({self.edit.pattern.text!r})"
+        return f"{self.where}: {self.edit.blocks}"
 
     def run(self, value: FlowValue) -> FlowValue:
         """Write the flow again; its active value."""
-        if not self.blocks:
-            paths = (self.old[number].origin.path for number in self.solid)
-            raise self.edit.pattern.nothing(
-                self.where, dict.fromkeys(p[:n] for p in paths for n in range(1, len(p) + 1))
-            )
         emit, registers = self.emit, self.state
         emit.builder, self.new.inputs = self.new, self.inputs
         emit.state = FlowState(registers.program, contracts=registers.contracts, left_none=registers.left_none)
@@ -275,8 +271,8 @@ class _Rewriting:
     # -- paths -------------------------------------------------------------------------------
 
     def _matched(self, path: Path) -> Iterator[Path]:
-        """The blocks around a node that the pattern matches, the outermost first."""
-        return (path[:end] for end in range(1, len(path) + 1) if self.edit.pattern.matches(path[:end]))
+        """The selected blocks around a node, the outermost first."""
+        return (path[:end] for end in range(1, len(path) + 1) if path[:end] in self.selected)
 
     def _starts(self, bounds: Sequence[int]) -> list[int]:
         """Where layers start, and the number behind the last, without the leaves that stand there."""

@@ -32,9 +32,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
+from rlx_jax.ir.inits import Init, check_init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, Stack, cast, stored_keys
-from rlx_jax.ir.reading import WeightSource, as_stored
+from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, short_name, tensor_type
 from rlx_jax.trace.builders import Builders
@@ -107,6 +108,9 @@ class Emit(Builders[FlowValue]):
         self.state = FlowState()
         self.keys_read: dict[str, None] = {}
         self.roles: dict[str, Roles] = {}
+        self.inits: dict[str, Init] = {}
+        self.draws_missing = False  # what the source has not is drawn
+        self.fresh: dict[str, None] = {}  # the keys of that
         self.repeating = False
         self.flat = False  # composites are written as the blocks that they stand for
         self._stage = object()
@@ -224,6 +228,7 @@ class Emit(Builders[FlowValue]):
         key: WeightKey | WeightStack,
         shape: tuple[int, ...] | None = None,
         roles: Sequence[str | None] | None = None,
+        init: Init | None = None,
     ) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
         Of a `WeightPart` that part, and `shape` is the part's; of a `WeightStack` all of them, one behind the other.
@@ -233,10 +238,13 @@ class Emit(Builders[FlowValue]):
 
         `shape` is checked against the source, and stands in for it when there is none. `roles` say what its axes are,
         as stored, so that a mesh of devices can divide them (`rlx_jax.ir.roles.ROLES`): without them each device has
-        it whole.
+        it whole. `init` is how the weight is drawn where there is none: `"zeros"`, `"ones"`, `"orthogonal"`, or a
+        function `(key, shape, dtype) → array` such as `jax.nn.initializers.normal(0.02)`. By default what reads it
+        decides: matrices are normal with deviation 1/√fan_in, norms 1, biases 0.
 
         Raises:
-            GraphError: roles that there are not, or others than another stage has for the same weight.
+            GraphError: an init that is none, or another one than for an earlier use of the weight; roles that there are
+                not, or others than another stage has for the same weight.
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
             WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
@@ -247,7 +255,15 @@ class Emit(Builders[FlowValue]):
             program = self._read(key, shape)
             if roles is not None:
                 self._say(stored_key(key), roles, program.type)
+        if init is not None:
+            self._init(key.keys if isinstance(key, WeightStack) else (stored_key(key),), init)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+
+    def _init(self, keys: Sequence[str], init: Init) -> None:
+        for key in keys:
+            where = f"{self.path}: weight {quote(key)}"
+            if self.inits.setdefault(key, check_init(init, where)) != init:
+                raise GraphError(f"{where}: its init is {shown(self.inits[key])} elsewhere and {shown(init)} here")
 
     def _stacked(self, keys: WeightStack, shape: tuple[int, ...] | None, roles: Sequence[str | None] | None) -> Program:
         """The weights under all of the keys, as one."""
@@ -298,22 +314,22 @@ class Emit(Builders[FlowValue]):
         self.roles[key] = agreed(self.roles.get(key, said), said, where)
 
     def _stored(self, key: str, shape: tuple[int, ...] | None) -> Key | Dequantized:
-        if self.source is None:
-            if shape is None:
-                raise MissingWeightError(
-                    f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "
-                    "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
-                    "emit.param take shape= too)"
-                )
-            declared = tensor_type(shape, F32, key)
-            if self._declared.setdefault(key, declared) != declared:
-                before, now = list(self._declared[key].shape), list(declared.shape)
-                raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
-            return Key(key, declared)
+        if self.source is None and shape is None:
+            raise MissingWeightError(
+                f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "
+                "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
+                "emit.param take shape= too)"
+            )
+        drawn = self.source is None or shapes_only(self.source) or self.draws_missing
+        if shape is not None and drawn and not self.has_param(key):
+            return self._declare(key, shape)
+        assert self.source is not None
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
-            raise MissingWeightError(f"{self.path}: {error}") from error
+            hint = "; missing='init' draws it" if shape is not None else "; to draw it, say its shape="
+            hint = hint if self.draws_missing or shape is not None else ""
+            raise MissingWeightError(f"{self.path}: {error}{hint}") from error
         if isinstance(spec, PackedSpec):
             stored: Key | Dequantized = as_stored(key, spec, f"{self.path}: {self._weight_at(key)}")
         else:
@@ -322,6 +338,15 @@ class Emit(Builders[FlowValue]):
         if shape is not None and tuple(shape) != stored.type.shape:
             raise WeightShapeError(f"{self.path}: {self._weight_at(key)}: expected {list(shape)}, got {stored.type}")
         return stored
+
+    def _declare(self, key: str, shape: tuple[int, ...]) -> Key:
+        """A weight that is in no source."""
+        declared = tensor_type(shape, F32, key)
+        if self._declared.setdefault(key, declared) != declared:
+            before, now = list(self._declared[key].shape), list(declared.shape)
+            raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
+        self.fresh[key] = None
+        return Key(key, declared)
 
     def _weight_at(self, key: str) -> str:
         """A weight as messages name it, with the file that has it."""

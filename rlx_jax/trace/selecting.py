@@ -1,13 +1,15 @@
-"""Blocks by their paths: the patterns that `at` takes, and what they match."""
+"""Which blocks are edited: those whose paths a glob matches, or those that read certain weights."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, shown
+from rlx_jax.ir.graph import Node, Param
+from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.types import Path, path_text
 
 
@@ -38,12 +40,57 @@ class BlockPattern:
         """Whether it is the whole of a block path."""
         return _compiled(self.text).fullmatch(path_text(path)) is not None
 
-    def nothing(self, where: str, paths: Iterable[Path]) -> GraphError:
-        """The error that it matches none of the blocks of a flow, with those that are near it."""
+    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+        """The blocks that are matched.
+
+        Raises:
+            GraphError: none; the message has those that are near.
+        """
+        paths = dict.fromkeys(node.origin.path for node in nodes if node.inputs)
+        known = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
+        found = frozenset(path for path in known if self.matches(path))
+        if not found:
+            raise self._nothing(where, known)
+        return found
+
+    def _nothing(self, where: str, paths: Iterable[Path]) -> GraphError:
         layers = re.compile(r"(?<=\.)\d+(?=\.|$)")
         known = list(dict.fromkeys(layers.sub("*", path_text(path)) for path in paths))
         near = did_you_mean(layers.sub("*", self.text), known, alike=0.7)
-        return GraphError(f"{where}: at({self.text!r}) matches no block{near or f'; blocks are {listing(known)}'}")
+        return GraphError(f"{where}: {self} matches no block{near or f'; blocks are {listing(known)}'}")
+
+    def __str__(self) -> str:
+        return f"at({self.text!r})"
+
+
+@dataclass(frozen=True)
+class BlocksReading:
+    """The blocks that read the weights of these checkpoint keys themselves."""
+
+    keys: frozenset[str]
+
+    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+        """The blocks.
+
+        Raises:
+            GraphError: nothing reads one of the weights.
+        """
+        readers: dict[str, Path] = {}
+        for node in nodes:
+            for op in (nodes[value.node].op for value in node.inputs):
+                for key in (k for p in op.programs for k in keys_of(p)) if isinstance(op, Param) else ():
+                    readers.setdefault(key, node.origin.path)
+        if unread := sorted(self.keys - set(readers)):
+            close = did_you_mean(unread[0], readers, alike=0.8)
+            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}")
+        return frozenset(readers[key] for key in self.keys)
+
+    def __str__(self) -> str:
+        return f"blocks of {len(self.keys)} weights"
+
+
+BlockSelector = BlockPattern | BlocksReading
+"""What blocks are selected by."""
 
 
 @functools.lru_cache(maxsize=256)

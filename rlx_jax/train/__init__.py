@@ -4,10 +4,11 @@ Imported when it is first used.
 """
 
 from rlx_jax.train.checkpoints import Checkpoints as Checkpoints
+from rlx_jax.train.frozen import mask as mask
 from rlx_jax.train.state import TrainState as State
 from rlx_jax.train.state import init as init
 from rlx_jax.train.step import Metrics as Metrics
 from rlx_jax.train.step import TrainStep as TrainStep
 from rlx_jax.train.step import make_step as make_step
 
-__all__ = ["Checkpoints", "Metrics", "State", "TrainStep", "init", "make_step"]
+__all__ = ["Checkpoints", "Metrics", "State", "TrainStep", "init", "make_step", "mask"]

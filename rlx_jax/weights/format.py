@@ -35,6 +35,11 @@ class Entry:
     type: TensorType
     values: Callable[[], Any]
 
+    @staticmethod
+    def of(key: str, array: np.ndarray[Any, Any]) -> Entry:
+        """An array that is there."""
+        return Entry(key, TensorType(array.shape, array.dtype), lambda: array)
+
 
 class Format(Protocol):
     """How weights are stored: in files, or as objects of Python."""

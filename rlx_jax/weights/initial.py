@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
+from rlx_jax.ir.inits import Init, drawn
 from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
 
 
-def initial_params(graph: Graph, leaves: Mapping[str, Program], key: jax.Array) -> dict[str, jax.Array]:
-    """Leaves by name: matrices normal with deviation 1/√fan_in, norms 1 (with their offset), biases 0.
+def initial_params(
+    graph: Graph, leaves: Mapping[str, Program], key: jax.Array, inits: Mapping[str, Init] | None = None
+) -> dict[str, jax.Array]:
+    """Leaves by name: matrices normal with deviation 1/√fan_in, norms 1 (with their offset), biases 0; weights whose
+    key is in `inits` as it says there.
 
     `graph` is the flow's HIR with its composites expanded; `leaves` is the Layout's. Pure JAX: `jax.eval_shape`
     gives the shapes alone, `jax.jit` with `out_shardings` draws every leaf where it will live.
@@ -28,8 +33,22 @@ def initial_params(graph: Graph, leaves: Mapping[str, Program], key: jax.Array) 
                     readers.setdefault(name, (node, place))
     stored = {k.key: k.type for program in leaves.values() for k in stored_keys(program)}
     keys = dict(zip(stored, jax.random.split(key, max(len(stored), 1)), strict=False))
-    drawn = {name: _draw(*readers[name], t, keys[name]) for name, t in stored.items()}
-    return {name: _assemble(program, drawn) for name, program in leaves.items()}
+    said = inits or {}
+    values = {
+        name: drawn(said[name], keys[name], t, f"weight {quote(name)}")
+        if name in said
+        else _draw(*readers[name], t, keys[name])
+        for name, t in stored.items()
+    }
+    return {name: _assemble(program, values) for name, program in leaves.items()}
+
+
+def initial_weights(
+    graph: Graph, wanted: Collection[str], key: jax.Array, inits: Mapping[str, Init]
+) -> dict[str, jax.Array]:
+    """Some weights of a flow by their checkpoint keys, drawn as `initial_params` draws them."""
+    stored = {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
+    return initial_params(graph, {name: stored[name] for name in stored if name in wanted}, key, inits)
 
 
 def _assemble(program: Program, drawn: Mapping[str, jax.Array]) -> jax.Array:

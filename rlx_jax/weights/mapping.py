@@ -73,6 +73,10 @@ class MappingSource:
         values = self._arrays.values()
         return bool(values) and all(isinstance(v, WeightSpec) for v in values)
 
+    def has_numbers(self, key: str) -> bool:
+        """Whether there is an array under `key`, not only its shape."""
+        return self.has(key) and not isinstance(self._arrays[key], WeightSpec)
+
     def keys(self) -> tuple[str, ...]:
         """The keys, in the mapping's order."""
         return tuple(self._arrays)

@@ -174,7 +174,7 @@ def _write(directory: str, entries: Sequence[Entry]) -> None:
         for i in range(len(shards))
     ]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(os.path.join(directory, name), shard)
+        write_file(os.path.join(directory, name), shard)
     if len(shards) > 1:
         where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(entry.type.nbytes for entry in entries)
@@ -195,7 +195,7 @@ def _shards(entries: Sequence[Entry]) -> list[list[Entry]]:
     return shards
 
 
-def _write_shard(path: str, entries: Sequence[Entry]) -> None:
+def write_file(path: str, entries: Sequence[Entry]) -> None:
     """One file. Wide dtypes come first, so that every tensor is aligned; one tensor is on the host at a time."""
     ordered = sorted(entries, key=lambda entry: -entry.type.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what Hugging Face's readers ask for

@@ -1,0 +1,161 @@
+"""LoRA (Hu et al. 2021): y = x Wᵀ + s · (x Aᵀ) Bᵀ, with A `[rank, in]` and B `[out, rank]` beside a stored W.
+
+Keys, sizes and initial numbers are those of PEFT, whose adapter files load and are written. It is built on `at`: A and
+B stand in the block of the product that they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.blocks.lora import Adapter, LoraLinear
+from rlx_jax.errors import RequestError, WeightError, listing, shown
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.hooks import WithBlocks, add_patch
+from rlx_jax.models.lora_files import AdapterSizes, open_adapter, write_adapter
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.trace.editing import BlockEdit, Inner
+from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.selecting import BlockPattern, BlocksReading
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class WithWeights:
+    """The edit of a flow that puts weights beside its own. A class, so that a recipe with it can be pickled."""
+
+    source: Any
+
+    def __call__(self, flow: ModelFlow) -> ModelFlow:
+        return flow.add_weights(self.source)
+
+
+def lora(
+    recipe: R,
+    pattern: str | None = None,
+    *,
+    rank: int | None = None,
+    alpha: float | None = None,
+    rslora: bool = False,
+    adapter: Any = None,
+) -> R:
+    """A recipe or flow with LoRA adapters: new ones where `pattern` matches, or those of PEFT's files.
+
+    New weights are in no checkpoint: `rlx_jax.compile(…, missing="init", key=0)` draws them, A uniform and B zeros.
+
+    Args:
+        recipe: a recipe or a `ModelFlow`.
+        pattern: as `at` takes it; every block that matches is one product, such as `layers.*.self_attn.{q,v}_proj`.
+        rank: of new adapters.
+        alpha: s is alpha / rank; rank by default, so that s is 1.
+        rslora: s is alpha / √rank (Kalajdzievski 2023).
+        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`, which say all the rest.
+
+    Raises:
+        RequestError: options that contradict. ConfigError, UnsupportedError: the files ask for what there is not.
+    """
+    if adapter is not None:
+        if (pattern, rank, alpha, rslora) != (None, None, None, False):
+            raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
+        sizes, source = open_adapter(adapter)
+        edits: list[Any] = [WithWeights(source)]
+        for (size, scale), modules in sizes.groups().items():
+            keys = frozenset(f"{module}.weight" for module in modules)
+            edits.append(WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale))))
+        return _patched(recipe, edits)
+    if pattern is None or type(rank) is not int or rank < 1:
+        raise RequestError(
+            f"lora: a pattern and a rank of at least 1, or adapter=; got {shown(pattern)} and {shown(rank)}"
+        )
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0):
+        raise RequestError(f"lora: alpha is {shown(alpha)}; expected a number over 0")
+    scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
+    return _patched(recipe, [WithBlocks(BlockEdit(BlockPattern(pattern), LoraLinear(rank, float(scale))))])
+
+
+def _patched(recipe: Any, edits: list[Any]) -> Any:
+    for edit in edits:
+        recipe = edit(recipe) if isinstance(recipe, ModelFlow) else add_patch(recipe, edit)
+    return recipe
+
+
+# -- what a model has of them --------------------------------------------------------------------
+
+
+@dataclass
+class _Noting:
+    """A `LoraLinear` that notes what it wrote."""
+
+    made: LoraLinear
+    found: list[Adapter] = field(default_factory=list)
+
+    def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+        value, adapter = self.made.write(emit, x, inner)
+        self.found.append(adapter)
+        return value
+
+
+def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
+    """Every product with an adapter.
+
+    Raises:
+        RequestError: the model has none.
+    """
+    flow, notes, edits = model.flow, list[_Noting](), list[BlockEdit]()
+    if isinstance(flow, ModelFlow):
+        for edit in flow.block_edits:
+            if isinstance(edit.wrapper, LoraLinear):
+                notes.append(_Noting(edit.wrapper))
+                edit = replace(edit, wrapper=notes[-1])
+            edits.append(edit)
+    if not notes or not isinstance(flow, ModelFlow):
+        raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
+    replace(flow, block_edits=tuple(edits)).build(model.programs.source)
+    return tuple(adapter for note in notes for adapter in note.found)
+
+
+def merge_lora(model: CompiledModel) -> dict[str, jax.Array]:
+    """The weights by checkpoint key with W + s B A in the place of W and without the adapters: what the recipe without
+    adapters reads. Sums are f32; each weight keeps its dtype."""
+    return _merged(adapters_of(model), model.weights(), +1)
+
+
+def unmerge_lora(model: CompiledModel, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Of weights that `merge_lora(model)` made those of before, and the model's adapters beside them. What the merge
+    rounded stays so."""
+    adapters, own = adapters_of(model), model.weights()
+    pairs = {key: own[key] for adapter in adapters for key in (adapter.a, adapter.b)}
+    if lacking := [adapter.key for adapter in adapters if adapter.key not in weights]:
+        raise WeightError(f"unmerge_lora: weights {listing(lacking, 4)} are not there")
+    return _merged(adapters, dict(weights) | pairs, -1) | pairs
+
+
+def _merged(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int) -> dict[str, jax.Array]:
+    found = {key: jnp.asarray(value) for key, value in weights.items()}
+    for adapter in adapters:
+        a, b, w = (found[key].astype(jnp.float32) for key in (adapter.a, adapter.b, adapter.key))
+        change = jnp.matmul(b, a, precision="highest") * (sign * adapter.scale)
+        found[adapter.key] = (w + (change if adapter.contract else change.T)).astype(found[adapter.key].dtype)
+    left = {key for adapter in adapters for key in (adapter.a, adapter.b)}
+    return {key: value for key, value in found.items() if key not in left}
+
+
+def save_lora(model: CompiledModel, path: Any) -> None:
+    """Write the model's adapters, and nothing else, to a new directory as PEFT does: `lora(recipe, adapter=path)` and
+    `PeftModel.from_pretrained` load them.
+
+    Raises:
+        TargetExistsError: `path` exists. NoSpaceError, SaveFailedError: the disk is full or refuses.
+    """
+    adapters = adapters_of(model)
+    weights = model.weights()
+    ranks = {adapter.module: int(weights[adapter.a].shape[0]) for adapter in adapters}
+    scales = {adapter.module: adapter.scale for adapter in adapters}
+    arrays = {key: weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
+    write_adapter(path, AdapterSizes(ranks, scales), arrays)

@@ -1,0 +1,170 @@
+"""PEFT's adapter files: `adapter_config.json` and `adapter_model.safetensors`, read and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, quote, shown
+from rlx_jax.io.atomic import replacing, write_synced
+from rlx_jax.io.folder import open_folder
+from rlx_jax.models.config import Fields
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.safetensors_format import write_file
+from rlx_jax.weights.source import WeightSource, open_weights
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+PARTS = (".lora_A.weight", ".lora_B.weight")
+
+INERT = (
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
+    "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core "
+    "loftq_config qalora_group_size runtime_config"
+).split()
+"""Which modules have an adapter, the names of its tensors say; what training dropped and whence a base model came has
+no part in the computation."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "modules_to_save", "megatron_config", "trainable_token_indices", "eva_config", "corda_config",
+            "arrow_config", "lora_ga_config", "velora_config", "alora_invocation_tokens", "monteclora_config",
+            "layer_replication", "target_parameters", "use_bdlora", "kasa_config",
+        ),
+        (None, []),
+    ),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), (False,)),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base model's weights
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Of each module with an adapter, its rank and the factor s."""
+
+    ranks: Mapping[str, int]
+    scales: Mapping[str, float]
+
+    def groups(self) -> dict[tuple[int, float], list[str]]:
+        """The modules by both."""
+        found: dict[tuple[int, float], list[str]] = {}
+        for module, rank in self.ranks.items():
+            found.setdefault((rank, self.scales[module]), []).append(module)
+        return found
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
+    """The files in a directory, and their weights under the keys that flows have.
+
+    Raises:
+        MissingFileError: one is not there. ConfigError: they contradict each other.
+        UnsupportedError: a field or a tensor asks for what is no plain LoRA; it is named.
+    """
+    folder = open_folder(path)
+    fields = Fields(folder.needed(CONFIG), folder.where(CONFIG))
+    fields.choice("peft_type", "", {"LORA": ""})
+    rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
+    ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+    fields.finish(INERT, ONLY)
+    source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
+    found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
+    scales = {}
+    for module, got in found.items():
+        said = _matched(ranks, module, rank)
+        if got != said:
+            raise ConfigError(f"{where}: of {quote(module)} the rank is {said:g}, and its tensors have {got}")
+        scales[module] = _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
+    names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in found for part in PARTS}
+    return AdapterSizes(found, scales), RenamedSource(source, names)
+
+
+def _pattern(fields: Fields, name: str) -> dict[str, float]:
+    """Numbers by the names of modules, or the ends of names."""
+    found: dict[str, float] = {}
+    for key, value in fields.raw(name, {}).items():
+        if not re.fullmatch(r"\^?[\w.-]+", key):
+            raise UnsupportedError(
+                f"{fields.where}: {name}: {quote(key)} is a regular expression; expected a module's name"
+            )
+        found[key] = Fields({key: value}, f"{fields.where}, {name}").real(key)
+    return found
+
+
+def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """The number of a module: that of the first name that is its own or its end; with `^`, its own alone."""
+    for key, value in pattern.items():
+        if module == key.removeprefix("^") or (module.endswith(f".{key}") and not key.startswith("^")):
+            return value
+    return default
+
+
+def _ranks(source: WeightSource, where: str) -> dict[str, int]:
+    """The rank of each module, by its two tensors."""
+    modules: dict[str, set[str]] = {}
+    for key in source.keys():
+        part = next((part for part in PARTS if key.endswith(part)), None)
+        if part is None or not key.startswith(PREFIX):
+            raise UnsupportedError(
+                f"{where}: tensor {quote(key)} is not handled; expected {PREFIX}….lora_A.weight and lora_B"
+            )
+        modules.setdefault(key.removeprefix(PREFIX).removesuffix(part), set()).add(part)
+    if not modules:
+        raise ConfigError(f"{where}: there is no adapter in it")
+    found = {}
+    for module, parts in modules.items():
+        if len(parts) < len(PARTS):
+            raise ConfigError(f"{where}: of {quote(module)} there is {parts.pop()[1:]} alone")
+        shapes = [tuple(source.spec(f"{PREFIX}{module}{part}").shape) for part in PARTS]
+        if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
+            raise UnsupportedError(f"{where}: {quote(module)}: {shapes[0]} and {shapes[1]} are no [r, in] and [out, r]")
+        found[module] = shapes[0][0]
+    return found
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any]) -> None:
+    """A new directory with both files. Errors as `rlx_jax.models.lora.save_lora`."""
+    if not isinstance(path, str | os.PathLike):
+        raise RequestError(f"save_lora: path is {shown(path)}; expected the path of a directory")
+    alphas = {module: sizes.scales[module] * rank for module, rank in sizes.ranks.items()}
+    (rank, _), *_ = Counter(sizes.ranks.values()).most_common()
+    (alpha, _), *_ = Counter(alphas.values()).most_common()
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _whole(alpha),
+        "rank_pattern": {module: r for module, r in sizes.ranks.items() if r != rank},
+        "alpha_pattern": {module: _whole(a) for module, a in alphas.items() if a != alpha},
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(sizes.ranks),
+    }
+    values = {key: np.asarray(array) for key, array in arrays.items()}
+    entries = [Entry.of(f"{PREFIX}{key}", array) for key, array in values.items()]
+    target = os.path.realpath(os.fspath(path))
+    with replacing(target, False, sum(array.nbytes for array in values.values())) as new:
+        os.mkdir(new)
+        write_file(os.path.join(new, WEIGHTS), entries)
+        write_synced(os.path.join(new, CONFIG), (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number

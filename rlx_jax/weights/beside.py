@@ -1,0 +1,95 @@
+"""Two sources as one: weights that a flow adds to those of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import WeightError, listing
+from rlx_jax.ir.packed import WeightSpec
+from rlx_jax.ir.reading import WeightSource, shapes_only
+from rlx_jax.weights.manifest import close
+from rlx_jax.weights.mapping import MappingSource
+
+
+class BesideSource:
+    """The weights of `source`, and those of `more` beside them.
+
+    Raises:
+        WeightError: both have a weight of one key.
+    """
+
+    def __init__(self, source: WeightSource, more: WeightSource) -> None:
+        self.source, self.more = source, more
+        if both := [key for key in more.keys() if source.has(key)]:
+            raise WeightError(f"weights that are added have keys that the others have already: {listing(both)}")
+
+    @property
+    def shapes_only(self) -> bool:
+        """Whether neither holds numbers."""
+        return shapes_only(self.source) and shapes_only(self.more)
+
+    def keys(self) -> tuple[str, ...]:
+        return (*self.source.keys(), *self.more.keys())
+
+    def has(self, key: str) -> bool:
+        return self.source.has(key) or self.more.has(key)
+
+    def where(self, key: str) -> str:
+        return self._of(key).where(key)
+
+    def spec(self, key: str) -> WeightSpec:
+        return self._of(key).spec(key)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+        return self._of(key).read(key, index)
+
+    def close(self) -> None:
+        """Close the files that either holds open."""
+        close(self.source)
+        close(self.more)
+
+    def _of(self, key: str) -> WeightSource:
+        return self.more if self.more.has(key) else self.source
+
+
+def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
+    """Both, once: what has `more` already is returned as it is."""
+    if source is None or more is None or source is more:
+        return more if source is None else source
+    joined = isinstance(source, BesideSource) and more in (source.more, source.source)
+    return source if joined else BesideSource(source, more)
+
+
+def has_numbers(source: WeightSource | None, key: str) -> bool:
+    """Whether a weight is there with its values, not only with its shape."""
+    if isinstance(source, BesideSource):
+        return has_numbers(source.source, key) or has_numbers(source.more, key)
+    if isinstance(source, MappingSource):
+        return source.has_numbers(key)
+    return source is not None and source.has(key)
+
+
+def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> WeightSource:
+    """The weights of a source that have numbers, and those that were drawn."""
+    if source is None:
+        return MappingSource(drawn)
+    shapes = [key for key in drawn if source.has(key)]
+    return BesideSource(_Without(source, frozenset(shapes)) if shapes else source, MappingSource(drawn))
+
+
+class _Without:
+    """A source without some of its weights."""
+
+    def __init__(self, source: WeightSource, left: frozenset[str]) -> None:
+        self.source, self.left = source, left
+        self.spec, self.read, self.where = source.spec, source.read, source.where
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for key in self.source.keys() if key not in self.left)
+
+    def has(self, key: str) -> bool:
+        return key not in self.left and self.source.has(key)

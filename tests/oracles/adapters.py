@@ -1,0 +1,60 @@
+"""LoRA adapters as PEFT makes them, and the logits of a model with them.
+
+`python -m tests.oracles.adapters` writes `tests/fixtures/lora`. torch, transformers and peft are imported when needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.oracles import hugging_face
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.recorded import load_record
+
+BASE = FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
+ADAPTER = FIXTURES / "lora" / "llama_mixed"
+MIXED: dict[str, Any] = {
+    "r": 3,
+    "lora_alpha": 7,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "rank_pattern": {"model.layers.1.mlp.down_proj": 5},
+    "alpha_pattern": {"v_proj": 2.5},
+    "lora_dropout": 0.1,
+}
+
+
+def adapted(directory: Path, auto_class: str, seed: int, **config: Any) -> Any:
+    """The checkpoint in transformers with a random adapter, whose B is not zeros."""
+    torch, peft = importlib.import_module("torch"), importlib.import_module("peft")
+    model = hugging_face.load(directory, auto_class)
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            value.data.normal_(0, 0.3, generator=generator)
+    return model.eval()
+
+
+def first_output(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Logits, or the last hidden state of a model without a head."""
+    torch = importlib.import_module("torch")
+    with torch.no_grad():
+        made: np.ndarray[Any, Any] = model(input_ids=torch.tensor(tokens).long())[0].numpy()
+    return made
+
+
+def main() -> None:
+    """Write the fixture."""
+    model = adapted(BASE, "AutoModelForCausalLM", 5, **MIXED)
+    model.peft_config["default"].base_model_name_or_path = None
+    model.save_pretrained(ADAPTER)
+    (ADAPTER / "README.md").unlink(missing_ok=True)
+    np.savez_compressed(ADAPTER.with_suffix(".npz"), logits=first_output(model, load_record(BASE)["tokens"]))
+
+
+if __name__ == "__main__":
+    main()

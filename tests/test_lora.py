@@ -1,0 +1,234 @@
+"""LoRA: PEFT's files load, merge and are written; new adapters change nothing, and train alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests.oracles import adapters, checkpoints, numpy_reference
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+TOKENS = load_record(adapters.BASE)["tokens"]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+STORED = load_file(adapters.ADAPTER / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def adapted() -> rlx.CompiledModel:
+    """The base model with the recorded adapter."""
+    return rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER))
+
+
+def scale_of(module: str) -> float:
+    """alpha / r, as MIXED says."""
+    alpha = 2.5 if module.endswith("v_proj") else 7
+    return alpha / (5 if module == "model.layers.1.mlp.down_proj" else 3)
+
+
+def test_an_adapter_of_peft_loads(adapted: rlx.CompiledModel) -> None:
+    """The logits of PEFT, with ranks and alphas of their own by module; the rank of layer 1 keeps it plain."""
+    assert_close(adapted(TOKENS), load_record(adapters.ADAPTER)["logits"])
+    assert ["layer 1" in refusal for refusal in adapted.report().refusals] == [True]
+
+
+def test_merged_and_unmerged(adapted: rlx.CompiledModel) -> None:
+    """W + s B A in float64, under the keys of the base model; and back."""
+    base, merged = numpy_reference.read_weights(adapters.BASE), rlx.merge_lora(adapted)
+    assert set(merged) == set(base)
+    for key, value in base.items():
+        stem = f"base_model.model.{key.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in STORED:
+            a, b = (STORED[f"{stem}.lora_{part}.weight"].astype("f8") for part in "AB")
+            value = value + scale_of(key.removesuffix(".weight")) * b @ a
+        assert_close(merged[key], value, tolerance=1e-6)
+    again, own = rlx.unmerge_lora(adapted, merged), adapted.weights()
+    assert set(again) == set(own)
+    for key, weight in own.items():
+        assert_close(again[key], np.asarray(weight), tolerance=1e-6)
+
+
+def test_written_as_peft_writes(adapted: rlx.CompiledModel, tmp_path: Path) -> None:
+    """The same tensors, bit by bit, and a config that says the same of every module."""
+    rlx.save_lora(adapted, tmp_path / "mine")
+    written = load_file(tmp_path / "mine" / WEIGHTS)
+    assert set(written) == set(STORED)
+    for key, value in STORED.items():
+        np.testing.assert_array_equal(written[key], value)
+    again = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=tmp_path / "mine").assemble()
+    ours = {edit.wrapper for edit in again.block_edits}
+    assert ours == {edit.wrapper for edit in adapted.flow.block_edits}  # type: ignore[attr-defined]
+    with pytest.raises(errors.TargetExistsError, match="mine"):
+        rlx.save_lora(adapted, tmp_path / "mine")
+
+
+@pytest.fixture(scope="module")
+def fresh() -> rlx.CompiledModel:
+    """New adapters of all four projections."""
+    recipe = rlx.lora(rlx.recipe_for(adapters.BASE), "layers.*.self_attn.*_proj", rank=4, alpha=8)
+    return rlx.compile(recipe, missing="init", key=0, program="train")
+
+
+def test_a_new_adapter_is_drawn_as_peft_draws_it(fresh: rlx.CompiledModel) -> None:
+    """A uniform within ±1/√in, B zeros; named in the report, beside weights that are the checkpoint's. Layers roll."""
+    weights, base = fresh.weights(), numpy_reference.read_weights(adapters.BASE)
+    new = set(weights) - set(base)
+    assert set(fresh.report().initialised) == new and len(new) == 3 * 4 * 2
+    for key in new:
+        values = np.asarray(weights[key])
+        if "lora_B" in key:
+            assert not values.any()
+            continue
+        bound = values.shape[1] ** -0.5
+        assert 0.9 * bound < np.abs(values).max() <= bound and abs(values.mean()) < bound / 4
+        assert values.std() == pytest.approx(bound / 3**0.5, rel=0.2)
+    for key, value in base.items():
+        np.testing.assert_array_equal(np.asarray(weights[key]), value.astype("f4"))
+    assert fresh.report().refusals == ()
+    assert "model.layers.{0..2}.self_attn.q_proj.lora_A.weight" in fresh.params  # type: ignore[operator]
+
+
+def test_what_is_frozen_stays(fresh: rlx.CompiledModel) -> None:
+    """The mask names the adapter's leaves, and optax changes those alone."""
+    mask = rlx.train.mask(fresh, "**.lora_{A,B}.weight")
+    assert {name for name, trained in mask.items() if trained} == {name for name in mask if "lora_" in name}
+    few = ("model.norm.weight", "model.layers.{0..2}.self_attn.q_proj.lora_B.weight")
+    mask = {name: mask[name] for name in few}
+    optimizer = optax.multi_transform({True: optax.sgd(0.5), False: optax.set_to_zero()}, mask)
+    params = {name: fresh.params[name] for name in few}  # type: ignore[index]
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    assert {name: bool(np.any(update)) for name, update in updates.items()} == mask
+    for pattern, message in (("**.lora_C.weight", "matches no weight"), ("model.layers.1.**", "is trained whole")):
+        with pytest.raises(errors.RequestError, match=message):
+            rlx.train.mask(fresh, pattern)
+    with pytest.raises(errors.RequestError, match="a pattern of keys"):
+        rlx.train.mask(fresh)
+
+
+@pytest.mark.slow
+def test_an_adapter_trains(fresh: rlx.CompiledModel) -> None:
+    """The loss falls, and the base weights are bit by bit what they were."""
+    mask = rlx.train.mask(fresh, "**.lora_{A,B}.weight")
+    optimizer = optax.multi_transform({True: optax.adam(1e-2), False: optax.set_to_zero()}, mask)
+    state, step, losses = rlx.train.init(fresh, optimizer), rlx.train.make_step(fresh, optimizer), []
+    for _ in range(8):
+        state, metrics = step(state, TOKENS.astype("i4"))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.9 * losses[0]
+    for name, trained in mask.items():
+        assert trained != np.array_equal(np.asarray(state.params[name]), np.asarray(fresh.params[name]))  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_an_adapter_generates() -> None:
+    """Prefill and decode have it: greedy tokens are those of the merged weights in NumPy."""
+    recipe = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER)
+    merged = {key: np.asarray(value, "f8") for key, value in rlx.merge_lora(rlx.compile(recipe)).items()}
+    prompt = TOKENS[1, :6].tolist()
+    want = numpy_reference.llama_greedy(numpy_reference.read_config(adapters.BASE), merged, prompt, 5)
+    assert rlx.load(adapters.BASE, recipe=recipe).generate([prompt], max_new_tokens=5) == [want]
+
+
+# -- misuse ------------------------------------------------------------------------------------
+
+
+def lora(*arguments: Any, **options: Any) -> None:
+    """Of the base model; built."""
+    rlx.lora(rlx.recipe_for(adapters.BASE), *arguments, **options).assemble().build()
+
+
+MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no rank": (lambda: lora("layers.*.mlp"), errors.RequestError, "a pattern and a rank of at least 1"),
+    "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank of at least 1.*'layers.*, 0"),
+    "alpha": (lambda: lora("layers.*.mlp.up_proj", rank=2, alpha=-1), errors.RequestError, "alpha is -1"),
+    "both": (lambda: lora("x", adapter=adapters.ADAPTER), errors.RequestError, "leave out the others"),
+    "no file": (lambda: lora(adapter=adapters.BASE), errors.MissingFileError, r"adapter_config\.json"),
+    "several": (lambda: lora("layers.*.mlp", rank=2), errors.GraphError, r"layers\.0\.mlp: lora changes .* has 3 products"),
+    "none": (lambda: lora("layers.*.input_layernorm", rank=2), errors.GraphError, "this has 0 products"),
+    "missing": (lambda: lora("layers.*.mlp.up_proj", rank=2), errors.MissingWeightError, r"lora_A.*missing='init' draws it"),
+    "nothing": (lambda: rlx.merge_lora(rlx.compile(rlx.recipe_for(adapters.BASE))), errors.RequestError, "no adapter"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_told(case: str) -> None:
+    """By what was asked for."""
+    call, error, message = MISUSE[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = {
+    "dora": ({"use_dora": True}, lambda t: t, "'use_dora' is 'True'; it may change"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, lambda t: t, "modules_to_save"),
+    "other method": ({"peft_type": "IA3"}, lambda t: t, "'peft_type' is 'IA3'; supported are LORA"),
+    "other base": ({"init_lora_weights": "pissa"}, lambda t: t, "init_lora_weights"),
+    "a new field": ({"surprise": 1}, lambda t: t, "'surprise'"),
+    "rank": ({"r": 4}, lambda t: t, "the rank is 4, and its tensors have 3"),
+    "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
+    "embedding": ({}, lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((2, 2), "f4")}, "is not handled"),
+    "half": ({}, lambda t: {k: v for k, v in t.items() if not k.endswith("0.mlp.down_proj.lora_A.weight")}, "lora_B.weight alone"),
+    "shapes": ({}, lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()}, "are no"),
+    "width": ({}, lambda t: {k: v[:, :7] if k.endswith("lora_A.weight") else v for k, v in t.items()}, "expected"),
+    "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "nothing reads weights"),
+    "empty": ({}, lambda t: {}, "there is no adapter in it"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
+    """What is no plain LoRA, contradicts itself or is of another model is refused by name."""
+    fields, change, message = FILES[case]
+    directory = tmp_path / "adapter"
+    shutil.copytree(adapters.ADAPTER, directory)
+    config = json.loads((directory / CONFIG).read_text("utf-8"))
+    (directory / CONFIG).write_text(json.dumps(config | fields), "utf-8")
+    save_file({k: np.ascontiguousarray(v) for k, v in change(STORED).items()}, directory / WEIGHTS)
+    with pytest.raises(errors.RlxError, match=message):
+        lora(adapter=directory)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "fixture, kind, config",
+    [
+        ("llama/gqa_linear_mlpbias_v5", "AutoModelForCausalLM", adapters.MIXED),
+        ("qwen3/tied_v4", "AutoModelForCausalLM", {"r": 2, "lora_alpha": 3, "use_rslora": True, "target_modules": "all-linear"}),
+        ("gpt2/scaled_v5", "AutoModelForCausalLM", {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"]}),
+        ("bert/bare_v5", "AutoModel", {"r": 2, "target_modules": ["query", "value"]}),
+    ],
+)
+def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's numbers from its files; and what we write, PEFT reads."""
+    import peft
+
+    from tests.oracles import hugging_face
+
+    directory: Path = checkpoints.FIXTURES / fixture
+    tokens = load_record(directory)["tokens"]
+    theirs = adapters.adapted(directory, kind, 2, **config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = rlx.compile(rlx.lora(rlx.recipe_for(directory), adapter=tmp_path / "theirs"))
+    want = adapters.first_output(theirs, tokens)
+    assert_close(model(tokens), want)
+    rlx.save_lora(model, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(hugging_face.load(directory, kind), tmp_path / "ours")
+    assert_close(adapters.first_output(again.eval(), tokens), want)
+    merged = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
+    assert_close(merged(tokens), adapters.first_output(theirs.merge_and_unload(), tokens))
