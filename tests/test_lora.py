@@ -151,13 +151,21 @@ def lora(*arguments: Any, **options: Any) -> None:
 
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no rank": (lambda: lora("layers.*.mlp"), errors.RequestError, "a pattern and a rank of at least 1"),
-    "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank of at least 1.*'layers.*, 0"),
+    "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank of at least 1.*up_proj' and 0"),
     "alpha": (lambda: lora("layers.*.mlp.up_proj", rank=2, alpha=-1), errors.RequestError, "alpha is -1"),
     "both": (lambda: lora("x", adapter=adapters.ADAPTER), errors.RequestError, "leave out the others"),
     "no file": (lambda: lora(adapter=adapters.BASE), errors.MissingFileError, r"adapter_config\.json"),
-    "several": (lambda: lora("layers.*.mlp", rank=2), errors.GraphError, r"layers\.0\.mlp: lora changes .* has 3 products"),
+    "several": (
+        lambda: lora("layers.*.mlp", rank=2),
+        errors.GraphError,
+        r"layers\.0\.mlp: lora changes .* has 3 products",
+    ),
     "none": (lambda: lora("layers.*.input_layernorm", rank=2), errors.GraphError, "this has 0 products"),
-    "missing": (lambda: lora("layers.*.mlp.up_proj", rank=2), errors.MissingWeightError, r"lora_A.*missing='init' draws it"),
+    "missing": (
+        lambda: lora("layers.*.mlp.up_proj", rank=2),
+        errors.MissingWeightError,
+        r"lora_A.*missing='init' draws it",
+    ),
     "nothing": (lambda: rlx.merge_lora(rlx.compile(rlx.recipe_for(adapters.BASE))), errors.RequestError, "no adapter"),
 }
 
@@ -178,8 +186,16 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = 
     "a new field": ({"surprise": 1}, lambda t: t, "'surprise'"),
     "rank": ({"r": 4}, lambda t: t, "the rank is 4, and its tensors have 3"),
     "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
-    "embedding": ({}, lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((2, 2), "f4")}, "is not handled"),
-    "half": ({}, lambda t: {k: v for k, v in t.items() if not k.endswith("0.mlp.down_proj.lora_A.weight")}, "lora_B.weight alone"),
+    "embedding": (
+        {},
+        lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((2, 2), "f4")},
+        "is not handled",
+    ),
+    "half": (
+        {},
+        lambda t: {k: v for k, v in t.items() if not k.endswith("0.mlp.down_proj.lora_A.weight")},
+        "lora_B.weight alone",
+    ),
     "shapes": ({}, lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()}, "are no"),
     "width": ({}, lambda t: {k: v[:, :7] if k.endswith("lora_A.weight") else v for k, v in t.items()}, "expected"),
     "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "nothing reads weights"),
@@ -209,8 +225,16 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
     "fixture, kind, config",
     [
         ("llama/gqa_linear_mlpbias_v5", "AutoModelForCausalLM", adapters.MIXED),
-        ("qwen3/tied_v4", "AutoModelForCausalLM", {"r": 2, "lora_alpha": 3, "use_rslora": True, "target_modules": "all-linear"}),
-        ("gpt2/scaled_v5", "AutoModelForCausalLM", {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"]}),
+        (
+            "qwen3/tied_v4",
+            "AutoModelForCausalLM",
+            {"r": 2, "lora_alpha": 3, "use_rslora": True, "target_modules": "all-linear"},
+        ),
+        (
+            "gpt2/scaled_v5",
+            "AutoModelForCausalLM",
+            {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"]},
+        ),
         ("bert/bare_v5", "AutoModel", {"r": 2, "target_modules": ["query", "value"]}),
     ],
 )

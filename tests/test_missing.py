@@ -95,15 +95,32 @@ def two_inits() -> rlx.ModelFlow:
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key": (lambda: rlx.compile(adding(), missing="init"), errors.RequestError, "give both, or neither"),
     "no missing": (lambda: rlx.compile(adding(), key=0), errors.RequestError, "give both, or neither"),
-    "a word": (lambda: rlx.compile(adding(), missing="draw", key=0), errors.RequestError, "'draw'; expected 'error' or"),  # type: ignore[arg-type]
-    "no shape": (lambda: rlx.compile(adding(shape=None), missing="init", key=0), errors.MissingWeightError, "say its shape="),
+    "a word": (
+        lambda: rlx.compile(adding(), missing="draw", key=0),
+        errors.RequestError,
+        "'draw'; expected 'error' or",
+    ),  # type: ignore[arg-type]
+    "no shape": (
+        lambda: rlx.compile(adding(shape=None), missing="init", key=0),
+        errors.MissingWeightError,
+        "say its shape=",
+    ),
     "no init": (lambda: drawn("zeross"), errors.GraphError, r"new: .*did you mean 'zeros'"),
     "a number": (lambda: drawn(3), errors.GraphError, "init is 3; expected"),
-    "a shape": (lambda: drawn(lambda *_: np.zeros(2)), errors.WeightShapeError, r"'new': its init made \[2\]; expected \[9, 6\]"),
-    "two inits": (lambda: rlx.compile(two_inits(), missing="init", key=0), errors.GraphError, "'zeros' elsewhere and 'ones' here"),
+    "a shape": (
+        lambda: drawn(lambda *_: np.zeros(2)),
+        errors.WeightShapeError,
+        r"'new': its init made \[2\]; expected \[9, 6\]",
+    ),
+    "two inits": (
+        lambda: rlx.compile(two_inits(), missing="init", key=0),
+        errors.GraphError,
+        "'zeros' elsewhere and 'ones' here",
+    ),
     "a module": (
         lambda: rlx.compile(rlx.GraphModule.define("m", lambda m: m.relu(m.input("x", (2,)))), missing="init", key=0),
-        errors.GraphError, "for a ModelFlow or a recipe",
+        errors.GraphError,
+        "for a ModelFlow or a recipe",
     ),
 }
 
