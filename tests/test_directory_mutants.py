@@ -217,12 +217,12 @@ def test_mutants(kind: str, tmp_path: Path) -> None:
     run(kind, 50 if kind.endswith(SLIDING) else 150, seed_of("fixed"), *bench(kind, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_mutants(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_mutants(kind: str, times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        count = 3_000 if kind.endswith(SLIDING) else 10_000 if kind.startswith("config") else 20_000
-        run(kind, count, seed_of("new"), *bench(kind, tmp_path))
+        count = 600 if kind.endswith(SLIDING) else 2_000 if kind.startswith("config") else 4_000
+        run(kind, count * times, seed_of("new"), *bench(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS)

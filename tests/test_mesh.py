@@ -62,9 +62,9 @@ def greedy(family: str, rows: int = 3) -> list[list[int]]:
     return lm(family).generate(PROMPTS[:rows], max_new_tokens=32)
 
 
-def slow_but(quick: bool) -> Any:
+def slow_but(quick: bool, soak: bool = False) -> Any:
     """The marks of a case."""
-    return () if quick else pytest.mark.slow
+    return () if quick else pytest.mark.soak if soak else pytest.mark.slow
 
 
 # -- the same numbers and tokens ---------------------------------------------------------------
@@ -73,7 +73,7 @@ def slow_but(quick: bool) -> Any:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        pytest.param(f, *g, marks=slow_but((f, *g) in QUICK))
+        pytest.param(f, *g, marks=slow_but((f, *g) in QUICK, g not in MIXED + APART and f != "gemma2"))
         for f in DECODERS
         for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in ("mixtral", "qwen3 experts")))
     ],

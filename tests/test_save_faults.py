@@ -172,13 +172,13 @@ def saver(path: Path, format: str, number: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_killed_at_random_instants(tmp_path: Path, format: str) -> None:
-    """SIGKILL, 100 times: the checkpoint is the last one or the one that was being written."""
+@pytest.mark.parametrize("kills", [pytest.param(20, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)])
+def test_killed_at_random_instants(tmp_path: Path, format: str, kills: int) -> None:
+    """SIGKILL, many times: the checkpoint is the last one or the one that was being written."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    rng, path, kills, mid_save, number = random.Random(seed), tmp_path / "it", 100, 0, 0
+    rng, path, mid_save, number = random.Random(seed), tmp_path / "it", 0, 0
     following = saver(path, format, 1000)
     for kill in range(1, kills + 1):
         child, following = following, saver(path, format, 1000 * (kill + 1))  # the next one starts meanwhile
