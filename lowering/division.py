@@ -37,7 +37,11 @@ class Division:
     def weight_parts(self, program: Program, axis: int) -> int:
         """How many pieces an axis of a parameter is cut into where it is multiplied."""
         role = of_program(program, self.roles)[axis]
-        return math.prod(self.mesh.shape[name] for name in self._over(role) if name not in self._rows)
+        return math.prod(self.mesh.shape[name] for name in self._used_over(role))
+
+    def row_parts(self, rows: int) -> int:
+        """How many pieces so many rows are cut into."""
+        return math.prod(self.mesh.shape[name] for name in self._fitting("batch", rows, self._over("batch")))
 
     def repeats(self, program: Program, axis: int) -> bool:
         """Whether an axis of a parameter is key heads that every device has, while query heads are divided."""
@@ -51,12 +55,13 @@ class Division:
         return self._sharding(of_program(program, self.roles), program.type.shape, ())
 
     def used(self, program: Program) -> NamedSharding:
-        """Where it is when it is used: gathered along the mesh axes that divide the batch."""
+        """Where it is when it is used: gathered along the mesh axes that divide the batch, but for experts, to which
+        rows are brought."""
         return self._sharding(of_program(program, self.roles), program.type.shape, self._rows)
 
     def value(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
-        """Of a value or a state. The mesh axes that divide the batch divide nothing else of it, and an axis that they
-        do not divide evenly stays whole."""
+        """Of a value or a state. The mesh axes that divide the batch divide nothing else of it but experts, and an axis
+        that they do not divide evenly stays whole; rows are divided along the first of theirs, as far as that goes."""
         return self._sharding(roles, tuple(shape), self._rows)
 
     def of_input(self, t: TensorType, shape: Iterable[DimLike]) -> NamedSharding:
@@ -88,15 +93,25 @@ class Division:
     def _over(self, role: str | None) -> tuple[str, ...]:
         return self.axes.get(role, ()) if role is not None else ()
 
+    def _used_over(self, role: str | None) -> tuple[str, ...]:
+        """Where it is used: rows go to the experts of other devices, and all other weights to the rows."""
+        return tuple(n for n in self._over(role) if role == "experts" or n not in self._rows)
+
+    def _fitting(self, role: str | None, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those mesh axes that divide so much evenly: all of them or none, and of rows the first ones."""
+        while names and not (is_static(size) and int(size) % math.prod(self.mesh.shape[n] for n in names) == 0):
+            names = names[:-1] if role == "batch" else ()
+        return names
+
     def _sharding(self, roles: Roles, shape: tuple[DimLike, ...], without: tuple[str, ...]) -> NamedSharding:
         taken: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
         for role, size in zip(roles, shape, strict=True):
-            names = tuple(n for n in self._over(role) if n not in taken and (role == "batch" or n not in without))
-            parts = math.prod(self.mesh.shape[name] for name in names)
-            fits = parts > 1 and is_static(size) and int(size) % parts == 0
-            entries.append(names if fits else None)
-            taken |= set(names) if fits else set()
+            kept = ("batch", "experts")
+            names = tuple(n for n in self._over(role) if n not in taken and (role in kept or n not in without))
+            names = self._fitting(role, size, names)
+            entries.append(names or None)
+            taken |= set(names)
         while entries and entries[-1] is None:
             entries.pop()
         return NamedSharding(self.mesh, PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in entries)))

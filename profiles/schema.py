@@ -218,14 +218,15 @@ class Sharding(_Table):
     """For each role that an axis may have (`rlx_jax.ir.roles`) the axes of a mesh that it is divided over, those that
     the mesh has: what `mesh=` means for a model. Without a mesh there is nothing to divide.
 
-    batch: rows. Parameters are not divided along these axes where they are used, only where they are kept.
+    batch: rows. Parameters are not divided along these axes where they are used, only where they are kept; but experts
+    are, and rows are brought to them.
     sequence: tokens of a row. heads, kv_heads, ffn: attention and feed-forward, by head and by column. vocab: the
     output head. embedding: rows of a table, whose lookup then takes a collective. hidden: of matrices, where they are
     kept. experts: of a mixture. channel: norms and biases.
     """
 
     PATH: ClassVar[str] = "sharding"
-    batch: tuple[str, ...] = ("data", "fsdp")
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")
     sequence: tuple[str, ...] = ("context",)
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)

@@ -155,8 +155,7 @@ class InPieces:
     def groups(self, batch: int) -> int:
         """Parts of the batch, each on devices of its own: the gradient of the weight is summed in each of them alone,
         over all pieces, and then over them."""
-        parts = 1 if self.division is None else self.division.parts("batch")
-        return parts if batch % parts == 0 else 1
+        return 1 if self.division is None else self.division.row_parts(batch)
 
     def apart(self, sums: AnyArray) -> AnyArray:
         """`[g, …]`, of each group where its rows are."""
@@ -340,7 +339,7 @@ def count_pieces(
     """In how many pieces the sequence is taken; by default so that the f32 logits of one on one device fit `room`."""
     batch, seq = shape
     if chunk is None:
-        share = 1 if division is None else division.parts("batch") * division.parts("vocab")
+        share = 1 if division is None else division.row_parts(batch) * division.parts("vocab")
         chunk = max(1, share * room // (4 * batch * int(vocab)))
     elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
         raise RequestError(f"cross_entropy: chunk is a number of tokens, at least 1, got {shown(chunk)}")

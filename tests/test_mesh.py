@@ -296,7 +296,7 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
 
 
 def test_experts_stay_where_they_are() -> None:
-    """Each device has its own; what is sent is one sum behind them, and no weight."""
+    """Each device has its own; tokens are sent to them and results back, and no weight. Rows are divided, too."""
     ours = lm("mixtral", "expert tensor", 4)
     ours.generate(PROMPTS[:3], max_new_tokens=2)
     params: Any = ours.model.params
@@ -304,10 +304,13 @@ def test_experts_stay_where_they_are() -> None:
     assert gate.shape == (4, 48, 32) and gate.sharding.shard_shape(gate.shape) == (2, 24, 32)
     kept = {k.program: e for k, e in ours.model.programs.executables.items()}
     for program in ("prefill", "extend"):
-        assert all("experts are divided over devices" in line for line in kept[program].lir.experts())
+        assert all("2 of 4 experts on each device" in line for line in kept[program].lir.experts())
         found = sent(ours, program)
-        assert len([kind for kind, _ in found if kind == "all-reduce"]) == 2 * LAYERS
-        assert [kind for kind, _ in found if kind != "all-reduce"] == ["all-gather"]  # of the logits
+        wide = [(kind, re.sub(r",\d+,", ",S,", shape)) for kind, shape in found if shape.endswith(f",{HIDDEN}]")]
+        layer = [("all-gather", "f32[4,S,32]"), ("reduce-scatter", "f32[2,S,32]"), *[("all-reduce", "f32[2,S,32]")] * 2]
+        assert sorted(wide) == sorted(LAYERS * layer)
+        others = {shape.rpartition(",")[2] for _, shape in found if not shape.endswith(f",{HIDDEN}]")}
+        assert others == {"4]", "2]", f"{V + 1}]"}  # what the router says, weights of choices, logits
 
 
 @pytest.mark.slow

@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
-from rlx_jax.lowering.division import Division
+from rlx_jax.lowering.division import Division, on_one
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any
@@ -43,23 +44,38 @@ WORK = 200.0
 not say."""
 
 
-def choose_experts(graph: Graph, device: Device, wanted: str, divided: bool = False) -> dict[Call, Choice]:
+def choose_experts(graph: Graph, device: Device, wanted: str, division: Division | None = None) -> dict[Call, Choice]:
     """How every mixture of a program with static sizes runs. `wanted` is auto or the name of an implementation.
 
-    Over several devices that have their own experts, all compute theirs for every token, and the results are added.
+    Where devices have experts of their own, each chooses for these, and for the tokens that are brought to them.
     """
     calls = {call_of(g, n) for g, n in graph.walk() if isinstance(n.op, ExpertFfn)}
     if wanted != "auto":
         chosen = Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
         return dict.fromkeys(calls, chosen)
-    if divided:
-        return {call: Choice("xla", "experts are divided over devices") for call in calls}
-    return {call: choose(call, device) for call in calls}
+    return {call: choose(call, device) if division is None else choose_apart(call, device, division) for call in calls}
+
+
+def choose_apart(call: Call, device: Device, division: Division) -> Choice:
+    """As `choose` for the experts that a device has, if devices have some each."""
+    op, operands = call
+    assert isinstance(op, ExpertFfn)
+    apart = apart_of(op, division, operands)
+    if not apart.own:
+        return choose(call, device)
+    experts = int(operands[1].shape[0])
+    brought = (tuple(n for n in _axes([entry]) if n not in apart.own) for entry in apart.rows)
+    there = NamedSharding(division.mesh, PartitionSpec(*(names or None for names in brought)))
+    x, weights, ids = (on_one(operands[place], there) for place in (0, 4, 5))
+    own = NamedSharding(division.mesh, PartitionSpec(apart.wide[0]))
+    gate, up, down, *biases = (on_one(t, own) for t in (*operands[1:4], *operands[6:]))
+    chosen = choose((op, (x, gate, up, down, weights, ids, *biases)), device)
+    return replace(chosen, reason=f"{gate.shape[0]} of {experts} experts on each device: {chosen.reason}")
 
 
 def choose(call: Call, device: Device) -> Choice:
     """The implementation of one mixture."""
-    _, (x, gate, *_, ids) = call
+    _, (_, gate, _, _, _, ids, *_) = call
     experts, chosen, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
     if device.kind == "cpu":
         return Choice("looped", "batches of products are slow on a CPU")
@@ -73,38 +89,87 @@ def choose(call: Call, device: Device) -> Choice:
     return Choice("blocked", f"{chosen} choices of {experts} experts")
 
 
-def over_devices(
-    op: ExpertFfn, run: Callable[..., AnyArray], division: Division, arrays: tuple[AnyArray, ...]
-) -> AnyArray:
-    """The op over a mesh: each device runs its own experts, or its part of each, for the rows that it has, and what
-    they give is added. A choice of an expert that another device has is of none here."""
-    x, gate, up, down, weights, ids, *biases = arrays
+@dataclass(frozen=True)
+class Apart:
+    """Where a mixture is on a mesh.
+
+    rows, choices: of x and the result, and of weights and ids. wide, narrow: of gate and up, and of down. beside: of
+    biases.
+    own: the mesh axes along which devices have experts of their own. gathered: axes of x that these divide, each with
+    those that do: tokens are brought together along them, and results added and given back. summed: along these,
+    results are added for all.
+    """
+
+    rows: PartitionSpec
+    choices: PartitionSpec
+    wide: PartitionSpec
+    narrow: PartitionSpec
+    beside: tuple[PartitionSpec, ...]
+    own: tuple[str, ...]
+    gathered: tuple[tuple[int, tuple[str, ...]], ...]
+    summed: tuple[str, ...]
+
+
+def apart_of(op: ExpertFfn, division: Division, operands: Sequence[Any]) -> Apart:
+    """Of operands that are types or arrays."""
+    x, gate, _, down, _, ids, *biases = operands
     rows, choices = (division.value((*op.roles, None), a.shape).spec for a in (x, ids))
     wide = division.value(("experts", "ffn", None) if op.contract else ("experts", None, "ffn"), gate.shape).spec
     narrow = division.value(("experts", None, "ffn") if op.contract else ("experts", "ffn", None), down.shape).spec
-    own, parts = _axes(wide[:1]), _axes(wide)
+    own = _axes(wide[:1])
+    shared = ((axis, tuple(n for n in _axes([entry]) if n in own)) for axis, entry in enumerate(rows))
+    gathered = tuple((axis, names) for axis, names in shared if names)
+    back = {name for _, names in gathered for name in names}
     outs = zip(("ffn", "ffn", None), biases, strict=False)
-    beside = [division.value(("experts", role), bias.shape).spec for role, bias in outs]
+    beside = tuple(division.value(("experts", role), bias.shape).spec for role, bias in outs)
+    return Apart(rows, choices, wide, narrow, beside, own, gathered, tuple(n for n in _axes(wide) if n not in back))
+
+
+def over_devices(
+    op: ExpertFfn, run: Callable[..., AnyArray], division: Division, arrays: tuple[AnyArray, ...]
+) -> AnyArray:
+    """The op over a mesh: each device runs its own experts, or its part of each.
+
+    Of T tokens of H that n devices with E / n experts each have parts of, every device gets all, `(n − 1) / n · T · H`
+    numbers, runs the choices of its own experts, and gives each device the sum for its tokens, as many numbers. Any
+    routing fits: a token is sent once to each device, whatever number of its experts is there. Where the rows do not
+    divide, every device has all of them, and results are added for all.
+    """
+    apart = apart_of(op, division, arrays)
+    devices = math.prod(division.mesh.shape[name] for name in apart.own)
+    specs = (apart.rows, apart.wide, apart.wide, apart.narrow, apart.choices, apart.choices, *apart.beside)
+    every = _axes((*apart.rows, *apart.wide))
 
     def here(*arrays: AnyArray) -> AnyArray:
-        gate, up, down, *biases = *arrays[1:4], *arrays[6:]
-        # What a device makes of rows that others have too is its own.
-        x, weights, ids = (lax.pcast(a, parts, to="varying") if parts else a for a in (arrays[0], *arrays[4:6]))
-        if biases and (within := parts[len(own) :]):  # of the sum over parts of an expert one has the bias
+        # What devices have alike each takes as its own, so that its gradient is added over them here, and not where it
+        # is used, which may be in a branch that some of them do not take.
+        alike = (tuple(n for n in dict.fromkeys(every) if n not in _axes(spec)) for spec in specs)
+        own = [lax.pcast(a, names, to="varying") if names else a for a, names in zip(arrays, alike, strict=True)]
+        x, weights, ids = (_brought(own[place], apart) for place in (0, 4, 5))
+        gate, up, down, *biases = *own[1:4], *own[6:]
+        within = tuple(n for n in _axes(apart.wide) if n not in apart.own)
+        if biases and within:  # of the sum over parts of an expert one has the bias
             biases[2] = jnp.where(lax.axis_index(within) == 0, biases[2], 0)
-        if own:
-            ids = ids - lax.axis_index(own) * gate.shape[0]
-            mine = (ids >= 0) & (ids < gate.shape[0])
-            # An id that no expert has is seen by none; ways that read by id get one, with a weight of nothing.
-            ids = jnp.where(mine, ids, gate.shape[0] if run == op.eval else 0)
-            weights = jnp.where(mine, weights, 0)
-        made = run(x, gate, up, down, weights, ids, *biases)
-        return lax.psum(made, parts) if parts else made
+        if not apart.own:
+            made = run(x, gate, up, down, weights, ids, *biases)
+        else:
+            ids = ids - lax.axis_index(apart.own) * gate.shape[0]
+            ids = jnp.where((ids >= 0) & (ids < gate.shape[0]), ids, gate.shape[0])  # none of its own
+            how = {} if run == op.eval else {"devices": devices}
+            made = run(x, gate, up, down, weights, ids, *biases, **how)
+        for axis, names in apart.gathered:
+            made = lax.psum_scatter(made, names, scatter_dimension=axis, tiled=True)
+        return lax.psum(made, apart.summed) if apart.summed else made
 
-    divided = jax.shard_map(
-        here, mesh=division.mesh, in_specs=(rows, wide, wide, narrow, choices, choices, *beside), out_specs=rows
-    )
+    divided = jax.shard_map(here, mesh=division.mesh, in_specs=specs, out_specs=apart.rows)
     return divided(*arrays)
+
+
+def _brought(a: AnyArray, apart: Apart) -> AnyArray:
+    """Of tokens that devices with other experts have, all."""
+    for axis, names in apart.gathered:
+        a = lax.all_gather(a, names, axis=axis, tiled=True)
+    return a
 
 
 def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
@@ -115,11 +180,13 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
 
 def gathered(
     op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray,
+    *biases: AnyArray, devices: int = 1,
 ) -> AnyArray:  # fmt: skip
     """The op with the weights of each choice, as a batch of products of one row."""
     flat, each = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
     wide, narrow = ("nh,nfh->nf", "nf,nhf->nh") if op.contract else ("nh,nhf->nf", "nf,nfh->nh")
+    if devices > 1:
+        each = jnp.where((flat < len(gate))[:, None], each, 0)
 
     def own(w: AnyArray | None) -> AnyArray | None:
         return None if w is None else jnp.take(w, flat, axis=0, mode="clip")
@@ -129,34 +196,53 @@ def gathered(
 
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    return _combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights)
+    return _combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def blocked(
     op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray,
+    *biases: AnyArray, devices: int = 1,
 ) -> AnyArray:  # fmt: skip
-    """The op by blocks of choices of one expert, whose weights are multiplied as a batch."""
+    """The op by blocks of choices of one expert, whose weights are multiplied as a batch.
+
+    Of the experts of several devices, which most choices are none of here: so many blocks at a time as there are where
+    all have their share, and no more times than there are choices for.
+    """
     # Half of what an expert has, as the last block of each is not full.
-    cut = sorted_blocks(ids, len(gate), max(block_rows(ids.size, len(gate)) // 2, 1))
-    inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
+    share = ids.size // devices
+    rows = max(block_rows(share, len(gate)) // 2, 1)
+    at_once = -(-share // rows) + len(gate) if devices > 1 else 1
+    cut = sorted_blocks(ids, len(gate), rows, at_once)
     wide, narrow = ("brh,bfh->brf", "brf,bhf->brh") if op.contract else ("brh,bhf->brf", "brf,bfh->brh")
+    tokens, (gate_bias, up_bias, down_bias) = x.reshape(-1, x.shape[-1]), biases or NONE
 
-    def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None) -> AnyArray:
-        return plus(op.product(subscripts, x, w[cut.owner]), None if bias is None else bias[cut.owner][:, None])
+    def blocks(choice: AnyArray, owner: AnyArray) -> AnyArray:
+        def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None) -> AnyArray:
+            return plus(op.product(subscripts, x, w[owner]), None if bias is None else bias[owner][:, None])
 
-    gate_bias, up_bias, down_bias = biases or NONE
-    inner = op.gated(*(product(wide, inside, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    out = product(narrow, inner, down, down_bias)  # f32 would move twice the bytes
-    return _combined(op, cut.back(out).astype(jnp.float32), x, weights)
+        inside = tokens[choice // ids.shape[-1]]
+        inner = op.gated(*(product(wide, inside, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
+        return product(narrow, inner, down, down_bias)  # f32 would move twice the bytes
+
+    def turn(given: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
+        choice, owner, used = given
+        none = jnp.zeros_like(tokens, shape=(*choice.shape, tokens.shape[1]))
+        return lax.cond(used.any(), blocks, lambda *_: none, choice, owner)
+
+    if devices == 1:
+        out = blocks(cut.choice, cut.owner)
+    else:
+        parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (cut.choice, cut.owner, cut.used))
+        out = lax.map(turn, tuple(parts))
+    return _combined(op, cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def looped(
     op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray,
+    *biases: AnyArray, devices: int = 1,
 ) -> AnyArray:  # fmt: skip
     """The op by blocks of choices of one expert, block by block; those that nothing is in cost nothing."""
-    cut = sorted_blocks(ids, len(gate), block_rows(ids.size, len(gate)))
+    cut = sorted_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
     inside = x.reshape(-1, x.shape[-1])[cut.choice // ids.shape[-1]]
     wide, narrow = ("rh,fh->rf", "rf,hf->rh") if op.contract else ("rh,hf->rf", "rf,fh->rh")
 
@@ -172,7 +258,8 @@ def looped(
 
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
-    return _combined(op, cut.back(lax.map(block, (inside, cut.owner, cut.used[:, 0]))), x, weights)
+    out = lax.map(block, (inside, cut.owner, cut.used[:, 0]))
+    return _combined(op, cut.back(out), x, weights, _mine(ids, gate, devices))
 
 
 @dataclass(frozen=True)
@@ -190,10 +277,11 @@ class SortedChoices:
         return out.reshape(-1, out.shape[-1])[self.place]
 
 
-def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
-    """As many blocks as there can be."""
+def sorted_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) -> SortedChoices:
+    """As many blocks as there can be, or the next multiple. An id past the last expert is in none."""
     flat = ids.reshape(-1)
-    number = jnp.arange(min(-(-flat.size // rows) + experts - 1, flat.size))
+    most = min(-(-flat.size // rows) + experts - 1, flat.size)
+    number = jnp.arange(-(-most // multiple) * multiple)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     first, needs = jnp.cumsum(counts) - counts, -(-counts // rows)  # of each expert: its first choice, its blocks
     ends = jnp.cumsum(needs)
@@ -208,21 +296,24 @@ def sorted_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
 
 def ragged(
     op: ExpertFfn, x: AnyArray, gate: AnyArray, up: AnyArray, down: AnyArray, weights: AnyArray, ids: AnyArray,
-    *biases: AnyArray,
+    *biases: AnyArray, devices: int = 1,
 ) -> AnyArray:  # fmt: skip
     """The op by groups of choices, sorted by expert."""
     experts, top, flat = gate.shape[0], ids.shape[-1], ids.reshape(-1)
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     inside = x.reshape(-1, x.shape[-1])[order // top]
+    if devices > 1:  # what is made of rows behind the groups nobody says
+        inside = jnp.where((jnp.arange(flat.size) < counts.sum())[:, None], inside, 0)
 
     def product(x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any) -> AnyArray:
         turned, precision = w.swapaxes(1, 2) if op.contract else w, lax.Precision(op.precision)
         made = lax.ragged_dot(x, turned, counts, precision=precision, preferred_element_type=dtype)
-        return plus(made, None if bias is None else bias[flat[order]])
+        return plus(made, None if bias is None else jnp.take(bias, flat[order], axis=0, mode="clip"))
 
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(inside, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    return _combined(op, product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)], x, weights)
+    out = product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)]
+    return _combined(op, out, x, weights, _mine(ids, gate, devices))
 
 
 def block_rows(choices: int, experts: int) -> int:
@@ -235,7 +326,12 @@ def _counts(ids: AnyArray, experts: int) -> AnyArray:
     return jnp.zeros(experts, jnp.int32).at[ids].add(1)
 
 
-def _combined(op: ExpertFfn, out: AnyArray, x: AnyArray, weights: AnyArray) -> AnyArray:
-    """The weighted sum of what the choices of each token give, `[choices, H]` f32."""
-    each = out.reshape(*weights.shape, -1)
-    return (each * weights.astype(jnp.float32)[..., None]).sum(-2).astype(x.dtype)
+def _mine(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
+    """Which choices are of experts that are here; None: all."""
+    return ids < len(gate) if devices > 1 else None
+
+
+def _combined(op: ExpertFfn, out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
+    """The weighted sum of what the choices of each token give, `[choices, H]` f32; of those that are `mine` alone."""
+    each = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
+    return (each if mine is None else jnp.where(mine[..., None], each, 0)).sum(-2).astype(x.dtype)

@@ -12,6 +12,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
@@ -41,17 +42,17 @@ CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp
 
 
 def choose_all(
-    graph: Graph, device: Device, attention: str, products: str, experts: str, divided: bool = False
+    graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None = None
 ) -> dict[Call, Choice]:
     """The implementation of every attention and mixture of experts of a program with static sizes, and of products and
-    recurrences where `eval` loses. `divided`: experts are, over devices.
+    recurrences where `eval` loses.
 
     Raises:
         UnsupportedError: see `choose_attention`.
     """
     chosen = choose_attention(graph, device, attention)
     chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device)
-    return chosen | choose_experts(graph, device, experts, divided)
+    return chosen | choose_experts(graph, device, experts, division)
 
 
 def runnable(choices: Mapping[Call, Choice], kind: str) -> dict[Call, Choice]:

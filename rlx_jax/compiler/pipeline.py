@@ -195,7 +195,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
         make_plan(settings),
         donate_inputs=reusable_inputs(graph, settings.donate_inputs),
         choices=choose_all(
-            graph, settings.device, settings.attention, settings.products, settings.experts, experts_apart(settings)
+            graph, settings.device, settings.attention, settings.products, settings.experts, settings.division
         ),
     )
     return Lir(graph, plan)
@@ -222,11 +222,6 @@ def make_plan(settings: Settings) -> Plan:
         products=settings.products,
         experts=settings.experts,
     )
-
-
-def experts_apart(settings: Settings) -> bool:
-    """Whether devices have experts of their own."""
-    return settings.division is not None and settings.division.parts("experts") > 1
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
