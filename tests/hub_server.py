@@ -105,8 +105,8 @@ class Handler(BaseHTTPRequestHandler):
                 return b"", {}, (401, "RepoNotFound")  # as the Hub does for whoever shows no token
             if revision not in self.hub.revisions:
                 return b"", {}, (404, "RevisionNotFound")
-            content = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [listed(p, c) for p, c in files.items()]}
-            return json.dumps(content).encode(), {"Content-Type": "application/json"}, None
+            model = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [listed(p, c) for p, c in files.items()]}
+            return json.dumps(model).encode(), {"Content-Type": "application/json"}, None
         if parts[2:3] != ["resolve"]:
             return b"", {}, (404, "")
         org, name, _, revision, *rest = parts

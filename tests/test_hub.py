@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -421,10 +422,10 @@ def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pyt
         rlx.load("org/m")
     assert server.fetched() == []
     folder = open_folder("org/m")
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: _Usage(0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(0))
     with pytest.raises(NoSpaceError, match=r"bytes to fetch, 0 are free in"):
         folder.bring("model.safetensors")
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: _Usage(2**40))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(2**40))
     bare = json.dumps({"sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}).encode()
     server.faults["revision/main"] = lambda handler, _: handler.send(bare, {})
     with pytest.raises(LimitError, match="MAX_CONFIG_BYTES"):

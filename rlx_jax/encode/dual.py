@@ -17,6 +17,8 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.origin import Origin
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
@@ -35,6 +37,8 @@ class DualEncoder:
         padding: as `Encoder` has it.
         profile, mesh, strict, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
     """
+
+    origin: Origin | None = None  # the checkpoint that `rlx_jax.load` opened
 
     @suggests()
     def __init__(
@@ -61,6 +65,11 @@ class DualEncoder:
         pooled_width(first)  # or it says what is missing
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
+
+    @property
+    def model(self) -> CompiledModel:
+        """The tower of texts, whose parameters are those of both."""
+        return self.texts.model
 
     @suggests()
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:

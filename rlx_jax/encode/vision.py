@@ -21,6 +21,7 @@ from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.origin import Origin
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
@@ -40,6 +41,8 @@ class VisionEncoder:
         processor: makes pixel values of images, for `embed`; `rlx_jax.load` brings the checkpoint's own.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
+
+    origin: Origin | None = None  # the checkpoint that `rlx_jax.load` opened
 
     @suggests()
     def __init__(

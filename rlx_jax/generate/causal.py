@@ -46,6 +46,7 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.origin import Origin
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import Report
@@ -77,6 +78,8 @@ class CausalLM:
         eos_ids: tokens that end a row.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
+
+    origin: Origin | None = None  # the checkpoint that `rlx_jax.load` opened
 
     @suggests()
     def __init__(

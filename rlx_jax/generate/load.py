@@ -9,15 +9,16 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import load_processor
-from rlx_jax.encode.sentence import load_pipeline
+from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.models.families import check_options, open_pretrained, rebound
+from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.runtime.origin import Origin
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
 
 
@@ -61,9 +62,10 @@ def load(
     """
     own_options = ("revision", "token", "profile", "mesh", "dtype", "strict", "recipe", "progress")
     check_options("load", options, own_options)
-    folder = open_folder(path, revision, token, progress)
-    pipeline = load_pipeline(folder)
-    folder = folder.below(pipeline.transformer) if pipeline else folder
+    root = open_folder(path, revision, token, progress)
+    pipeline = load_pipeline(root)
+    inside = pipeline.transformer if pipeline else ""
+    folder = root.below(inside)
     pretrained = open_pretrained(folder, strict=strict, **options)
     if pretrained.kind == "denoiser":
         raise UnsupportedError(
@@ -71,16 +73,30 @@ def load(
             "rlx_jax.compile(rlx_jax.from_pretrained(path))"
         )
     own = pretrained.recipe
-    flow = ModelFlow.from_recipe(own if recipe is None else rebound(recipe, own))
+    used = own if recipe is None else rebound(recipe, own)
     if dtype is not None:
         dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
-        chosen = CompileProfile.of(flow.profile or CompileProfile() if profile is None else profile)
+        chosen = CompileProfile.of(
+            ModelFlow.from_recipe(used).profile or CompileProfile() if profile is None else profile
+        )
         profile = chosen.replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
+    opened = _opened(pretrained, used, folder, pipeline, common)
+    differs = "the model was loaded with a recipe that differs from the checkpoint's"
+    opened.origin = Origin(root, inside, "" if used is own or used == own else differs)
+    return opened
+
+
+def _opened(
+    pretrained: Pretrained, recipe: Any, folder: Folder, pipeline: SentencePipeline | None, common: dict[str, Any]
+) -> CausalLM | Encoder | VisionEncoder | DualEncoder:
+    """What the kind of a checkpoint says, of a recipe."""
     if pretrained.kind == "vision":
-        return VisionEncoder(flow, processor=load_processor(folder, pretrained.images), **common)
+        processor = load_processor(folder, pretrained.images)
+        return VisionEncoder(ModelFlow.from_recipe(recipe), processor=processor, **common)
     if pretrained.kind == "dual":
-        return load_dual(folder, own if recipe is None else rebound(recipe, own), pretrained.images, common)
+        return load_dual(folder, recipe, pretrained.images, common)
+    flow, own = ModelFlow.from_recipe(recipe), pretrained.recipe
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
     common |= {"tokenizer": tokenizer, "max_positions": pretrained.max_positions}
     if pretrained.kind == "encoder":

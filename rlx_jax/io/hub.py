@@ -287,7 +287,7 @@ def _kept(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
         rows = parse_object(raw, quote(path), IntegrityError).get("files")
         if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
             raise IntegrityError(f"{quote(path)}: expected the files of a commit; delete it")
-        return commit, {name: _checked(*row, f"{quote(path)}: {quote(name)}") for name, row in rows.items()}
+        return commit, {n: _checked(row[0], row[1], f"{quote(path)}: {quote(n)}") for n, row in rows.items()}
     except MissingFileError:
         root = folder / "snapshots" / commit
         there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
@@ -366,9 +366,10 @@ def _shown(progress: Told | None, name: str, nbytes: int | None) -> Iterator[Cal
 
         yield told
         return
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    with tqdm(total=nbytes, desc=name, unit="B", unit_scale=True, disable=None) as bar:
+    bar: Any
+    with tqdm(total=nbytes, desc=name, unit="B", unit_scale=True, disable=None) as bar:  # type: ignore[no-untyped-call]
         yield lambda count: bar.update(count) and None
 
 

@@ -123,7 +123,7 @@ def _body(remote: Remote, url: str, where: str, start: int) -> Iterator[bytes]:
     Raises:
         _Stopped: no connection, too slow, cut, or a server in trouble. HubError, MissingFileError: it refuses.
     """
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     timeout = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
     seconds = float(timeout) if timeout.isdigit() and int(timeout) else 10.0

@@ -29,13 +29,14 @@ from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.compiling import has_data
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.origin import Origin, whole_checkpoint
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
 
 class Holder(Protocol):
-    """What has a compiled model in it: a `CausalLM`, an `Encoder`."""
+    """What has a compiled model in it: a `CausalLM`, an `Encoder`. What `rlx_jax.load` opened has an `origin` too."""
 
     @property
     def model(self) -> CompiledModel: ...
@@ -44,12 +45,17 @@ class Holder(Protocol):
 def save(
     model: CompiledModel | Holder,
     path: str | os.PathLike[str],
-    format: str = "orbax",
+    format: str | None = None,
     *,
     overwrite: bool = False,
     dtype: str | None = None,
 ) -> None:
-    """Write a model's parameters to the directory `path`; `weights=path` loads them.
+    """Write a model to the directory `path`.
+
+    Of what `rlx_jax.load` opened it is a checkpoint that `rlx_jax.load` and transformers open: the weights, also those
+    of the checkpoint that the model does not hold, with `config.json`, `generation_config.json`, the files of the
+    tokenizer, its chat templates, the image processor's and those of sentence-transformers' modules. Of any other model
+    it is the weights alone; `weights=path` loads them.
 
     Keys and shapes are the checkpoint's, whatever the profile merged, stacked or transposed. The directory is
     written beside `path`, read back, and renamed: `path` is what it was or what it is to be, also after a crash.
@@ -58,18 +64,20 @@ def save(
     Args:
         model: with `params`; after training, `model.replace(params=params)`.
         path: a new directory; its parent exists.
-        format: "orbax", which plain orbax restores too, or "safetensors".
+        format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
+            `rlx_jax.load` opened, the second for other models.
         overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
-        dtype: of all floating weights: "f32", "bf16", "f16". Without it each has the dtype of its checkpoint, and
-            values that this dtype does not hold are an error, and so are weights that are packed there: no format
-            writes packed ones, and with `dtype` the numbers they stand for are written.
+        dtype: of all floating weights: "f32", "bf16", "f16"; `config.json` says so then. Without it each has the dtype
+            of its checkpoint, and values that this dtype does not hold are an error, and so are weights that are packed
+            there: no format writes packed ones, and with `dtype` the numbers they stand for are written.
 
     Raises:
         WeightDTypeError: values would be rounded, or weights were packed, and `dtype` does not ask for it.
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
         NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
         WeightError: the model has no parameters, or holds one key twice with different values.
-        UnsupportedError: another format, or a dtype or shape that the format cannot store.
+        UnsupportedError: another format, a dtype or shape that the format cannot store, or a model that was loaded with
+            an edited `recipe=`, which no `config.json` describes.
     """
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
@@ -80,6 +88,8 @@ def save(
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     wanted = None if dtype is None else _floating(dtype)
+    origin: Origin | None = getattr(model, "origin", None)
+    beside = {} if origin is None else origin.files(wanted)
     if wanted is None:
         _refuse_packed(programs.layout.leaves.values())
     found = list(_weights(programs.layout.leaves, params, source))
@@ -87,7 +97,12 @@ def save(
     _refuse_rounding([w for w in found if wanted is None and not w.survives()])
     weights = _once(found)
     _warn_of_nan(weights)
-    write_checkpoint(path, [w.entry(wanted) for w in weights], format, overwrite)
+    entries = [w.entry(wanted) for w in weights]
+    if origin is None or source is None:
+        write_checkpoint(path, entries, format or "orbax", overwrite)
+        return
+    entries = whole_checkpoint(entries, source, wanted)
+    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, origin.inside)
 
 
 def _floating(name: str) -> np.dtype[Any]:

@@ -40,5 +40,9 @@ class RenamedSource:
         """Close the files, if the source holds any open."""
         close(self.source)
 
+    def stored(self, key: str) -> str:
+        """The key of a weight in `source`."""
+        return self._name(key)
+
     def _name(self, key: str) -> str:
         return find(self._names, key, "a part of a checkpoint")

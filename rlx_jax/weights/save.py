@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,21 @@ from rlx_jax.weights.format import Entry, Format, OpenOptions
 from rlx_jax.weights.manifest import Manifest, VerifiedSource, WeightEntry, digest, manifest_of, read_manifest
 
 
-def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], format: str, overwrite: bool) -> None:
-    """Write `entries` to the directory `path`, whole or not at all. Arguments and errors as `rlx_jax.save`."""
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    entries: Sequence[Entry],
+    format: str,
+    overwrite: bool,
+    beside: Mapping[str, bytes] | None = None,
+    inside: str = "",
+) -> None:
+    """Write `entries` to the directory `path`, whole or not at all. Arguments and errors as `rlx_jax.save`.
+
+    Args:
+        beside: other files by path. They are no part of the manifest: who edits them need not delete it.
+        inside: the directory in `path` that the weights go to.
+    """
+    beside = beside or {}
     known = {row.name: row for row in formats.FORMATS if row.writes}
     if not isinstance(format, str) or format not in known:
         names = sorted(known)
@@ -41,12 +54,18 @@ def write_checkpoint(path: str | os.PathLike[str], entries: Sequence[Entry], for
     target = os.path.realpath(os.fsdecode(path))
     kept = _files_to_keep(target)
     weights: dict[str, WeightEntry] = {}
-    with replacing(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
-        known[format].write(new, [replace(e, values=partial(_values, e, weights)) for e in entries])
+    nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, beside.values()))
+    with replacing(target, overwrite, nbytes) as new:
+        there = os.path.join(new, inside) if inside else new
+        os.makedirs(os.path.dirname(there), exist_ok=True)
+        known[format].write(there, [replace(e, values=partial(_values, e, weights)) for e in entries])
         found = manifest_of(new, weights, files_below(new))
-        _read_back(new, known[format], found)
+        _read_back(there, known[format], found)
         write_synced(os.path.join(new, manifest.NAME), found.to_json())
-        for name in kept:
+        for name, content in beside.items():
+            os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
+            write_synced(os.path.join(new, name), content)
+        for name in (n for n in kept if n not in beside):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
 

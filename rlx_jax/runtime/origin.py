@@ -1,0 +1,115 @@
+"""The checkpoint that a model was loaded from: what else belongs into a directory that holds its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.io import limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.renamed import RenamedSource
+
+CONFIG = "config.json"
+BESIDE = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json", "merges.txt",
+    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json",
+    "vocab.json", "vocab.txt",
+)  # fmt: skip
+"""Files beside the weights that other libraries read, whether or not rlx_jax has."""
+_DTYPES = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model's weights, config and tokenizer are from.
+
+    Attributes:
+        folder: the checkpoint's directory.
+        inside: the directory in it of the weights and their `config.json`; "" for itself.
+        edited: why `config.json` is not that of the model; "" where it is.
+    """
+
+    folder: Folder
+    inside: str = ""
+    edited: str = ""
+
+    def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
+        """What stands beside the weights, by path: as it is, but for the dtype that a config says.
+
+        Args:
+            dtype: what all floating weights are saved in; None: as they are.
+
+        Raises:
+            UnsupportedError: the config is not that of the model.
+            ConfigError: a file that loading has read is not there any more.
+        """
+        if self.edited:
+            raise UnsupportedError(
+                f"{self.edited}, and its config.json would describe another: save the weights alone, "
+                "rlx_jax.save(model.model, path)"
+            )
+        here = self.folder.below(self.inside)
+        asked = [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]
+        more = [f"{self.inside}/{name}" if self.inside else name for name in BESIDE if here.bring(name)]
+        found = {}
+        for name in dict.fromkeys([*asked, *more]):
+            raw = self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+            if raw is None:
+                raise ConfigError(f"{self.folder.where(name)}: it was there when the model was loaded, and is not now")
+            found[name] = raw
+        if dtype is not None:
+            own = f"{self.inside}/{CONFIG}" if self.inside else CONFIG
+            found[own] = json.dumps(in_dtype(here.needed(CONFIG), dtype.name), indent=2).encode() + b"\n"
+        return found
+
+
+def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config whose weights are of this dtype, those of the parts too.
+
+    >>> in_dtype({"dtype": "float32", "text_config": {"torch_dtype": "float32"}}, "bfloat16")
+    {'dtype': 'bfloat16', 'text_config': {'torch_dtype': 'bfloat16'}}
+    """
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: dtype if k in _DTYPES and isinstance(v, str | None) else part(v) for k, v in value.items()}
+
+    made: dict[str, Any] = part(dict(config))
+    return made if any(name in made for name in _DTYPES) else {**made, "torch_dtype": dtype}
+
+
+def whole_checkpoint(held: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
+    """What a model holds, under the checkpoint's names, and what of the checkpoint it does not hold, copied.
+
+    So a text model that was built alone is saved with the tower of images that its `config.json` promises.
+
+    Raises:
+        UnsupportedError: a weight that is copied is packed.
+    """
+    stored = source
+    if isinstance(source, RenamedSource):
+        stored, held = source.source, [Entry(source.stored(e.key), e.type, e.values) for e in held]
+    names = {entry.key for entry in held}
+    return [*held, *(_copied(stored, key, dtype) for key in stored.keys() if key not in names)]
+
+
+def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
+    spec = source.spec(key)
+    if isinstance(spec, PackedSpec):
+        raise UnsupportedError(f"weight {quote(key)} ({source.where(key)}) is packed, and no format writes packed ones")
+    found = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
+    if dtype is None or not is_float(found.dtype):
+        return Entry(key, found, partial(source.read, key))
+    return Entry(key, found.with_dtype(dtype), lambda: source.read(key).astype(dtype))

@@ -1,0 +1,268 @@
+"""`rlx_jax.save` of what `rlx_jax.load` opened: a directory that it, and transformers, open as the one before."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import rlx_jax as rlx
+from rlx_jax.errors import ConfigError, NoSpaceError, TargetExistsError, UnsupportedError
+from rlx_jax.weights import safetensors_format
+from rlx_jax.weights import save as weights_save
+from tests.hub_server import Hub, serving
+from tests.oracles import hugging_face
+from tests.oracles.checkpoints import FIXTURES, copy, edit_json, sentence_directory
+
+LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+BERT = FIXTURES / "bert" / "bare_v5"
+GEMMA = FIXTURES / "gemma3_text" / "pattern_v4"
+IDS = np.array([[1, 2, 3, 4]], np.int32)
+
+
+def paths(directory: Path) -> set[str]:
+    return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+
+
+def beside(directory: Path) -> set[str]:
+    """The files that are no weights."""
+    return {name for name in paths(directory) if ".safetensors" not in name}
+
+
+def tensors(directory: Path) -> dict[str, Any]:
+    """All weights, of whatever files."""
+    files = [load_file(directory / name) for name in paths(directory) if name.endswith(".safetensors")]
+    return {key: value for file in files for key, value in file.items()}
+
+
+def assert_same(saved: Path, source: Path) -> None:
+    """The files of `source` and a manifest; every one but the weights to the byte, every weight to the bit."""
+    assert beside(saved) == beside(source) | {"rlx_manifest.json"}
+    for name in beside(source):
+        assert (saved / name).read_bytes() == (source / name).read_bytes(), name
+    have, want = tensors(saved), tensors(source)
+    assert sorted(have) == sorted(want)
+    for key, value in want.items():
+        assert have[key].dtype == value.dtype and have[key].tobytes() == value.tobytes(), key
+
+
+# A tied head; shards with the head of a task, a pooler and buffers that nobody reads; two towers; and so on.
+SAVED = ["llama/gqa_tied_llama3_v5", "bert/masked_lm_v4", "vision/dual/clip"]
+SAVED_SLOW = [
+    "qwen3_moe/mixed_v5", "llama/mha_linear_biases_v4", "gpt2/bare_v4", "nomic_bert/first_v1", "gemma2/caps_v5",
+    "vision/vit", "qwen3_5_text/tied_v5", "mamba2/tied_v5", "llama/bf16_gqa_tied_v5", "mistral/window_v5",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
+@pytest.mark.parametrize("name", [*SAVED, *(pytest.param(name, marks=pytest.mark.slow) for name in SAVED_SLOW)])
+def test_what_was_loaded_is_saved(tmp_path: Path, name: str) -> None:
+    """All of it, and it loads with equal parameters."""
+    model = rlx.load(FIXTURES / name)
+    rlx.save(model, tmp_path / "it")
+    assert_same(tmp_path / "it", FIXTURES / name)
+    again = rlx.load(tmp_path / "it", verify="full")
+    assert type(again) is type(model)
+    jax.tree.map(np.testing.assert_array_equal, again.model.params, model.model.params)
+
+
+@pytest.fixture(scope="module")
+def lm() -> rlx.CausalLM:
+    """A tiny Llama."""
+    opened: rlx.CausalLM = rlx.load(LLAMA)
+    return opened
+
+
+def test_shards_and_what_else_is_there(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a size, shards with an index. A later save keeps what others put there; who edits a config may."""
+    monkeypatch.setattr(safetensors_format, "SHARD_BYTES", 60_000)
+    target = tmp_path / "it"
+    rlx.save(lm, target)
+    names = {name for name in os.listdir(target) if ".safetensors" in name}
+    assert len(names) > 2 and "model.safetensors.index.json" in names
+    edit_json(target / "config.json", {"use_cache": False})
+    (target / "notes.txt").write_text("mine")
+    jax.tree.map(np.testing.assert_array_equal, rlx.load(target).model.params, lm.model.params)
+    monkeypatch.undo()
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
+        rlx.save(lm, target)
+    rlx.save(lm, target, overwrite=True)
+    assert paths(target) == paths(LLAMA) | {"rlx_manifest.json", "notes.txt"}
+    assert (target / "config.json").read_bytes() == (LLAMA / "config.json").read_bytes()
+
+
+def test_parameters_of_ones_own(lm: rlx.CausalLM, tmp_path: Path) -> None:
+    """Are what is saved; and a model may be saved over the directory that it came from, if it was saved there."""
+    rlx.save(lm, tmp_path / "it")
+    trained = rlx.load(tmp_path / "it")
+    params = {name: leaf * 2 for name, leaf in trained.model.params.items()}
+    trained.model = replace(trained.model, params=params)
+    rlx.save(trained, tmp_path / "it", overwrite=True)
+    have, want = tensors(tmp_path / "it"), tensors(LLAMA)
+    np.testing.assert_array_equal(have["model.norm.weight"], want["model.norm.weight"] * 2)
+    assert rlx.load(tmp_path / "it").tokenizer is not None
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    """Is that of all floating weights, also of those that the model does not hold, and the config says so."""
+    encoder = rlx.load(FIXTURES / "bert" / "masked_lm_v4")
+    rlx.save(encoder, tmp_path / "it", dtype="bf16")
+    config = json.loads((tmp_path / "it" / "config.json").read_text())
+    assert {config.get("dtype"), config.get("torch_dtype")} == {"bfloat16", None}
+    have, want = tensors(tmp_path / "it"), tensors(FIXTURES / "bert" / "masked_lm_v4")
+    for key, value in want.items():
+        floating = np.issubdtype(value.dtype, np.floating)
+        expected = value.astype(ml_dtypes.bfloat16) if floating else value
+        assert have[key].dtype == expected.dtype and have[key].tobytes() == expected.tobytes(), key
+
+
+def test_orbax_in_the_same_directory(lm: rlx.CausalLM, tmp_path: Path) -> None:
+    rlx.save(lm, tmp_path / "it", "orbax")
+    again = rlx.load(tmp_path / "it")
+    jax.tree.map(np.testing.assert_array_equal, again.model.params, lm.model.params)
+    assert again.tokenizer is not None
+
+
+@pytest.mark.parametrize("below", ["", "0_Transformer"])
+def test_sentence_transformers(tmp_path: Path, below: str) -> None:
+    """Modules too, and weights that stand in a module's own directory."""
+    source = sentence_directory(BERT, tmp_path / "m", modes=["mean"], normalise=True)
+    if below:
+        (source / below).mkdir()
+        for name in ("config.json", "model.safetensors", "sentence_bert_config.json"):
+            shutil.move(source / name, source / below / name)
+        modules = json.loads((source / "modules.json").read_text())
+        modules[0]["path"] = below
+        (source / "modules.json").write_text(json.dumps(modules))
+    encoder = rlx.load(source)
+    rlx.save(encoder, tmp_path / "it")
+    assert_same(tmp_path / "it", source)
+    again = rlx.load(tmp_path / "it")
+    assert again.pipeline == encoder.pipeline
+    jax.tree.map(np.testing.assert_array_equal, again.model.params, encoder.model.params)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights of the others are left")
+def test_the_tower_that_is_not_built(tmp_path: Path) -> None:
+    """Is copied, and the text model's weights have the names of the whole again."""
+    source = tmp_path / "m"
+    source.mkdir()
+    text = json.loads((GEMMA / "config.json").read_text())
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (source / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "siglip_vision_model"}}))
+    text_weights = {f"language_model.{key}": value for key, value in tensors(GEMMA).items()}
+    save_file(text_weights | {"vision_tower.a.weight": np.ones(3, np.float32)}, source / "model.safetensors")
+    rlx.save(rlx.load(source), tmp_path / "it")
+    assert_same(tmp_path / "it", source)
+
+
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is saved with what belongs to it, and its cache may go then."""
+    with serving(Hub()) as hub:
+        hub.add("org/m", LLAMA)
+        hub.files["org/m"] |= {"README.md": b"#", "vocab.json": b"{}"}
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        rlx.save(rlx.load("org/m", token=False), tmp_path / "it")
+        importlib.import_module("huggingface_hub").close_session()
+    shutil.rmtree(tmp_path / "home")
+    assert paths(tmp_path / "it") == paths(LLAMA) | {"rlx_manifest.json", "vocab.json"}
+    assert not any(p.is_symlink() for p in (tmp_path / "it").iterdir())
+    assert rlx.load(tmp_path / "it").tokenizer is not None
+
+
+# -- what cannot be saved ----------------------------------------------------------------------
+
+
+def test_an_edited_recipe(tmp_path: Path) -> None:
+    """Is no model of the config any more; its weights are saved alone. The checkpoint's own recipe is as none."""
+    recipe = rlx.recipe_for(LLAMA)
+    edited = rlx.load(LLAMA, recipe=recipe.after_layers([rlx.blocks.Custom(lambda emit, x: x * 1.01)]))
+    with pytest.raises(UnsupportedError, match=r"recipe that differs.*rlx_jax.save\(model.model, path\)"):
+        rlx.save(edited, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+    rlx.save(edited.model, tmp_path / "it", "safetensors")
+    assert paths(tmp_path / "it") == {"model.safetensors", "rlx_manifest.json"}
+    rlx.save(rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA)), tmp_path / "own")
+    assert_same(tmp_path / "own", LLAMA)
+
+
+def test_a_file_that_has_gone(tmp_path: Path) -> None:
+    source = copy(LLAMA, tmp_path / "m")
+    opened = rlx.load(source)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer.json'?: it was there when the model was loaded"):
+        rlx.save(opened, tmp_path / "it")
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_all_or_nothing(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk fills up between the weights and the last file, what was there is there."""
+    rlx.save(lm, tmp_path / "it")
+    before = {name: (tmp_path / "it" / name).read_bytes() for name in paths(tmp_path / "it")}
+    real = weights_save.write_synced
+
+    def full(path: str, content: bytes) -> None:
+        if path.endswith("tokenizer_config.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, content)
+
+    monkeypatch.setattr(weights_save, "write_synced", full)
+    with pytest.raises(NoSpaceError, match="is as it was"):
+        rlx.save(lm, tmp_path / "it", dtype="bf16", overwrite=True)
+    assert {name: (tmp_path / "it" / name).read_bytes() for name in paths(tmp_path / "it")} == before
+    assert os.listdir(tmp_path) == ["it"]
+
+
+# -- transformers opens it ---------------------------------------------------------------------
+
+OPENED = {
+    "llama/gqa_tied_llama3_v5": "AutoModelForCausalLM",
+    "qwen3/tied_v4": "AutoModelForCausalLM",
+    "gemma3_text/deep_v5": "AutoModelForCausalLM",
+    "gpt2/bare_v4": "AutoModelForCausalLM",
+    "qwen3_moe/mixed_v5": "AutoModelForCausalLM",
+    "bert/bare_v5": "AutoModel",
+    "nomic_bert/bare_v5": "AutoModel",
+    "vision/dual/clip": "AutoModel",
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPENED)
+def test_live_transformers_opens_what_is_saved(tmp_path: Path, name: str) -> None:
+    """Every parameter is that of the checkpoint; logits are those that it has of the checkpoint itself; none is new."""
+    torch = importlib.import_module("torch")
+    opened = rlx.load(FIXTURES / name)
+    rlx.save(opened, tmp_path / "it")
+    have, want = (hugging_face.load(directory, OPENED[name]) for directory in (tmp_path / "it", FIXTURES / name))
+    states = have.state_dict(), want.state_dict()
+    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], v) for k, v in states[1].items())
+    if isinstance(opened, rlx.CausalLM):
+        with torch.no_grad():
+            logits = have(torch.from_numpy(IDS.astype(np.int64))).logits.numpy()
+        np.testing.assert_allclose(opened.logits(IDS), logits, rtol=0, atol=3e-5 * np.abs(logits).max())
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_transformers_reads_the_dtype_and_the_tokenizer(lm: rlx.CausalLM, tmp_path: Path) -> None:
+    transformers, torch = (importlib.import_module(name) for name in ("transformers", "torch"))
+    rlx.save(lm, tmp_path / "it", dtype="bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype="auto")
+    assert model.dtype is torch.bfloat16
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(d) for d in (tmp_path / "it", LLAMA)]
+    have, want = (tokenizer("the sky is, 1 2") for tokenizer in tokenizers)
+    assert have.input_ids == want.input_ids and tokenizers[0].eos_token == tokenizers[1].eos_token
