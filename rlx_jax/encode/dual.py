@@ -17,8 +17,8 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
+from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.origin import Origin
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
@@ -38,7 +38,7 @@ class DualEncoder:
         profile, mesh, strict, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
     """
 
-    origin: Origin | None = None  # the checkpoint that `rlx_jax.load` opened
+    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
     @suggests()
     def __init__(

@@ -20,8 +20,8 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.origin import Origin
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
@@ -42,7 +42,7 @@ class VisionEncoder:
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
-    origin: Origin | None = None  # the checkpoint that `rlx_jax.load` opened
+    loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
 
     @suggests()
     def __init__(

@@ -18,7 +18,7 @@ from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.runtime.origin import Origin
+from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
 
 
@@ -83,7 +83,7 @@ def load(
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
-    opened.origin = Origin(root, inside, "" if used is own or used == own else differs)
+    opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs)
     return opened
 
 

@@ -28,15 +28,15 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.compiling import has_data
+from rlx_jax.runtime.loaded_from import LoadedFrom, whole_checkpoint
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.origin import Origin, whole_checkpoint
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
 
 class Holder(Protocol):
-    """What has a compiled model in it: a `CausalLM`, an `Encoder`. What `rlx_jax.load` opened has an `origin` too."""
+    """What has a compiled model in it: a `CausalLM`, an `Encoder`. What `rlx_jax.load` opened has an `loaded_from` too."""
 
     @property
     def model(self) -> CompiledModel: ...
@@ -88,8 +88,8 @@ def save(
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     wanted = None if dtype is None else _floating(dtype)
-    origin: Origin | None = getattr(model, "origin", None)
-    beside = {} if origin is None else origin.files(wanted)
+    loaded_from: LoadedFrom | None = getattr(model, "loaded_from", None)
+    beside = {} if loaded_from is None else loaded_from.files(wanted)
     if wanted is None:
         _refuse_packed(programs.layout.leaves.values())
     found = list(_weights(programs.layout.leaves, params, source))
@@ -98,11 +98,11 @@ def save(
     weights = _once(found)
     _warn_of_nan(weights)
     entries = [w.entry(wanted) for w in weights]
-    if origin is None or source is None:
+    if loaded_from is None or source is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
     entries = whole_checkpoint(entries, source, wanted)
-    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, origin.inside)
+    write_checkpoint(path, entries, format or "safetensors", overwrite, beside, loaded_from.inside)
 
 
 def _floating(name: str) -> np.dtype[Any]:

@@ -31,7 +31,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class Origin:
+class LoadedFrom:
     """Where a model's weights, config and tokenizer are from.
 
     Attributes:
