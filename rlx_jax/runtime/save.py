@@ -36,7 +36,7 @@ from rlx_jax.weights.save import write_checkpoint
 
 
 class Holder(Protocol):
-    """What has a compiled model in it: a `CausalLM`, an `Encoder`. What `rlx_jax.load` opened has an `loaded_from` too."""
+    """What has a compiled model in it: a `CausalLM`, an `Encoder`. It may have a `loaded_from` too."""
 
     @property
     def model(self) -> CompiledModel: ...
