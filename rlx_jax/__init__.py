@@ -66,12 +66,13 @@ Graph = GraphModule
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlx_jax import eval as eval
     from rlx_jax import nnx as nnx
     from rlx_jax import train as train
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """`rlx_jax.nnx` needs flax, and who runs a model needs no `rlx_jax.train`: imported when first used."""
-        if name in ("nnx", "train"):
+        """`nnx` needs flax, `eval` lm_eval, and who runs a model needs no `train`: imported when first used."""
+        if name in ("eval", "nnx", "train"):
             return importlib.import_module(f"rlx_jax.{name}")
         raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")

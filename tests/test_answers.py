@@ -120,7 +120,7 @@ def test_refused(arguments: dict[str, Any], message: str, lm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 1, 9, V])
+@pytest.mark.parametrize("k", [0, 9])
 def test_greedy_tokens_and_every_number(k: int, lm: Any, reference: Any) -> None:
     """Tokens are those of a plain request, and have the flag of a score."""
     plain = lm.generate(PROMPTS, max_new_tokens=6)
@@ -134,7 +134,7 @@ def test_greedy_tokens_and_every_number(k: int, lm: Any, reference: Any) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama/gqa_tied_llama3_v5", "mamba2/groups_v5", "mistral/window_v5"])
+@pytest.mark.parametrize("name", ["mamba2/groups_v5", "mistral/window_v5"])
 def test_states_are_forked(name: str) -> None:
     """Keys and values, rings and states of fixed size; prompts that end in different chunks of reading."""
     buckets = {"batch": [2, 8], "prompt": [4], "context": [48]}

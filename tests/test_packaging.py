@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-HEAVY = {"flax", "optax", "orbax", "safetensors", "tensorstore", "tokenizers", "torch", "transformers"}
+HEAVY = {"flax", "lm_eval", "optax", "orbax", "safetensors", "tensorstore", "tokenizers", "torch", "transformers"}
 
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,122 @@
+"""Scores of texts of mixed length: how many programs they take, and texts a second.
+
+    python benchmarks/score.py            2,000 texts, a small Llama in f32 on the CPU
+    python benchmarks/score.py --torch    in turn with transformers, in the same weights
+    python benchmarks/score.py --tiny     60 texts: checks this script
+
+`lm.score` is one call; its first one, which compiles, is not counted. transformers has the texts sorted by length, in
+batches of `--batch-size` that are padded on the right, and takes the log-softmax of all logits of a batch, as
+evaluation loops do. Scores are held against each other. Exits with 1 if there are more than 8 programs, if a second call compiles,
+or if scores differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from handwritten_llama import Sizes, hf_config
+from report import Goals, emit, interleaved, median_ratio, table
+
+import rlx_jax as rlx
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+
+SHAPES = {
+    "small": Sizes(layers=6, hidden=288, heads=6, kv_heads=6, head_dim=48, ffn=768, vocab=32000, theta=1e4),
+    "tiny": Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, theta=1e4),
+}
+POSITIONS = 2048
+
+
+def make_texts(count: int, vocab: int) -> list[list[int]]:
+    """Ids of 2 to 900 tokens, half of them under 55: titles, questions with answers, and pages."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(4.0, 1.0, count)), 2, 900).astype(int)
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+def build(sizes: Sizes) -> tuple[rlx.CausalLM, dict[str, Any]]:
+    """The model and its weights."""
+    config = LlamaConfig.from_hf(hf_config(sizes))
+    rng = np.random.default_rng(0)
+
+    def draw(shape: tuple[int, ...]) -> Any:
+        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.05)
+        return drawn if len(shape) > 1 else np.ones(shape, np.float32)
+
+    weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    return rlx.CausalLM(Llama32Flow(config), weights, max_positions=POSITIONS), weights
+
+
+def theirs(sizes: Sizes, weights: dict[str, Any], batch_size: int) -> Callable[[list[list[int]]], list[float]]:
+    """The same by transformers on the CPU."""
+    import torch
+    import transformers
+    from safetensors.numpy import save_file
+
+    config = transformers.LlamaConfig(**hf_config(sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def score(texts: list[list[int]]) -> list[float]:
+        found = [0.0] * len(texts)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        for at in range(0, len(order), batch_size):
+            chosen = order[at : at + batch_size]
+            block = np.zeros((len(chosen), len(texts[chosen[0]])), np.int64)
+            for row, i in enumerate(chosen):
+                block[row, : len(texts[i])] = texts[i]
+            ids = torch.as_tensor(block)
+            with torch.inference_mode():
+                logits = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits.float(), -1)
+            told = logits.gather(-1, ids[:, 1:, None])[..., 0]
+            for row, i in enumerate(chosen):
+                found[i] = float(told[row, : len(texts[i]) - 1].double().sum())
+        return found
+
+    return score
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="scores of texts of mixed length")
+    parser.add_argument("--tiny", action="store_true", help="a few texts, which checks this script")
+    parser.add_argument("--torch", action="store_true", help="transformers too")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows of a batch of transformers")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    sizes, goals = SHAPES["tiny" if args.tiny else "small"], Goals()
+    texts = make_texts(60 if args.tiny else 2000, sizes.vocab)
+    lm, weights = build(sizes)
+    scores = lm.score(texts)
+    programs = lm.report().compiles
+    calls: dict[str, Callable[[], Any]] = {"rlx_jax": lambda: lm.score(texts)}
+    if args.torch:
+        score = theirs(sizes, weights, args.batch_size)
+        want = np.array(score(texts))
+        error = np.abs(np.array([s.log_likelihood for s in scores]) / want - 1).max()
+        goals.at_most("log-likelihoods, relative", float(error), 1e-5)
+        calls["transformers"] = lambda: score(texts)
+    times = interleaved(calls, args.rounds)
+    goals.at_most("programs", programs, 8)
+    goals.at_most("programs of later calls", lm.report().compiles - programs, 0)
+    rows = []
+    for name, seconds in times.items():
+        best = min(seconds)
+        ratio = median_ratio(times["rlx_jax"], seconds)
+        rows.append([name, f"{best:.2f}", f"{len(texts) / best:.1f}", f"{1 / ratio:.2f}"])
+        emit(name=name, seconds=best, texts=len(texts), texts_per_second=len(texts) / best)
+    tokens = sum(map(len, texts))
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}: {len(texts)} texts, {tokens} tokens, {programs} programs")
+    print(table(["", "s", "texts/s", "time / that of rlx_jax"], rows))
+    goals.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""`rlx_jax.eval.LMEval` against the harness's own `hf` model, on tasks of local JSON; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors, eval
+from tests.oracles import checkpoints
+
+TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
+WORDS = "The sky is blue and the sea is deep green where old ships go down to sleep".split()
+
+
+def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said where it is wanted."""
+    monkeypatch.setattr(eval, "MISSING", ModuleNotFoundError("lm_eval", name="lm_eval"))
+    with pytest.raises(errors.UnsupportedError, match=r"pip install 'rlx-jax\[eval\]'"):
+        eval.LMEval(rlx.load(TIED))
+
+
+def sentences(rng: np.random.Generator, count: int, longest: int) -> list[str]:
+    """Of random words."""
+    return [" ".join(rng.choice(WORDS, rng.integers(1, longest)).tolist()) for _ in range(count)]
+
+
+def write_tasks(folder: Path) -> None:
+    """Tasks that ask all three kinds of questions, with their data beside them."""
+    rng = np.random.default_rng(3)
+    questions = [
+        {"q": q, "choices": sentences(rng, 3, 4), "label": int(rng.integers(3)), "text": t}
+        for q, t in zip(sentences(rng, 5, 30), sentences(rng, 5, 90), strict=True)
+    ]
+    data = folder / "data.json"
+    data.write_text("\n".join(json.dumps(question) for question in questions), "utf-8")
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    common |= {"num_fewshot": 0}
+    tasks = {
+        "local_choice": {
+            "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "label",
+            "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}],
+        },
+        "local_rolling": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+        "local_until": {
+            "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "exact_match"}],
+            "generation_kwargs": {"until": ["a", "\n"], "max_gen_toks": 12, "do_sample": False},
+        },
+    }  # fmt: skip
+    for name, task in tasks.items():
+        # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}), "utf-8")
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_it_answers_as_the_hf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request and each metric; texts over the model's positions, empty contexts, flags, texts until a string."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    write_tasks(tmp_path)
+    ours = eval.LMEval(rlx.load(TIED), batch_size=4)
+    theirs = HFLM(pretrained=str(TIED), device="cpu", dtype="float32", batch_size=8)
+    assert ours.max_length == theirs.max_length == 128
+    assert (ours.eot_token_id, ours.prefix_token_id) == (theirs.eot_token_id, theirs.prefix_token_id)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    names: list[Any] = ["local_choice", "local_rolling", "local_until"]
+    mine, wanted = (
+        lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True)
+        for model in (ours, theirs)
+    )
+    for name in names:
+        for metric, value in wanted["results"][name].items():
+            if isinstance(value, float):
+                np.testing.assert_allclose(mine["results"][name][metric], value, rtol=1e-4, err_msg=f"{name} {metric}")
+        for a, b in zip(mine["samples"][name], wanted["samples"][name], strict=True):
+            compare(a["resps"], b["resps"])
+
+    odd = [("", "blue"), ("The sky ", "is"), ("sky " * 200, " blue"), ("The", " sky" * 30)]
+    asked = [SimpleNamespace(args=pair) for pair in odd]
+    compare(ours.loglikelihood(asked), theirs.loglikelihood(asked))  # greedy texts have the flag
+    greedy = [
+        SimpleNamespace(args=(q, theirs.generate_until([SimpleNamespace(args=(q, {"max_gen_toks": 5}))])[0]))
+        for q in ("The sky", "blue")
+    ]
+    compare(ours.loglikelihood(greedy), theirs.loglikelihood(greedy))
+
+
+def compare(mine: Any, wanted: Any) -> None:
+    """Numbers within 1e-4, flags and texts equal, in lists of lists."""
+    if isinstance(wanted, list | tuple):
+        assert len(mine) == len(wanted)
+        for a, b in zip(mine, wanted, strict=True):
+            compare(a, b)
+    elif isinstance(wanted, float):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4)
+    else:
+        assert mine == wanted
