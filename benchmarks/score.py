@@ -6,8 +6,8 @@
 
 `lm.score` is one call; its first one, which compiles, is not counted. transformers has the texts sorted by length, in
 batches of `--batch-size` that are padded on the right, and takes the log-softmax of all logits of a batch, as
-evaluation loops do. Scores are held against each other. Exits with 1 if there are more than 8 programs, if a second call compiles,
-or if scores differ.
+evaluation loops do. Scores are held against each other. Exits with 1 if there are more than 8 programs, if a second
+call compiles, or if scores differ.
 """
 
 from __future__ import annotations

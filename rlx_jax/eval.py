@@ -86,7 +86,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         """A part of the keys of the harness's cache."""
         return str(self.lm.model.name)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer puts there; None: unless they stand there."""
         if add_special_tokens is None:
             first = self.texts.decode([self.prefix_token_id], skip_special_tokens=False)
@@ -104,7 +104,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
         return str(self.lm.apply_chat_template(chat_history, tokenize=False))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **others: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood and whether it is greedy, for `(key, context, continuation)`; what does not fit is cut on the
         left, and a context has a token at least."""
@@ -151,8 +151,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
             order = sorted(group, key=lambda i: -len(ids[i]))
             for at in range(0, len(order), self.batch_size):
                 chosen = order[at : at + self.batch_size]
-                texts = self._generate([ids[i] for i in chosen], wanted)
-                for i, text in zip(chosen, texts, strict=True):
+                for i, text in zip(chosen, self._generate([ids[i] for i in chosen], wanted), strict=True):
                     answers[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return [answers[i] for i in range(len(requests))]

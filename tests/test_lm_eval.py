@@ -33,15 +33,16 @@ def sentences(rng: np.random.Generator, count: int, longest: int) -> list[str]:
 def write_tasks(folder: Path) -> None:
     """Tasks that ask all three kinds of questions, with their data beside them."""
     rng = np.random.default_rng(3)
-    questions = [
+    questions: list[dict[str, Any]] = [
         {"q": q, "choices": sentences(rng, 3, 4), "label": int(rng.integers(3)), "text": t}
         for q, t in zip(sentences(rng, 5, 30), sentences(rng, 5, 90), strict=True)
     ]
     data = folder / "data.json"
     data.write_text("\n".join(json.dumps(question) for question in questions), "utf-8")
-    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    data_files = {"data_files": {"test": str(data)}}
+    common: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": data_files, "test_split": "test"}
     common |= {"num_fewshot": 0}
-    tasks = {
+    tasks: dict[str, dict[str, Any]] = {
         "local_choice": {
             "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "label",
             "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}],

@@ -260,8 +260,10 @@ class NewTokens:
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, whatever came behind them."""
-        for of_row in (self.rows[row], *self.log_probs[row : row + 1], *self.top[row : row + 1]):
-            del of_row[count:]
+        del self.rows[row][count:]
+        for told in (self.log_probs, self.top):
+            if told:
+                del told[row][count:]
         self.failed.pop(row, None)
         self.ended.append(row)
 
