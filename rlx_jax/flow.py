@@ -5,9 +5,11 @@ Every method returns a new flow. `build` runs the stages and gives the HIR; `rlx
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -17,10 +19,12 @@ from rlx_jax.blocks.contracts import StageContract, run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import divide_model
+from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import (
     GraphError,
     NameCollisionError,
+    RlxError,
     ShapeError,
     UnboundStreamError,
     did_you_mean,
@@ -41,6 +45,7 @@ from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.pad import pad_vocabulary
+from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, Weights
@@ -391,6 +396,35 @@ class ModelFlow(Stages):
         if division is None:
             return summary(built.hir)
         return summary(pad_vocabulary(built.hir, division, built.types), division.placed)
+
+    def outline(self) -> Outline:
+        """The table of its blocks, which `print(flow)` prints and a notebook shows: path, what leaves it, parameters,
+        FLOPs and bytes. Sizes are those that the flow is bound to, else 1.
+
+        Raises:
+            RlxError: as `build`.
+        """
+        built = self.build()
+        settings = choose_settings(built, None, merge=False, program="forward")
+        return make_template(built, 0.0, settings, self.program).outline(self.binding)
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{i.name} {i.type}" for i in self.inputs)
+        return f"ModelFlow({self.name}: {inputs or 'no inputs'}; {len(self.stages)} stages)"
+
+    def __str__(self) -> str:
+        """The outline; of a flow that cannot be built yet its stages, and why."""
+        try:
+            return str(self.outline())
+        except RlxError as error:
+            rows = [f"  {i}  {type(stage).__name__}" for i, stage in enumerate(self.stages)]
+            return "\n".join([repr(self), *rows, *textwrap.wrap(f"not built: {error}", 80)])
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.outline()._repr_html_()
+        except RlxError:
+            return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _known(emit: Emit) -> dict[str, FlowValue]:

@@ -90,7 +90,7 @@ def test_gradients_pass_through_edits(scanned: rlx.CompiledModel) -> None:
     weigh = RNG.normal(size=(*TOKENS.shape, CONFIG["vocab_size"]))
 
     def loss(steer: Any, heads: Any) -> Any:
-        out = scanned.apply(scanned.params, jnp.asarray(TOKENS, jnp.int32), steer=steer, heads=heads)
+        out = scanned.apply(scanned.require_params("a test"), jnp.asarray(TOKENS, jnp.int32), steer=steer, heads=heads)
         return jnp.sum(out["logits"] * jnp.asarray(weigh, jnp.float32))
 
     gradient = jax.grad(loss, argnums=(0, 1))(jnp.asarray(STEER), jnp.asarray(MASK))
@@ -139,7 +139,7 @@ def test_a_block_replaced() -> None:
         weights[f"model.layers.1.mlp.down_proj.{part}"] = 0 * weights[f"model.layers.1.mlp.down_proj.{part}"]
     model = rlx.compile(recipe)
     assert_close(model(TOKENS), reference(weights)["logits"].astype("f4"))
-    assert "model.layers.1.mlp.up_proj.weight" not in model.params
+    assert "model.layers.1.mlp.up_proj.weight" not in model.require_params("a test")
 
 
 def test_numbers_scale_and_a_block_is_written_twice() -> None:

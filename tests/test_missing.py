@@ -39,7 +39,7 @@ def test_a_new_weight_beside_those_of_a_checkpoint() -> None:
 W = np.random.default_rng(0).normal(size=(6, 8)).astype("f4")
 
 
-def drawn(init: Init, key: Any = 1, shape: tuple[int, ...] = (9, 6)) -> np.ndarray[Any, Any]:
+def drawn(init: Init, key: Any = 1, shape: tuple[int, int] = (9, 6)) -> np.ndarray[Any, Any]:
     """A second product behind a stored one, drawn."""
     flow = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w").linear("new", shape=shape, init=init)
     model = rlx.compile(flow, {"w": W}, missing="init", key=key)
@@ -96,10 +96,10 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key": (lambda: rlx.compile(adding(), missing="init"), errors.RequestError, "give both, or neither"),
     "no missing": (lambda: rlx.compile(adding(), key=0), errors.RequestError, "give both, or neither"),
     "a word": (
-        lambda: rlx.compile(adding(), missing="draw", key=0),
+        lambda: rlx.compile(adding(), missing="draw", key=0),  # type: ignore[arg-type]
         errors.RequestError,
         "'draw'; expected 'error' or",
-    ),  # type: ignore[arg-type]
+    ),
     "no shape": (
         lambda: rlx.compile(adding(shape=None), missing="init", key=0),
         errors.MissingWeightError,

@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     DeriveError,
     FusionError,
     GraphError,
+    RlxError,
     RlxWarning,
     UnsupportedError,
     did_you_mean,
@@ -44,6 +45,7 @@ from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, behind_cache, bounds_of, packed_rows
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.inspect.fusion_report import FusionReport, fusion_report
+from rlx_jax.lowering.inspect.outline import Outline, outline
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
@@ -109,6 +111,15 @@ class Template:
                 )
             as_dim(size, f"{self.built.name}: {name}")
         return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
+
+    def outline(self, known: Mapping[str, int]) -> Outline:
+        """The table of its blocks; FLOPs and bytes are those of the sizes that are `known`, and of 1 for others."""
+        sizes = {name: known.get(name, 1) for name in self.symbols}
+        try:
+            mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
+        except RlxError:  # it has no such sizes, as where a window is wider than 1
+            mir = None
+        return outline(self.built.name, self.hir, mir, sizes)
 
 
 def derived_program(built: Built, program: str) -> str:

@@ -6,7 +6,7 @@ B stand in the block of the product that they change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from rlx_jax.blocks.lora import Adapter, LoraLinear
 from rlx_jax.errors import RequestError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.hooks import WithBlocks, add_patch
+from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
 from rlx_jax.models.lora_files import AdapterSizes, open_adapter, write_adapter
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
@@ -64,7 +64,7 @@ def lora(
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
             raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
         sizes, source = open_adapter(adapter)
-        edits: list[Any] = [WithWeights(source)]
+        edits: list[Edit] = [WithWeights(source)]
         for (size, scale), modules in sizes.groups().items():
             keys = frozenset(f"{module}.weight" for module in modules)
             edits.append(WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale))))
@@ -79,10 +79,12 @@ def lora(
     return _patched(recipe, [WithBlocks(BlockEdit(BlockPattern(pattern), LoraLinear(rank, float(scale))))])
 
 
-def _patched(recipe: Any, edits: list[Any]) -> Any:
+def _patched(recipe: R, edits: Sequence[Edit]) -> R:
+    made: Any = recipe
     for edit in edits:
-        recipe = edit(recipe) if isinstance(recipe, ModelFlow) else add_patch(recipe, edit)
-    return recipe
+        made = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
+    found: R = made
+    return found
 
 
 # -- what a model has of them --------------------------------------------------------------------

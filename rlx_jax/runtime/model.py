@@ -29,6 +29,7 @@ from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound, short_name
 from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.bounds import Bounds
+from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, InputDecl
@@ -491,6 +492,23 @@ class CompiledModel:
         state = {k: t.spec for k, t in self._template().state.items()}
         inputs = {i.input: i.type.spec for i in mir.inputs}
         return jax.make_jaxpr(make_function(lir, self.programs.layout))(self.param_specs(), state, inputs)
+
+    def outline(self) -> Outline:
+        """The table of its blocks, which `print(model)` prints and a notebook shows: path, what leaves it, parameters,
+        FLOPs and bytes. Sizes are those of the last call, else those that the flow is bound to, else 1."""
+        last = dict(self.last.binding) if self.last is not None and self.last.program == self.program else {}
+        return self._template().outline({**self.flow.binding, **last})
+
+    def __str__(self) -> str:
+        return str(self.outline())
+
+    def __repr__(self) -> str:
+        count = sum(t.size for t in self.programs.layout.types().values())
+        there = "" if self.params is not None or not count else ", no numbers yet"
+        return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{there})"
+
+    def _repr_html_(self) -> str:
+        return self.outline()._repr_html_()
 
     def report(self, **sizes: int) -> Report:
         """What compiling cost, and what the program of the last call needs.

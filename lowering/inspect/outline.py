@@ -1,0 +1,207 @@
+"""What a model is, as a table: each block with what leaves it, its parameters, FLOPs and bytes."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param
+from rlx_jax.ir.param import Padded, Program
+from rlx_jax.ir.types import LayerIndex, Path, TensorType, path_text
+from rlx_jax.lowering.inspect.costs import Cost
+from rlx_jax.lowering.mir.dce import live
+
+HEAD = ("block", "output", "params", "FLOPs", "bytes")
+WIDTHS = (29, 22, 7, 7, 7)
+"""Of the columns; with what stands between them no line is longer than 80 characters."""
+
+
+@dataclass(frozen=True)
+class OutlineRow:
+    """A block, or a layer around several: numbers are those of all layers together, where it is in a region."""
+
+    path: Path
+    output: str
+    params: int
+    cost: Cost | None
+    layers: int = 1  # over 0 where it is a layer, of which there are so many
+
+    @property
+    def numbers(self) -> tuple[str, str, str]:
+        """Parameters, FLOPs, bytes."""
+        flops, bytes_ = ("", "") if self.cost is None else map(compact, (self.cost.flops, self.cost.bytes))
+        return compact(self.params), flops, bytes_
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The table of one program. `sizes` are those that FLOPs and bytes are of."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    outputs: Mapping[str, TensorType]
+    rows: tuple[OutlineRow, ...]
+    params: int
+    cost: Cost | None
+    sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [self.name, *_wrapped("  in   ", [f"{i.input} {i.type}" for i in self.inputs])]
+        lines += [*_wrapped("  out  ", [f"{name} {t}" for name, t in self.outputs.items()]), ""]
+        lines += [_line(HEAD), *(_line((self._label(row), row.output, *row.numbers)) for row in self.rows)]
+        lines += [_line(("total", "", *OutlineRow((), "", self.params, self.cost).numbers)), self._note()]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, with whole block paths."""
+        rows = [(path_text(row.path), row.output, *row.numbers) for row in self.rows]
+        rows.append(("total", "", *OutlineRow((), "", self.params, self.cost).numbers))
+        body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
+        head = f"<caption>{html.escape(f'{self.name}. {self._note()}')}</caption><thead><tr>{_cells('th', HEAD)}</tr></thead>"
+        return f"<table>{head}<tbody>{body}</tbody></table>"
+
+    def _label(self, row: OutlineRow) -> str:
+        if row.layers > 1:
+            return f"{path_text(row.path)} × {row.layers}"
+        around = _layer(row.path)
+        return path_text(row.path) if around in ((), row.path) else f"  {path_text(row.path[len(around) :])}"
+
+    def _note(self) -> str:
+        if self.cost is None:
+            return "FLOPs and bytes are not known without sizes"
+        at = ", ".join(f"{name} {size}" for name, size in sorted(self.sizes.items()))
+        return f"FLOPs and bytes of one call{f' at {at}' if at else ''}"
+
+
+def outline(name: str, blocks: Graph, mir: Graph | None, sizes: Mapping[str, int]) -> Outline:
+    """The outline of a program: `blocks` is its HIR, `mir` the same with sizes, without which there are no FLOPs."""
+    found: dict[Path, tuple[str, int]] = {}
+    total = _parameters(blocks, found, set())
+    costs = {} if mir is None else _costs(mir)
+    iterations = _iterations(blocks)
+    paths = list(dict.fromkeys([*found, *(path for path in costs if path not in found)]))
+    rows: list[OutlineRow] = []
+    for around, inside in _groups(paths):
+        parts = [OutlineRow(p, *found.get(p, ("", 0)), None if mir is None else costs.get(p, Cost())) for p in inside]
+        if around:
+            of_layer = None if mir is None else _sum(costs.get(p, Cost()) for p in inside)
+            output = next((part.output for part in reversed(parts) if part.path == around), "")
+            parts = [part for part in parts if part.path != around]
+            params = sum(found.get(p, ("", 0))[1] for p in inside)
+            rows.append(OutlineRow(around, output, params, of_layer, iterations.get(around, 1)))
+        rows += parts
+    outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
+    whole = None if mir is None else _sum(costs.values())
+    return Outline(name, blocks.inputs, outputs, tuple(rows), total, whole, dict(sizes))
+
+
+def compact(number: int) -> str:
+    """At most six characters.
+
+    >>> compact(0), compact(9_999), compact(12_345), compact(8_030_261_248)
+    ('', '9,999', '12.3K', '8.03G')
+    """
+    if number < 10_000:
+        return f"{number:,}" if number else ""
+    scaled, units = float(number), iter("KMGTPE")
+    while scaled >= 999.5:
+        scaled, unit = scaled / 1000, next(units)
+    return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f}{unit}"
+
+
+# -- collecting --------------------------------------------------------------------------------
+
+
+def _parameters(graph: Graph, found: dict[Path, tuple[str, int]], counted: set[Program]) -> int:
+    """What leaves each block and how many parameters no block before it has; how many all have."""
+    total = 0
+    for node in graph.nodes:
+        total += sum(_parameters(region, found, counted) for region in node.op.regions())
+        if isinstance(node.op, Leaf) or node.op.regions():
+            continue
+        new = [p for p in _programs(graph, node) if p not in counted]
+        counted.update(new)
+        count = sum((p.of if isinstance(p, Padded) else p).type.size for p in new)
+        total += count
+        output = ", ".join(map(str, node.types))
+        found[node.origin.path] = (output, found.get(node.origin.path, ("", 0))[1] + count)
+    return total
+
+
+def _programs(graph: Graph, node: Node) -> dict[Program, None]:
+    ops = (graph.nodes[value.node].op for value in node.inputs)
+    return dict.fromkeys(program for op in ops if isinstance(op, Param) for program in op.programs)
+
+
+def _costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
+    """FLOPs and bytes of each block, as often as it runs."""
+    found: dict[Path, Cost] = {}
+    for node in (graph.nodes[number] for number in sorted(live(graph))):
+        op, operands = node.op, [graph.type(v) for v in node.inputs]
+        if isinstance(op, Mir):
+            one = Cost(op.flops(operands, node.types), op.bytes(operands, node.types))
+            found[node.origin.path] = found.get(node.origin.path, Cost()).then(one, times)
+        for region in op.regions():
+            for path, more in _costs(region, times * op.iterations()).items():
+                found[path] = found.get(path, Cost()).then(more)
+    return found
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+    total = Cost()
+    for each in costs:
+        total = total.then(each)
+    return total
+
+
+def _iterations(graph: Graph) -> dict[Path, int]:
+    """How often each layer of a region runs."""
+    found: dict[Path, int] = {}
+    for node in graph.nodes:
+        for region in node.op.regions():
+            found |= {_layer(n.origin.path): node.op.iterations() for n in region.nodes if _layer(n.origin.path)}
+    return found
+
+
+def _layer(path: Path) -> Path:
+    """The layer around a block: the path up to its number; () where it is in none."""
+    at = next((i for i, s in enumerate(path) if isinstance(s, int | LayerIndex)), None)
+    return () if at is None else path[: at + 1]
+
+
+def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
+    """Blocks by the layer around them, in the order of the first; each that is in none by itself."""
+    groups: dict[Path, list[Path]] = {}
+    for path in paths:
+        groups.setdefault(_layer(path) or path, []).append(path)
+    for around, inside in groups.items():
+        yield (around if _layer(around) else ()), inside
+
+
+# -- printing ----------------------------------------------------------------------------------
+
+
+def _line(cells: Sequence[str]) -> str:
+    cut = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(cells, WIDTHS, strict=True)]
+    return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cut, WIDTHS, strict=True)))
+
+
+def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> Iterator[str]:
+    """Items with commas between them, in lines of at most `width`."""
+    line, blank = mark, " " * len(mark)
+    for number, item in enumerate(items):
+        item = item + ("," if number < len(items) - 1 else "")
+        item = item if len(item) <= width - len(mark) else item[: width - len(mark) - 1] + "…"
+        if line.strip() and line != mark and len(line) + 1 + len(item) > width:
+            yield line
+            line = blank
+        line += item if line in (mark, blank) else f" {item}"
+    yield line
+
+
+def _cells(tag: str, cells: Sequence[str]) -> str:
+    return "".join(
+        f'<{tag} style="text-align:{"left" if i < 2 else "right"}">{html.escape(cell)}</{tag}>'
+        for i, cell in enumerate(cells)
+    )
