@@ -58,7 +58,8 @@ class Outline:
         rows = [(path_text(row.path), row.output, *row.numbers) for row in self.rows]
         rows.append(("total", "", *OutlineRow((), "", self.params, self.cost).numbers))
         body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-        head = f"<caption>{html.escape(f'{self.name}. {self._note()}')}</caption><thead><tr>{_cells('th', HEAD)}</tr></thead>"
+        caption = html.escape(f"{self.name}. {self._note()}")
+        head = f"<caption>{caption}</caption><thead><tr>{_cells('th', HEAD)}</tr></thead>"
         return f"<table>{head}<tbody>{body}</tbody></table>"
 
     def _label(self, row: OutlineRow) -> str:
