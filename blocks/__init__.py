@@ -95,6 +95,7 @@ from rlx_jax.blocks.moe import ClampedGate as ClampedGate
 from rlx_jax.blocks.moe import ExpertKeys as ExpertKeys
 from rlx_jax.blocks.moe import MoeFfn as MoeFfn
 from rlx_jax.blocks.moe import MoeSpec as MoeSpec
+from rlx_jax.blocks.mtp import MtpMerge as MtpMerge
 from rlx_jax.blocks.nomic import NomicEncoderLayer as NomicEncoderLayer
 from rlx_jax.blocks.nomic import NomicEncoderLayerSpec as NomicEncoderLayerSpec
 from rlx_jax.blocks.nomic import NomicSelector as NomicSelector

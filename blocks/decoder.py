@@ -221,9 +221,11 @@ class DecoderLayerSpec:
             raise GraphError(f"{stage} has no {values}: make the layer with decoder_layer")
 
 
-def decoder_layer(index: int, spec: DecoderLayerSpec, mask_input: str | None = None) -> Named:
+def decoder_layer(
+    index: int, spec: DecoderLayerSpec, mask_input: str | None = None, prefix: str = "model.layers"
+) -> Named:
     """Layer `index` from small stages, under Hugging Face's keys."""
-    p = f"model.layers.{index}"
+    p = f"{prefix}.{index}"
     return Named(f"layer{index}", spec.around(p, SelfAttnPrefill(spec.attention(p, mask_input))))
 
 

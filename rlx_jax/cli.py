@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, RlxError, StorageError, quote, shown
+from rlx_jax.generate.drafting import SOURCES
 from rlx_jax.io.folder import open_folder
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.packed import stored_bytes
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what was said gets less likely")
     add("--seed", type=int, default=0, metavar="N", help="of the random draws (%(default)s)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--speculative", metavar="prompt|DIR", help="draft from the text itself, or by a smaller checkpoint")
+    add("--speculative", metavar="prompt|mtp|DIR", help="draft from the text, by an MTP module or a smaller model")
     add("--draft-tokens", type=int, default=4, metavar="K", help="with --speculative, drafts a step (%(default)s)")
     add("--profile", metavar="NAME|FILE", help="a preset, such as llama32_decode, or a *.rlx.toml file")
     add("--dtype", metavar="DTYPE", help="compute in bf16, f32 ...")
@@ -118,7 +119,7 @@ def _generate(args: argparse.Namespace, interrupt: Interrupt) -> Iterator[str]:
     try:
         lm = _language_model(args.directory, options | {"revision": args.revision})
         source = args.speculative
-        if source not in (None, "prompt"):
+        if source not in (None, *SOURCES):
             source = _language_model(source, options)
         request: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,

@@ -48,7 +48,7 @@ from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
-from rlx_jax.program import REQUIRED, InputDecl, Weights
+from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
 from rlx_jax.trace.editing import BlockEdit, edit_blocks
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.trace.selecting import BlockPattern
@@ -85,6 +85,7 @@ class ModelFlow(Stages):
     block_edits: tuple[BlockEdit, ...] = ()
     more: WeightSource | None = None
     missing: Literal["error", "init"] = "error"
+    mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -157,6 +158,19 @@ class ModelFlow(Stages):
         """Put weights beside those that the flow is bound to, or will be: an adapter, a vector that a stage of your own
         reads. No key may be in both; further calls add up."""
         return replace(self, more=beside(open_weights(weights), self.more))
+
+    def with_mtp(self, make: MakesMtp) -> ModelFlow:
+        """What `speculative="mtp"` drafts with, a module that predicts several tokens from this model's hidden states:
+        `make(weights)` gives its flow when it is first asked for, or raises.
+
+        Its inputs are ids `[batch, seq]`, each the token behind one, and `hidden` `[batch, seq, H]`, what the head of
+        this model reads of that one; its outputs `logits`, and `hidden` for the token after that.
+        """
+        if not callable(make):
+            raise GraphError(
+                f"{self.name}: with_mtp takes a function of weights that returns a flow, got {shown(make)}"
+            )
+        return replace(self, mtp=make)
 
     def bind(self, **sizes: int | None) -> ModelFlow:
         """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""

@@ -35,8 +35,8 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import TensorType, is_static, path_text, short_name, symbols_of
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.mir.head import Head
+from rlx_jax.runtime.heads import behind_product, head_operands
 from rlx_jax.runtime.inputs import as_host_array, token_ids
 from rlx_jax.runtime.model import CompiledModel
 
@@ -222,12 +222,6 @@ def _backward(how: InPieces, kept: tuple[AnyArray, ...], slope: AnyArray) -> tup
 _loss.defvjp(_forward, _backward)
 
 
-def head_operands(head: Head, kernel: AnyArray, bias: AnyArray) -> list[AnyArray]:
-    """The weights as the product takes them: cast once, not for each piece."""
-    wide = jnp.float32 if head.product.f32_result else head.dtype
-    return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
-
-
 def split_tokens(how: InPieces, *arrays: AnyArray) -> tuple[AnyArray, ...]:
     """`[B, S, …]` → `[n, B, S/n, …]`, padded with zeros. The batch stays an axis: it may be divided over devices."""
 
@@ -244,8 +238,7 @@ def logits_of_piece(how: InPieces, hidden: AnyArray, operands: list[AnyArray]) -
     product = head.product.eval(hidden, *operands)
 
     def tail(product: AnyArray) -> AnyArray:
-        (logits,) = interpret(head.tail, Env({}, {}, {}, operands=(product,)))
-        logits = logits.astype(jnp.float32)
+        logits = behind_product(head, product).astype(jnp.float32)
         known = lax.broadcasted_iota(jnp.int32, logits.shape, 2) < how.vocab
         return jnp.where(known, logits, -jnp.inf) if how.vocab < logits.shape[2] else logits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,6 +55,10 @@ class Buildable(Protocol):
     def binding(self) -> Mapping[str, int]: ...
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
+
+
+MakesMtp = Callable[[WeightSource | None], Buildable]
+"""Makes the flow of a module that drafts, over the weights of the model it drafts for: see `ModelFlow.with_mtp`."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def test_tokens_are_those_of_transformers(directory: str) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"speculative": "mtp"}, "windows is loaded without the heads .* use 'prompt'"),
+    ({"speculative": "mtp"}, "windows has no module that predicts several tokens .* use .prompt."),
     ({"speculative": "promt"}, "did you mean 'prompt'"),
     ({"speculative": 3}, "speculative is 3"),
     ({"speculative": "prompt", "draft_tokens": 0}, "draft_tokens is 0"),

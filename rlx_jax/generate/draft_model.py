@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array
 from rlx_jax.generate.generation import RequestPlan, bound_readers, prompt_blocks
-from rlx_jax.generate.sampler import adjusted, draw, finite_rows, sharpened
-from rlx_jax.generate.speculative import DRAFT, Drafts, Judged, Own, Turn, after_tokens
+from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn, after_tokens
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import ProgramKey, Programs
@@ -46,7 +44,7 @@ class ModelDrafts:
     def propose(self, own: Own, turn: Turn, count: int) -> tuple[Drafts, Own]:
         """One token after the other; the last draft is read as well, so that the state has it should it be kept."""
         extend = self.programs.function(self.key).run
-        method, knobs, rows, room = turn.choosing.method, turn.knobs, turn.rows, turn.room
+        rows, room = turn.rows, turn.room
 
         def step(carry: Any, number: Array) -> Any:
             state, ids, seen, fine = carry
@@ -54,17 +52,10 @@ class ModelDrafts:
             outputs, state = extend(
                 own.params, state, {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
             )
-            ready = adjusted(method, knobs, outputs[0][:, 0], seen)
-            fine = fine & finite_rows(ready)
-            wanted = sharpened(method, knobs, ready) if method.draws else None
-            ids = jnp.argmax(ready, axis=-1).astype(jnp.int32)
-            if wanted is not None:
-                keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new + number)
-                ids = draw(wanted, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT))(keys))
-            if method.penalised:
-                seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), ids].set(True)
+            ids, here, wanted, after_it = Drafting(turn, seen).choose(outputs[0][:, 0], number)
+            fine = fine & here
             after = {name: state[name] for name, _ in self.carried}
-            return (state, ids, seen, fine), (ids, fine, wanted, after)
+            return (state, ids, after_it.seen, fine), (ids, fine, wanted, after)
 
         start = (dict(own.state), rows.ids, rows.seen, rows.running)
         (state, *_), (ids, fine, wanted, after) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
@@ -90,6 +81,8 @@ class ModelDrafts:
 class DraftModel:
     """The host's half: see `DraftPlan`."""
 
+    hidden: ClassVar[bool] = False
+
     model: CompiledModel
     tokens: int
     positions: int | None
@@ -106,7 +99,12 @@ class DraftModel:
         return self.model.require_params("drafting")
 
     def start(
-        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: Any
+        self,
+        programs: Programs,
+        plan: RequestPlan,
+        prompts: Sequence[Sequence[int]],
+        first: Any,
+        hidden: tuple[Any, ...],
     ) -> tuple[Any, StateArrays]:
         """Read the prompts; see `DraftPlan`."""
         readers = bound_readers(self.model, plan.widths, plan.sizes, spare=self.tokens)

@@ -9,13 +9,14 @@ from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.draft_model import DraftModel
 from rlx_jax.generate.generation import DraftPlan
 from rlx_jax.generate.look_up import PromptLookUp
+from rlx_jax.generate.mtp import mtp_plan
 from rlx_jax.generate.request_inputs import declared
 from rlx_jax.text.requests import whole_number
 
 DRAFT_TOKENS = 4
 """Drafts a step where a request does not say."""
 MAX_DRAFTS = 64
-SOURCES = ("prompt",)
+SOURCES = ("prompt", "mtp")
 
 
 def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPlan | None:
@@ -23,7 +24,8 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
 
     Raises:
         RequestError: neither a source nor None; `draft_tokens` out of range or without a source; a model with another
-            vocabulary, or that reads more than tokens. UnsupportedError: another model over another mesh; "mtp".
+            vocabulary, or that reads more than tokens. UnsupportedError: another model over another mesh; as
+            `mtp_plan`.
     """
     count = whole_number("draft_tokens", draft_tokens, 1)
     if count > MAX_DRAFTS:
@@ -38,12 +40,9 @@ def draft_plan(speculative: Any, draft_tokens: int, speaker: Speaker) -> DraftPl
     if isinstance(speculative, str) and speculative == "prompt":
         return PromptLookUp(count)
     if isinstance(speculative, str) and speculative == "mtp":
-        raise UnsupportedError(
-            f"speculative='mtp': {speaker.model.name} is loaded without the heads of a checkpoint that predict several "
-            "tokens (MTP), and nothing drafts with them yet: use 'prompt' or another CausalLM"
-        )
+        return mtp_plan(speaker, count)
     hint = did_you_mean(speculative, SOURCES) if isinstance(speculative, str) else ""
-    raise RequestError(f"speculative is {shown(speculative)}; expected 'prompt', another CausalLM or None{hint}")
+    raise RequestError(f"speculative is {shown(speculative)}; expected 'prompt', 'mtp', another CausalLM or None{hint}")
 
 
 def check_draft_model(draft: Speaker, speaker: Speaker) -> None:

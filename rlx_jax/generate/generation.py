@@ -30,6 +30,10 @@ class DraftPlan(Protocol):
     """Where the drafts of a request come from, on the host."""
 
     @property
+    def hidden(self) -> bool:
+        """Whether the source reads hidden states: what the model's head reads of each token."""
+
+    @property
     def tokens(self) -> int:
         """Drafts a step, at least 1."""
 
@@ -44,9 +48,11 @@ class DraftPlan(Protocol):
         """The parameters of the source."""
 
     def start(
-        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: AnyArray
-    ) -> tuple[Any, StateArrays]:
-        """What the source keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen."""
+        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: AnyArray,
+        hidden: tuple[AnyArray, ...],
+    ) -> tuple[Any, StateArrays]:  # fmt: skip
+        """What the source keeps, and its state, where the prompts have been read and `first` `[B, 1]` is chosen;
+        `hidden` are the prompts' hidden states `[B, S, H]`, part by part, if it reads them."""
 
 
 @dataclass(frozen=True)
@@ -133,15 +139,15 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
         back = model.programs.template(verify.key(given, logits)).taken_back
         checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source(plan.sizes), drafts.tokens, back)
         width = {**sizes, "seq": drafts.tokens + 1}
-        decode = verify.bound(width, checking, last_only=False, outputs=logits, given=given, spare=spare)
-        readers = bound_readers(model, plan.widths, sizes, given, spare)
+        decode = verify.bound(width, checking, False, logits, given, spare, drafts.hidden)
+        readers = bound_readers(model, plan.widths, sizes, given, spare, drafts.hidden)
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
-    rows, state, first, told = read_prompts(readers, plan, prompts, knobs, ends)
+    rows, state, first, told, hidden = read_prompts(readers, plan, prompts, knobs, ends)
     if plan.answers > 1:
         state = forked_state(decode, state, plan.answers, len(prompts))
     inputs = {"rows": rows, "knobs": knobs, "ends": ends}
     if drafts is not None:
-        kept, own = drafts.start(model.programs, plan, prompts, first)
+        kept, own = drafts.start(model.programs, plan, prompts, first, hidden)
         state |= {OWN + name: array for name, array in own.items()}
         inputs |= {"params": drafts.params(), "kept": kept, "counts": np.zeros(3, np.int32)}
     return Generation(
@@ -151,25 +157,26 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
 
 def bound_readers(
     model: CompiledModel, widths: Sequence[int], sizes: Mapping[str, int], given: frozenset[str] = frozenset(),
-    spare: int = 0,
+    spare: int = 0, hidden: bool = False,
 ) -> list[BoundProgram]:  # fmt: skip
-    """The programs that read prompts, so many tokens each."""
+    """The programs that read prompts, so many tokens each; with `hidden` they give hidden states too."""
     logits = model.output_names[:1]
     first, *others = ({**sizes, "seq": width} for width in widths)
     extend = model.as_program("extend")
     return [
-        model.as_program("prefill").reader(first, outputs=logits, given=given, spare=spare),
-        *(extend.bound(block, outputs=logits, given=given, spare=spare) for block in others),
+        model.as_program("prefill").reader(first, True, logits, given, spare, hidden),
+        *(extend.bound(block, None, True, logits, given, spare, hidden) for block in others),
     ]
 
 
 class PromptBlock(NamedTuple):
     """What reading a part of the prompts gives: logits `[B, 1, V]` of the last tokens, the state, and the rows whose
-    prompts end there `[B]` bool."""
+    prompts end there `[B]` bool; hidden states `[B, S, H]` of all tokens, where the program gives them."""
 
     logits: AnyArray
     state: StateArrays
     now: np.ndarray[Any, Any]
+    hidden: AnyArray = None
 
 
 def prompt_blocks(
@@ -185,18 +192,30 @@ def prompt_blocks(
     for reader, width in zip(readers, widths, strict=True):
         new = np.clip(lengths - at, 0, width)
         tokens = pad_rows([p[at : at + width] for p in filled], width)
-        (logits, *_), state = reader({ids: tokens, "lengths": new.astype(np.int32), **beside}, state)
-        yield PromptBlock(logits, state, live & (at < lengths) & (lengths <= at + width))
+        (logits, *others), state = reader({ids: tokens, "lengths": new.astype(np.int32), **beside}, state)
+        hidden = others[0] if reader.key.hidden else None
+        yield PromptBlock(logits, state, live & (at < lengths) & (lengths <= at + width), hidden)
         beside = {}  # from now on it is in the state
         at += width
 
 
-def read_prompts(
-    readers: Sequence[BoundProgram], plan: RequestPlan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: AnyArray
-) -> tuple[Rows, StateArrays, AnyArray, LogProbs | None]:
-    """The rows, the state after the prompts, the first tokens `[B, 1]`, and what is told of them.
+class PromptsRead(NamedTuple):
+    """The rows, the state after the prompts, the first tokens `[B, 1]`, what is told of them, and hidden states of the
+    prompts' parts, if they are asked for.
 
     With several answers a prompt the state is that of the prompts, and rows and tokens are those of the answers."""
+
+    rows: Rows
+    state: StateArrays
+    first: AnyArray
+    told: LogProbs | None
+    hidden: tuple[AnyArray, ...]
+
+
+def read_prompts(
+    readers: Sequence[BoundProgram], plan: RequestPlan, prompts: Sequence[Sequence[int]], knobs: Knobs, ends: AnyArray
+) -> PromptsRead:
+    """Read the prompts, and choose the first token of each row."""
     programs = readers[0].model.programs
     fork = fork_of(plan.batch, plan.answers, len(prompts))
     live = np.arange(plan.batch) < len(prompts) * plan.answers
@@ -209,16 +228,18 @@ def read_prompts(
     first: AnyArray = np.full((plan.batch, 1), STOPPED, np.int32)
     state: StateArrays = {}
     told: LogProbs | None = None
+    hidden: tuple[AnyArray, ...] = ()
     read = plan.reading["batch"]
     for block in prompt_blocks(readers, plan.widths, prompts, read, plan.inputs.padded(read)):
         state, logits, now = block.state, block.logits, block.now
+        hidden += () if block.hidden is None else (block.hidden,)
         if not now.any():
             continue
         if plan.answers > 1:
             logits, now = programs.call(ForkRows(0), logits, fork, at=programs.whole), now[fork] & live
         chosen = (logits, rows, now, first, knobs, ends, told)
         first, rows, told = programs.call(FirstTokens(plan.method, plan.top), *chosen, at=programs.whole)
-    return rows, state, first, told
+    return PromptsRead(rows, state, first, told, hidden)
 
 
 @dataclass

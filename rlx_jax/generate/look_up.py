@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +85,8 @@ def written(tokens: Array, at: Array, first: Array) -> Array:
 class PromptLookUp:
     """The host's half: see `DraftPlan`."""
 
+    hidden: ClassVar[bool] = False
+
     tokens: int
     positions: int | None = None
 
@@ -97,7 +99,12 @@ class PromptLookUp:
         return None
 
     def start(
-        self, programs: Programs, plan: RequestPlan, prompts: Sequence[Sequence[int]], first: Any
+        self,
+        programs: Programs,
+        plan: RequestPlan,
+        prompts: Sequence[Sequence[int]],
+        first: Any,
+        hidden: tuple[Any, ...],
     ) -> tuple[Any, StateArrays]:
         """The tokens of prompts `[batch, slots]`, with the first new one of each."""
         tokens, lengths = np.zeros((plan.batch, plan.slots), np.int32), np.zeros(plan.batch, np.int32)

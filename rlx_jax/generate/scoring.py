@@ -25,7 +25,8 @@ from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
 from rlx_jax.ir.types import is_static
-from rlx_jax.losses import InPieces, count_pieces, head_operands, logits_of_piece, split_tokens
+from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
+from rlx_jax.runtime.heads import head_operands
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import pad_rows, whole_number

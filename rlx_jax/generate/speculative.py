@@ -20,7 +20,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Function, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
-from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, sharpened
+from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, finite_rows, sharpened
 from rlx_jax.ir.graph import EVERY
 from rlx_jax.lowering.inspect.scopes import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
@@ -77,6 +77,7 @@ class Turn:
 class Judged:
     """What became of a step: tokens `chosen` `[B, k + 1]` int32, whether the row takes them `now`, whether their logits
     were finite (`fine`) and which of them are drafts that are `kept`, `[B, k + 1]` bool; how many it takes `[B]` int32.
+    `hidden` `[B, k + 1, H]`: what the model's head read for each of them, where the source asks for it.
     """
 
     chosen: Array
@@ -84,6 +85,31 @@ class Judged:
     fine: Array
     kept: Array
     count: Array
+    hidden: Array | None = None
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a model's logits become drafts, one after the other, and what a row holds with those so far `seen`."""
+
+    turn: Turn
+    seen: Array
+
+    def choose(self, logits: Array, number: Array) -> tuple[Array, Array, Array | None, Drafting]:
+        """Logits `[B, V]` → draft `number` of each row `[B]` int32, whether its logits are finite `[B]` bool, those of
+        the distribution that it was drawn from, if it was, and how to go on."""
+        method, knobs, rows = self.turn.choosing.method, self.turn.knobs, self.turn.rows
+        ready = adjusted(method, knobs, logits, self.seen)
+        fine = finite_rows(ready)
+        wanted = sharpened(method, knobs, ready) if method.draws else None
+        ids = jnp.argmax(ready, axis=-1).astype(jnp.int32)
+        if wanted is not None:
+            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.new + number)
+            ids = draw(wanted, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT))(keys))
+        seen = self.seen
+        if method.penalised:
+            seen = seen.at[jnp.arange(seen.shape[0], dtype=jnp.int32), ids].set(True)
+        return ids, fine, wanted, replace(self, seen=seen)
 
 
 class DraftSource(Protocol):
@@ -153,6 +179,7 @@ class VerifyLoop(Choosing):
                 outputs, main = verify(params, main, fed)
                 with jax.named_scope(SAMPLER):
                     judged = self.judge(outputs[0], rows, drafts, knobs, ends)
+                judged = replace(judged, hidden=outputs[1] if len(outputs) > 1 else None)
                 main[LENGTH] = turn.held + judged.count
                 for name, axis in self.carried:
                     main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)

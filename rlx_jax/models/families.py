@@ -8,16 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import jax.numpy as jnp
-
 from rlx_jax.errors import (
     ConfigError,
-    MissingWeightError,
     NameCollisionError,
     UnsupportedError,
-    WeightDTypeError,
     WeightError,
-    WeightShapeError,
     check_keywords,
     did_you_mean,
     listing,
@@ -27,7 +22,6 @@ from rlx_jax.errors import (
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir import plugins
-from rlx_jax.ir.types import short_name
 from rlx_jax.models import (
     bert,
     clip,
@@ -50,13 +44,13 @@ from rlx_jax.models import (
     siglip,
     vit,
 )
+from rlx_jax.models.checked import checked
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.directory import bring
-from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, open_weights
 
 
@@ -157,9 +151,6 @@ def _flux2(config: Fields, source: WeightSource) -> Pretrained:
     return Pretrained(replace(recipe, weights=checked(source, recipe.shapes(), recipe)), "denoiser", 0, 0)
 
 
-MAX_KEYS_BUILT = 4000
-"""Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
-
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")
 
 
@@ -211,47 +202,6 @@ FAMILIES: dict[str, Family] = {
 }
 """The families by `model_type`, those of diffusers by their class: a row each. Installed plugins have more, under other
 names."""
-
-
-def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
-    """The source, after every weight that the config asks for was found, a float of the right shape.
-
-    Raises:
-        MissingWeightError: lists what is missing, and names close to it.
-        WeightShapeError, WeightDTypeError: block path, key, file, expected, got.
-    """
-
-    def block(key: str) -> str:
-        if len(specs) > MAX_KEYS_BUILT:
-            return recipe.name
-        return recipe.assemble().build().readers().get(key, recipe.name)
-
-    missing = [key for key in specs if not source.has(key)]
-    if missing:
-        close = close_names(missing[0], source.keys())
-        raise MissingWeightError(
-            f"{len(missing)} weights that config.json asks for are missing: {listing(missing)}; the first is read by "
-            f"{block(missing[0])}{close}"
-        )
-    for key, spec in specs.items():
-        found = source.spec(key)
-        weight = f"weight {quote(key)} ({source.where(key)})"
-        if found.shape != spec.shape:
-            raise WeightShapeError(
-                f"{block(key)}: {weight}: expected {list(spec.shape)} by config.json "
-                f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}"
-            )
-        if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
-    return source
-
-
-def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """The fields of the config that a wrong shape may come from: those with the value of a size that differs."""
-    sizes = {name: value for name, value in vars(recipe.config).items() if type(value) is int}
-    wrong = set(expected) - set(got)
-    names = [f"{name} {value}" for name, value in sizes.items() if value in wrong]
-    return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))
 
 
 def _of_plugins() -> Mapping[str, plugins.Opens]:

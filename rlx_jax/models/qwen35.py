@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, DecoderLayerSpec, GatedDeltaSpec, decoder_layer, gated_delta_layer
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.models.config import Fields
-from rlx_jax.models.decoder import DecoderFlow, weight_specs
+from rlx_jax.blocks import (
+    BlockStage,
+    DecoderLayerSpec,
+    GatedDeltaSpec,
+    LmHead,
+    MtpMerge,
+    RopeTables,
+    decoder_layer,
+    gated_delta_layer,
+)
+from rlx_jax.errors import ConfigError, MissingWeightError, UnsupportedError, quote
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.checked import checked
+from rlx_jax.models.config import MAX_LAYERS, Fields
+from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, common_fields, frequencies_of, layer_of
 from rlx_jax.models.text_part import TextPart
+from rlx_jax.weights.source import WeightSource
 
 INERT = (
-    "full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-    "mtp_loss_scaling_factor",
+    "full_attention_interval", "mamba_ssm_dtype", "mtp_loss_scaling_factor",
 )  # fmt: skip
-"""Fields that `layer_types` or the head for drafts read, and the dtype of the state, which is f32 here too."""
+"""Fields that `layer_types` reads or that training alone does, and the dtype of the state, which is f32 here too."""
 
 MROPE = ("mrope_section", "mrope_interleaved")
 """How columns of a head are shared by time, height and width: of text all three are the token's position."""
@@ -43,12 +55,15 @@ TEXT = TextPart(
 class Qwen35Config(DecoderConfig):
     """Sizes of a Qwen 3.5 text model; `attends[i]` is whether layer i has attention, and not Gated DeltaNet.
 
-    `inv_freq` turn the first 2 · len(inv_freq) columns of each head.
+    `inv_freq` turn the first 2 · len(inv_freq) columns of each head. `mtp_num_hidden_layers` and
+    `mtp_use_dedicated_embeddings` are of the head that drafts alone (`qwen35_mtp.py`).
     """
 
     max_position_embeddings: int = 32768
     attention_bias: bool = False
     attends: tuple[bool, ...] = ()
+    mtp_num_hidden_layers: int = 1
+    mtp_use_dedicated_embeddings: bool = False
     delta: GatedDeltaSpec = field(kw_only=True)
 
     @classmethod
@@ -66,6 +81,8 @@ class Qwen35Config(DecoderConfig):
             inv_freq=_frequencies(c, common["head_dim"]),
             attention_bias=c.flag("attention_bias", False),
             attends=attends,
+            mtp_num_hidden_layers=c.whole("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),
+            mtp_use_dedicated_embeddings=c.flag("mtp_use_dedicated_embeddings", False),
             delta=_delta(c, common["rms_norm_eps"]),
         )
 
@@ -107,6 +124,86 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
             for key, shape in c.delta.shapes(c.hidden_size).items():
                 found[f"{layer}.linear_attn.{key}"] = jax.ShapeDtypeStruct(shape, np.float32)
         return found
+
+    def assemble(self) -> ModelFlow:
+        return super().assemble().with_mtp(lambda source: Qwen35MtpFlow(self.config, source).assemble())
+
+
+# -- the module that drafts --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Qwen35MtpFlow:
+    """The recipe of Qwen 3.5's module for drafts: a layer with attention over the model's own hidden states.
+
+    Inputs: `input_ids` `[batch, seq]`, the token behind each; `hidden` `[batch, seq, hidden]` float32, what the model's
+    head reads of each token, behind its last norm. Outputs: `logits` float32 `[batch, seq, vocab]` of the token behind
+    those, and `hidden`, what its own head reads: in the place of the model's it drafts the token after that.
+
+        c = [rms(embed(ids)) ‖ rms(hidden)] Wᵀ;  c ← layer(c);  hidden = rms(c);  logits = hidden headᵀ
+
+    Weights: `mtp.*`, and the embedding and the head of the model. Where the pair of position i reads i, and the norms,
+    are as in vLLM's `qwen3_5_mtp.py`: transformers has no such module.
+
+    Raises:
+        UnsupportedError: the config says that there is none, or another one. MissingWeightError, WeightShapeError.
+    """
+
+    config: Qwen35Config
+    weights: WeightSource | None = None
+    name: str = "qwen35_mtp"
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every weight with its shape."""
+        c = self.config
+        h, norms = c.hidden_size, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), "mtp.fc.weight": (h, 2 * h)}
+        found |= {f"mtp.{name}.weight": (h,) for name in norms}
+        layer = c.layer_spec(0).shapes(h, c.intermediate_size)
+        found |= {f"mtp.layers.0.{key}": shape for key, shape in layer.items()}
+        found |= {} if c.tie_word_embeddings else {HEAD: (c.vocab_size, h)}
+        return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in found.items()}
+
+    def assemble(self) -> ModelFlow:
+        """The flow, bound to its weights; without any, to their shapes."""
+        self._check()
+        c, spec = self.config, self.config.layer_spec(0)
+        tied = c.tie_word_embeddings
+        head = LmHead.tied if tied else partial(LmHead.separate, HEAD)
+        return (
+            ModelFlow(self.name)
+            .with_weights(self.shapes() if self.weights is None else self.weights, leave=("model.", HEAD, "mtp."))
+            .input("input_ids", ("batch", "seq"), dtype="int32")
+            .input("hidden", ("batch", "seq", c.hidden_size))
+            .rope_tables(RopeTables(c.inv_freq))
+            .embed(EMBEDDING)
+            .stage(
+                MtpMerge(spec.norm("mtp.pre_fc_norm_embedding"), spec.norm("mtp.pre_fc_norm_hidden"), "mtp.fc.weight"),
+                decoder_layer(0, spec, prefix="mtp.layers"),
+                spec.norm("mtp.norm"),
+            )
+            .store_stream("hidden")
+            .stage(head(c.vocab_size, c.hidden_size))
+            .outputs(["logits", "hidden"])
+        )
+
+    def _check(self) -> None:
+        c, use = self.config, "speculative='prompt' or another CausalLM can draft"
+        if c.mtp_num_hidden_layers != 1:
+            raise UnsupportedError(
+                f"config.json: mtp_num_hidden_layers is {c.mtp_num_hidden_layers}; expected 1, a module for drafts of "
+                f"one layer: {use}"
+            )
+        if c.mtp_use_dedicated_embeddings:
+            raise UnsupportedError(
+                "config.json: mtp_use_dedicated_embeddings is true, and under which keys a module for drafts has an "
+                f"embedding of its own is not known: {use}"
+            )
+        if self.weights is None:
+            return
+        if not any(key.startswith("mtp.") for key in self.weights.keys()):
+            raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no module that drafts: {use}")
+        checked(self.weights, self.shapes(), replace(self, weights=None))
 
 
 # -- fields ------------------------------------------------------------------------------------

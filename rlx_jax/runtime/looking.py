@@ -44,12 +44,13 @@ def report_of(
 ) -> Report:
     """The report on `template`, and on the program that ran `last`, or with `sizes` on that of those."""
     executable = programs.executables.get(last) if last and not sizes else None
+    every = [programs, *(other.programs for other in programs.beside.values())]
     common: dict[str, Any] = {
         "nodes": template.nodes,
         "parameter_bytes": sum(t.nbytes for t in programs.layout.types().values()),
-        "compiles": programs.executables.made,
-        "evicted": programs.executables.evicted,
-        "recompiles": programs.recompiles,
+        "compiles": sum(one.executables.made for one in every),
+        "evicted": sum(one.executables.evicted for one in every),
+        "recompiles": sum(one.recompiles for one in every),
         "initialised": programs.initialised,
         "refusals": template.built.refusals,
         "fusion": template.fusion,

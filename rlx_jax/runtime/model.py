@@ -107,15 +107,17 @@ class CompiledModel:
         outputs: tuple[str, ...] | None = None,
         given: frozenset[str] = frozenset(),
         spare: int = 0,
+        hidden: bool = False,
     ) -> BoundProgram:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
         `outputs`: those that are wanted, by name; None for all. `given`: the optional inputs that calls bring. `spare`:
-        tokens that may be taken back from the state's rings, if those are more than the profile says.
+        tokens that may be taken back from the state's rings, if those are more than the profile says. `hidden`: with
+        what the head reads beside the first output.
 
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        key = replace(self.sized(sizes, last_only, outputs, given, spare), around=around)
+        key = replace(self.sized(sizes, last_only, outputs, given, spare, hidden), around=around)
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
@@ -126,9 +128,10 @@ class CompiledModel:
         outputs: tuple[str, ...] | None = None,
         given: frozenset[str] = frozenset(),
         spare: int = 0,
+        hidden: bool = False,
     ) -> ProgramKey:
         """The key of the program for these sizes; see `bound`."""
-        key = self.key(given, outputs, last_only)
+        key = replace(self.key(given, outputs, last_only), hidden=hidden)
         template = self.programs.template(key)
         slots = self._rings(template, sizes.get("context"), spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
@@ -146,11 +149,12 @@ class CompiledModel:
         outputs: tuple[str, ...] | None = None,
         given: frozenset[str] = frozenset(),
         spare: int = 0,
+        hidden: bool = False,
     ) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
         more = {name: size for name, size in sizes.items() if name not in ("batch", "context", "seq")}
         empty = FromEmpty(self._empty_state(sizes["batch"], sizes["context"], more, given, spare))
-        return self.bound(sizes, empty, last_only, outputs, given, spare)
+        return self.bound(sizes, empty, last_only, outputs, given, spare, hidden)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays

@@ -52,6 +52,7 @@ from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable, Built, Weights
+from rlx_jax.runtime.heads import with_hidden
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
@@ -72,6 +73,8 @@ class ProgramKey:
         outputs: the outputs that are wanted, by name; None for all of them.
         last_only: outputs are those of each row's last token.
         headless: it ends at the head, whose operands are the outputs.
+        hidden: outputs are the logits, which alone are of the last token where `last_only`, and what the head reads of
+            every token, `[B, S, H]`.
     """
 
     flow: str
@@ -80,6 +83,7 @@ class ProgramKey:
     outputs: tuple[str, ...] | None = None
     last_only: bool = False
     headless: bool = False
+    hidden: bool = False
     binding: tuple[tuple[str, int], ...] = ()
     around: Around | None = None
 
@@ -102,6 +106,14 @@ class Specialised:
     lir: Lir
     run: Function
     jitted: Function
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Programs of a flow that runs beside those of a model, and the parameters that are its own alone."""
+
+    programs: Programs
+    params: Mapping[str, Any]
 
 
 def state_shardings(
@@ -142,6 +154,7 @@ class Programs:
         self.executables: Lru[ProgramKey, Executable] = Lru(limit, making)
         self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
         self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, making)
+        self.beside: Lru[str, Beside] = Lru(TEMPLATES, making)
         self.warm = False  # warm-up is over
         self.warming: set[ProgramKey] | None = None  # what it has run so far
         self.recompiles = 0  # programs compiled since
@@ -157,6 +170,8 @@ class Programs:
         """The symbolic program; made once."""
 
         def make() -> Template:
+            if key.hidden:
+                return self.template(replace(self.whole_of(key), headless=True))
             if key.headless:
                 return self.template(replace(key, headless=False)).headless()
             own = key.given & {i.name for i in self.flows[key.flow].inputs}  # the others are the program's
@@ -165,6 +180,10 @@ class Programs:
             )
 
         return self.templates(key, make)
+
+    def whole_of(self, key: ProgramKey) -> ProgramKey:
+        """The key of the program with symbolic sizes that one with hidden states is cut from."""
+        return replace(key.symbolic, hidden=False, last_only=False)
 
     def build(self, flow: str, given: frozenset[str]) -> tuple[Built, float]:
         """A flow with these optional inputs, and the seconds that it took; built once. All programs are made of the
@@ -188,6 +207,8 @@ class Programs:
             template = self.template(key.symbolic)
             lir = make_lir(template, dict(key.binding), self.settings)
             run = make_function(lir, self.layout, self.division)
+            if key.hidden:
+                run = with_hidden(run, self.template(self.whole_of(key)).head, key.last_only)
             if key.around is not None:  # it has inputs of its own
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
             return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)))
@@ -282,7 +303,10 @@ class Programs:
         """
         self.warm, self.warming = False, set()
         try:
-            yield
+            with contextlib.ExitStack() as others:
+                for other in self.beside.values():
+                    others.enter_context(other.programs.warm_up())
+                yield
             if self.warming - set(self.executables):
                 raise RequestError(
                     f"warmup: the profile's buckets need {len(self.warming)} programs, and buckets.programs = "

@@ -1,0 +1,270 @@
+"""`speculative="mtp"`: drafts from the module of a Qwen 3.5 checkpoint, against its formulas and plain decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.generate.asking import begin
+from rlx_jax.generate.drafting import draft_plan
+from rlx_jax.generate.generation import Request
+from rlx_jax.generate.serving import request_sizes
+from rlx_jax.generate.speculative import OWN
+from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
+from rlx_jax.runtime.state import LENGTH
+from tests.oracles import checkpoints, mtp_drafts
+from tests.oracles.comparing import assert_close, assert_rows_close
+from tests.oracles.hybrid import row
+from tests.oracles.numpy_reference import read_config, read_weights
+from tests.test_speculative_sampling import chi_squared, filtered
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [9], [2, 7, 1, 8, 2]]
+"""The first is longer than the prompt's bucket: it is read in two parts."""
+NEW, DRAFTS = 14, 3
+TABLES = {"prompt": [8], "batch": [3], "context": [32]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose module is right more often than not."""
+    return mtp_drafts.checkpoint(tmp_path_factory.mktemp("mtp") / "right", 1, planted=4.0)
+
+
+@pytest.fixture(scope="module")
+def lm(directory: Path) -> Any:
+    """That checkpoint, with buckets."""
+    return rlx.load(directory, profile=rlx.CompileProfile().replace(buckets=TABLES))
+
+
+def with_drafts(lm: Any) -> list[list[int]]:
+    """The new tokens of all prompts."""
+    found: list[list[int]] = lm.generate(PROMPTS, NEW, speculative="mtp", draft_tokens=DRAFTS)
+    return found
+
+
+# -- the module --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_module_is_its_formulas(tied: bool, tmp_path: Path) -> None:
+    """Logits and hidden states of all tokens, in one block and in ragged pieces; weights of its own file."""
+    where = mtp_drafts.checkpoint(tmp_path / "m", 2, {"tie_word_embeddings": tied})
+    config, w = read_config(where), read_weights(where)
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, config["vocab_size"], (2, 9)).astype(np.int32)
+    hidden = np.stack([row(config, w, r)[0] for r in rng.integers(0, 37, (2, 9))]).astype(np.float32)
+    want = [mtp_drafts.module(config, w, h, r) for h, r in zip(hidden, ids, strict=True)]
+    logits, own = (np.stack([pair[i] for pair in want]) for i in (1, 0))
+    recipe = Qwen35MtpFlow(Qwen35Config.from_hf(config), rlx.open_weights(where))
+    prefill, extend = (rlx.compile(recipe, program=name) for name in ("prefill", "extend"))
+    state = prefill.init_state(2, 16)
+    got, state = prefill(ids[:, :6], hidden[:, :6], np.array([6, 1], np.int32), state=state)
+    assert_rows_close(got["logits"], logits[:, :6], np.array([6, 1]))
+    assert_rows_close(got["hidden"], own[:, :6], np.array([6, 1]))
+    at = np.array([6, 1])
+    pieces = [np.stack([a[b, n : n + 3] for b, n in enumerate(at)]) for a in (ids, hidden, logits, own)]
+    got, state = extend(*pieces[:2], np.array([3, 3], np.int32), state=state)
+    assert_close(got["logits"], pieces[2])
+    assert_close(got["hidden"], pieces[3])
+    assert state.length.tolist() == [9, 4]
+    if tied:  # one more program, in the slow tier
+        whole: Any = rlx.compile(recipe)(ids, hidden)
+        assert_close(whole["logits"], logits)
+        assert_close(whole["hidden"], own)
+
+
+# -- what it drafts ----------------------------------------------------------------------------
+
+
+def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
+    """Greedy tokens, and of every row as many drafts read and kept, in as many steps, as NumPy has: so each draft is
+    the one that the formulas give, after any that were taken back too. The stream is the same, and compiles nothing."""
+    config, w = read_config(directory), read_weights(directory)
+    got, found, compiled = with_drafts(lm), lm.report().speculative, lm.report().compiles
+    rows: Any = [mtp_drafts.decoded(config, w, prompt, NEW, DRAFTS) for prompt in PROMPTS]
+    assert got == [tokens for tokens, *_ in rows]
+    drafted, accepted = (sum(r[i] for r in rows) for i in (1, 2))
+    assert (found.drafted, found.accepted, found.steps) == (drafted, accepted, max(r[3] for r in rows))
+    assert 0.3 * drafted < accepted < drafted and found.steps < NEW - 1
+    with jax.transfer_guard("disallow"):
+        assert list(lm.stream(PROMPTS[0], NEW, speculative="mtp", draft_tokens=DRAFTS)) == got[0]
+    assert lm.report().compiles == compiled
+
+
+@pytest.mark.slow
+def test_warmed_up(lm: Any, directory: Path) -> None:
+    """Behind it nothing compiles, with drafts or without, and the tokens are the same. What was not asked for before is
+    refused, the programs of the module too."""
+    profile = rlx.CompileProfile().replace(buckets=TABLES | {"on_recompile": "error"})
+    warm: Any = rlx.load(directory, profile=profile)
+    warm.warmup(samplers=rlx.Sampler(), speculative="mtp", draft_tokens=DRAFTS)
+    compiled = warm.report().compiles
+    with jax.transfer_guard("disallow"):
+        assert with_drafts(warm) == warm.generate(PROMPTS, NEW) == with_drafts(lm)
+    assert (warm.report().compiles, warm.report().recompiles) == (compiled, 0)
+    with pytest.raises(errors.RecompileError, match="no verify program is compiled"):
+        warm.generate(PROMPTS, NEW, speculative="mtp", draft_tokens=DRAFTS + 1)
+    late: Any = rlx.load(directory, profile=profile)
+    late.warmup(samplers=rlx.Sampler())
+    with pytest.raises(errors.RecompileError, match="no (verify|prefill) program is compiled"):
+        with_drafts(late)
+
+
+@pytest.mark.slow
+def test_the_state_is_that_of_what_was_taken(lm: Any) -> None:
+    """Behind the last step: of the model as if the text had been read at once, recurrent leaves too; of the module as
+    many pairs as are certain."""
+    speaker, drafts = lm._speaker, draft_plan("mtp", DRAFTS, lm._speaker)
+    request = Request(tuple(map(tuple, PROMPTS)), NEW, rlx.Sampler(), (), (), 0, drafts=drafts)
+    generation = begin(speaker, request, request_sizes(lm.buckets, [len(p) for p in PROMPTS], NEW, None))
+    new = np.concatenate(list(generation), axis=1)
+    texts = [[*p, *r[r >= 0].tolist()] for p, r in zip(PROMPTS, new, strict=True)]
+    state: StateArrays = generation.state
+    assert state[LENGTH].tolist() == [len(text) - 1 for text in texts]
+    assert all(len(t) - 2 - DRAFTS <= n < len(t) for n, t in zip(state[OWN + LENGTH].tolist(), texts, strict=True))
+    want = read_in_parts(lm, [text[:-1] for text in texts])
+    kinds = set()
+    for name, array in want.items():
+        kinds.add(name.rpartition(".")[2])
+        for b, text in enumerate(texts):
+            held = slice(0, len(text) - 1) if name.endswith((".k", ".v")) else slice(None)
+            assert_close(np.asarray(state[name])[b][held], np.asarray(array)[b][held], tolerance=1e-4)
+    assert kinds == {"conv", "delta", "k", "v"}
+
+
+def read_in_parts(lm: Any, texts: list[list[int]]) -> dict[str, Any]:
+    """The state's arrays behind texts of any length, in blocks of eight tokens, without its length."""
+    state = None
+    for at in range(0, max(map(len, texts)), 8):
+        lengths = [min(max(len(t) - at, 0), 8) for t in texts]
+        block = np.array([(t[at : at + 8] + [0] * 8)[:8] for t in texts], np.int32)
+        if state is None:
+            _, state = lm.prefill(block, lengths, max_len=32, logits="last")
+        else:
+            _, state = lm.extend(state, block, lengths, logits="last")
+    assert state is not None
+    return dict(state.state.leaves)
+
+
+@pytest.mark.slow
+def test_a_module_that_is_right_is_always_right(tmp_path: Path) -> None:
+    """Where it says what the model says, all drafts are kept; where it looks at the other half of what it reads, none
+    nearly."""
+    right = mtp_drafts.checkpoint(tmp_path / "right", 5, planted=30.0)
+    wrong = checkpoints.copy(right, tmp_path / "wrong")
+    checkpoints.edit_tensors(wrong, lambda t: t | {"mtp.fc.weight": np.roll(t["mtp.fc.weight"], 22, axis=1)})
+    shares = []
+    for where in (right, wrong):
+        lm = rlx.load(where)
+        lm.generate(PROMPTS, 30, speculative="mtp")
+        shares.append(lm.report().speculative.accepted / lm.report().speculative.drafted)
+    assert shares[0] == 1 and shares[1] < 0.1
+
+
+@pytest.mark.slow
+def test_greedy_texts_of_many_weights(directory: Path, tmp_path: Path) -> None:
+    """Ten sets of random weights of the model, some with what the module was made for, 60 tokens of each prompt."""
+    first, accepted = rlx.load(directory), 0
+    for seed in range(10):
+        own = first.model.params
+        params = first.model.init(seed) if seed % 2 else {k: a * (1 + 0.01 * seed) for k, a in own.items()}
+        lm: Any = rlx.CausalLM(first.model.replace(params=params))
+        want = lm.generate(PROMPTS, 60)
+        assert lm.generate(PROMPTS, 60, speculative="mtp", draft_tokens=2) == want
+        assert lm.generate(PROMPTS[:1], 60, speculative="mtp", draft_tokens=1) == want[:1]
+        accepted += lm.report().speculative.accepted
+    assert accepted > 100
+
+
+@pytest.mark.slow
+def test_drawn_texts_have_the_models_distribution(directory: Path) -> None:
+    """Texts of three tokens, of which the last two are drafted, against the probabilities of the logits."""
+    lm, sampler, prompt, rows = rlx.load(directory), rlx.Sampler(temperature=4.0, top_k=3), PROMPTS[2], 5000
+    counts, accepted = np.zeros((37,) * 3), 0
+    for seed in range(6):
+        got = lm.generate([prompt] * rows, 3, sampler=sampler, seed=seed, speculative="mtp", draft_tokens=2)
+        np.add.at(counts, tuple(np.array(got).T), 1)
+        accepted += lm.report().speculative.accepted
+    p = np.zeros(counts.shape)
+
+    def after(text: list[int]) -> np.ndarray:
+        return filtered(np.asarray(lm.logits([[*prompt, *text]]))[0, -1], sampler)
+
+    for a in np.flatnonzero(first := after([])).tolist():
+        for b in np.flatnonzero(second := after([a])).tolist():
+            p[a, b] = first[a] * second[b] * after([a, b])
+    statistic, most = chi_squared(counts.ravel(), p.ravel())
+    assert statistic < most
+    assert accepted > rows / 10
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+WITHOUT: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]], type[errors.RlxError], str]] = {
+    "the config has none": (
+        {"mtp_num_hidden_layers": 0}, dict, errors.UnsupportedError, "mtp_num_hidden_layers is 0; expected 1",
+    ),
+    "several layers": (
+        {"mtp_num_hidden_layers": 2}, dict, errors.UnsupportedError, "mtp_num_hidden_layers is 2; expected 1",
+    ),
+    "an embedding of its own": (
+        {"mtp_use_dedicated_embeddings": True}, dict, errors.UnsupportedError, "mtp_use_dedicated_embeddings is true",
+    ),
+    "no weights": (
+        {}, lambda t: {k: a for k, a in t.items() if not k.startswith("mtp.")}, errors.MissingWeightError,
+        r"no mtp\.\* weights",
+    ),
+    "one is missing": (
+        {}, lambda t: {k: a for k, a in t.items() if k != "mtp.norm.weight"}, errors.MissingWeightError,
+        "mtp.norm.weight.* read by norm",
+    ),
+    "one of another shape": (
+        {}, lambda t: t | {"mtp.fc.weight": t["mtp.fc.weight"].T.copy()}, errors.WeightShapeError,
+        r"merge\.fc: weight 'mtp\.fc\.weight' .*expected \[22, 44\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_checkpoint_that_cannot(name: str, directory: Path, tmp_path: Path) -> None:
+    """By name, when drafts are asked for: the model itself is loaded."""
+    changes, edit, error, told = WITHOUT[name]
+    copy = checkpoints.edited(directory, tmp_path / "m", changes)
+    checkpoints.edit_tensors(copy, edit)
+    lm = rlx.load(copy)
+    for _ in range(2):  # what was refused once is not there
+        with pytest.raises(error, match=told):
+            lm.generate(PROMPTS[1], 4, speculative="mtp")
+
+
+def test_other_fields_of_the_module_are_refused(directory: Path, tmp_path: Path) -> None:
+    for name, value, error in (
+        ("mtp_layer_types", ["full_attention"], errors.UnsupportedError),
+        ("mtp_num_hidden_layers", True, errors.ConfigError),
+        ("mtp_use_dedicated_embeddings", "no", errors.ConfigError),
+    ):
+        with pytest.raises(error, match=name):
+            rlx.load(checkpoints.edited(directory, tmp_path / f"{name}{value}", {name: value}))
+
+
+def test_a_module_that_does_not_fit(directory: Path) -> None:
+    """One of a flow's own: another width, and no function at all."""
+    config = Qwen35Config.from_hf(json.loads((directory / "config.json").read_text("utf-8")))
+    flow = rlx.recipe_for(directory).assemble()
+    narrow = lambda source: Qwen35MtpFlow(config, source).assemble().outputs(["logits"])  # noqa: E731
+    with pytest.raises(errors.GraphError, match=r"qwen35_mtp cannot draft for qwen35: .*hidden \[batch, seq, 22\]"):
+        rlx.CausalLM(flow.with_mtp(narrow)).generate(PROMPTS[1], 4, speculative="mtp")
+    with pytest.raises(errors.GraphError, match="with_mtp takes a function"):
+        flow.with_mtp(3)
+    shapes = rlx.CausalLM(Qwen35Flow(config))
+    with pytest.raises(errors.MissingWeightError, match="needs parameters"):
+        shapes.generate(PROMPTS[1], 4, speculative="mtp")
