@@ -273,7 +273,8 @@ class CausalLM:
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each prompt.
             speculative: read several tokens a step, of which those are kept that the model itself would choose:
-                "prompt" drafts what followed the same words earlier in the text, another `CausalLM` of the same
+                "prompt" drafts what followed the same words earlier in the text, "mtp" what the module of a Qwen 3.5
+                checkpoint says that predicts several tokens, another `CausalLM` of the same
                 vocabulary what it would say. What came of it is in `report().speculative`.
             draft_tokens: drafts a step.
             n: this many answers to each prompt, as a list in place of one; the prompt is read once.
