@@ -141,7 +141,7 @@ def test_rows_of_their_own_give_the_same(bert: Any) -> None:
     ids = texts(40, 16, seed=5)
     rows = rlx.load(BERT, profile=rlx.CompileProfile().replace(buckets={"prompt": [16], "batch": [8]}))
     assert_same(rows.embed(ids), bert.embed(ids))
-    assert "the profile's buckets" in rows.packing and rows.packing in str(rows.report())
+    assert "the profile's buckets" in rows.packing and rows.packing in " ".join(str(rows.report()).split())
     for encoder, tokens, blocks in ((bert, 128, {(2, 64)}), (rows, 70, {(8, 16)})):
         assert_same(encoder.embed(ids, max_tokens=tokens), bert.embed(ids))
         ran = {(dict(k.binding)["batch"], dict(k.binding)["seq"]) for k in encoder.model.programs.executables}

@@ -63,7 +63,7 @@ def test_instructions_have_their_blocks() -> None:
 def proto_of(executable: Any) -> bytes:
     """The program as XLA writes it."""
     (module,) = executable.call.runtime_executable().hlo_modules()
-    return module.as_serialized_hlo_module_proto()  # type: ignore[no-any-return]
+    return module.as_serialized_hlo_module_proto()
 
 
 def test_the_blocks_of_a_program() -> None:

@@ -262,6 +262,9 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
     assert allowed.report().compiles == compiles
     allowed.logits([[1]])  # a program, and the function that cuts its answer
     assert allowed.report().recompiles == 2 and "recompiles" in str(allowed.report())
+    late = allowed.report().recompiled
+    assert len(late) == 2 and "no forward program is compiled for that" in late[0]
+    assert "a function beside the programs" in late[1] and late[0] in " ".join(str(allowed.report()).split())
     allowed.warmup(max_new_tokens=100, samplers=rlx.Sampler())  # again, for longer answers
     assert len(allowed.generate([1, 2], 100)) == 100 and allowed.report().recompiles == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning
 from rlx_jax.ir.graph import first_line
+from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
 from rlx_jax.lowering.lir.plan import Lir
 
@@ -68,6 +70,11 @@ class Executable:
     donation: DonationProof | None = None
     consumed: tuple[str, ...] = ()
     placement: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def needs(self) -> Cost:
+        """Operations, bytes and scratch memory of a run; of a loop, of one step."""
+        return cost(self.lir.graph)
 
     def fits(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
         """Whether the arguments stand where they stood when it was compiled, or are free to be moved there. Asked of a
@@ -170,7 +177,9 @@ def compile_program(
             raise
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    start = time.perf_counter()
     proof = prove_donation(lir, compiled, lowered.out_info[1], shardings, beside or {}) if donates_state else None
+    seconds["prove"] = time.perf_counter() - start
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -37,7 +37,7 @@ from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import ProgramKey
-from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import (
@@ -106,6 +106,7 @@ class Encoder:
         check_buckets(self.buckets, self.max_positions)
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         self.width = int(self.model.template().built.primary_shape[-1])
+        self._read: RequestReport | None = None
         self._reasons: dict[tuple[str, frozenset[str]], str] = {}
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
@@ -189,6 +190,7 @@ class Encoder:
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
         width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
+        clock = self.model.programs.clock()
         stream = Stream(form, np.zeros((total or 0, width), np.float32))
         try:
             for made, more in rows:
@@ -200,6 +202,8 @@ class Encoder:
             out = self._finite(stream)
         finally:
             stream.close()
+            seconds, compiled = clock()
+            self._read = RequestReport("texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled)
         self.model.last = form.model.last or self.model.last
         return out[0] if single else out
 
@@ -375,7 +379,7 @@ class Encoder:
         how = self.packing or "several texts in a row"
         if self.packing and self.padding is None and self.own_lengths:
             how = f"rows at their own lengths: {self.own_lengths}"
-        return replace(self.model.report(), embedding=how)
+        return replace(self.model.report(), embedding=how, request=self._read)
 
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
         """Time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""

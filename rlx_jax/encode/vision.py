@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import open_programs
-from rlx_jax.runtime.report import Report
+from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import check_untouched, primary
 from rlx_jax.text.padding import bucket
 
@@ -68,6 +69,7 @@ class VisionEncoder:
             (self.model,) = finish_models(opened).values()
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
+        self._read: RequestReport | None = None
 
     def hidden_states(self, pixel_values: Any) -> jax.Array:
         """The last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
@@ -98,12 +100,15 @@ class VisionEncoder:
         """
         self.model.refuse_traced()
         width = pooled_width(self.model)
+        clock = self.model.programs.clock()
         if _is_pixel_values(images):
             pixels, single = np.asarray(self._checked(images)), False
             parts: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
         else:
             parts, single = self._processed(images)
         vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._pooled, parts)])
+        seconds, compiled = clock()
+        self._read = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
         check_finite(vectors, "images")
         return vectors[0] if single else vectors
 
@@ -173,7 +178,7 @@ class VisionEncoder:
 
     def report(self) -> Report:
         """What compiling cost, and the last program's needs."""
-        return self.model.report()
+        return replace(self.model.report(), request=self._read)
 
     def profile(self, images: Any) -> BlockTimes:
         """Time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""

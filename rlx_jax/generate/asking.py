@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from rlx_jax.generate.serving import Sizes, request_sizes
 from rlx_jax.generate.stopping import cut, settled, split_stops, stopped_at
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import Prompts, id_list, whole_number
 from rlx_jax.text.tokenizer import Tokenizer
@@ -124,6 +125,7 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
     lengths = [len(row) for row in request.rows for _ in range(request.answers)]
     most = known_to_both(speaker.max_positions, request.drafts)
     sizes = request_sizes(speaker.buckets, lengths, request.budget, most)
+    clock = speaker.model.programs.clock()
     generation = begin(speaker, request, sizes)
     for block in generation:
         new.append(block, generation.log_probs)
@@ -134,7 +136,17 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
             new.end(i, count)
         if done:
             generation.stop(done)
+        new.report = told(new, request, *clock())
         yield
+
+
+def told(new: NewTokens, request: Request, seconds: float, compiled: int) -> RequestReport:
+    """The report on a request so far, `seconds` after it began."""
+    before, count = new.report, sum(map(len, new.rows))
+    if before is None:
+        read = sum(map(len, request.rows))
+        return RequestReport("prompts", len(request.rows), read, seconds, count, count, compiled=compiled)
+    return replace(before, new_tokens=count, answer_seconds=seconds - before.prompt_seconds, compiled=compiled)
 
 
 def known_to_both(max_positions: int | None, drafts: DraftPlan | None) -> int | None:

@@ -114,6 +114,7 @@ class CausalLM:
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
         self._seed: int | None = None
+        self._answered: NewTokens | None = None
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
             self.eos_ids = tokenizer.eos_ids
@@ -512,6 +513,7 @@ class CausalLM:
         request = replace(request, answers=answers, top=top)
         new = NewTokens.of(request)
         self._seed = request.drawn_from
+        self._answered = new
         if drafts is not None:
             self._drafted = new
         return request, new
@@ -528,8 +530,13 @@ class CausalLM:
         ]
         key = used[-1] if used else None
         report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
-        drafted = None if self._drafted is None else self._drafted.speculated
-        return replace(report, speculative=drafted, seed=self._seed)
+        drafted, answered = self._drafted, self._answered
+        return replace(
+            report,
+            speculative=None if drafted is None else drafted.speculated,
+            seed=self._seed,
+            request=None if answered is None else answered.report,
+        )
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
         """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under

@@ -20,7 +20,7 @@ from rlx_jax.generate.speculative import OWN, DraftSource, VerifyLoop
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.report import Speculated
+from rlx_jax.runtime.report import RequestReport, Speculated
 from rlx_jax.text.requests import pad_rows
 
 AnyArray = Any
@@ -255,6 +255,7 @@ class NewTokens:
     speculated: Speculated | None = None
     log_probs: list[list[float]] = field(default_factory=list)
     top: list[list[tuple[tuple[int, float], ...]]] = field(default_factory=list)
+    report: RequestReport | None = None
 
     @staticmethod
     def of(request: Request) -> NewTokens:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.errors import GraphError
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
-from rlx_jax.lowering.inspect.costs import cost
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.runtime.programs import ProgramKey, Programs
-from rlx_jax.runtime.report import Report, mesh_facts
+from rlx_jax.runtime.report import ProgramReport, Report, mesh_facts
 
 
 def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
@@ -32,6 +31,38 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
             f"inputs: text({level!r}, x)"
         )
     return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
+
+
+def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
+    """Every program that is kept, what took longest to compile first."""
+    reports: list[ProgramReport] = []
+    counted: set[ProgramKey] = set()  # programs of other sizes share what is made before there are sizes
+    for key, made in programs.executables.items():
+        template, seconds = programs.template(key.symbolic), made.seconds
+        shared = {} if key.symbolic in counted else template.seconds
+        counted.add(key.symbolic)
+        needs, memory = made.needs, cast(Any, made.call.memory_analysis())
+        reports.append(
+            ProgramReport(
+                key.text if len(programs.flows) == 1 else f"{key.flow}: {key.text}",
+                prove=shared.get("derive", 0.0) + seconds["prove"],
+                lower=sum(s for name, s in shared.items() if name != "derive") + seconds["plan"],
+                trace=seconds["trace"],
+                compile=seconds["compile"],
+                flops=needs.flops,
+                bytes=needs.bytes,
+                peak_bytes=made.peak_bytes,
+                donated_bytes=memory.alias_size_in_bytes,
+                cache_bytes=state_bytes(template, key),
+            )
+        )
+    return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
+
+
+def state_bytes(template: Template, key: ProgramKey | None) -> int:
+    """What the state of a program takes, of all devices together; 0 without one."""
+    sizes = dict(key.binding) if key else {}
+    return sum(t.bind(sizes).nbytes for t in template.state.values())
 
 
 def report_of(
@@ -52,6 +83,8 @@ def report_of(
         "evicted": sum(one.executables.evicted for one in every),
         "recompiles": sum(one.recompiles for one in every),
         "initialised": programs.initialised,
+        "recompiled": tuple(programs.surprises),
+        "programs": programs_of(programs),
         "refusals": template.built.refusals,
         "fusion": template.fusion,
         "device": settings.device,
@@ -72,9 +105,10 @@ def report_of(
         products=executable.lir.products(),
         experts=executable.lir.experts(),
         recurrences=executable.lir.recurrences(),
-        **asdict(cost(graph)),
+        **asdict(executable.needs),
         collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
+        cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
         estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
     )

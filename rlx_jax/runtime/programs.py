@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -106,6 +107,7 @@ class Specialised:
     lir: Lir
     run: Function
     jitted: Function
+    seconds: float  # that its sizes and its plan took
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,9 @@ def state_shardings(
     found = (given_leaves if given else state_leaves)(template.mir, template.scan)
     return {name: division.value(roles, t.bind(sizes).shape) for name, (t, roles) in found.items()}
 
+
+SURPRISES = 32
+"""Programs compiled after warm-up that the report names."""
 
 TEMPLATES = 32
 """Symbolic programs that are kept: a flow has few, by program and by which optional inputs are given."""
@@ -158,6 +163,7 @@ class Programs:
         self.warm = False  # warm-up is over
         self.warming: set[ProgramKey] | None = None  # what it has run so far
         self.recompiles = 0  # programs compiled since
+        self.surprises: deque[str] = deque(maxlen=SURPRISES)  # the last of them, and why
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Whatever holds this, a model or a state, is not pickled or copied in depth."""
@@ -205,13 +211,15 @@ class Programs:
 
         def make() -> Specialised:
             template = self.template(key.symbolic)
+            start = time.perf_counter()
             lir = make_lir(template, dict(key.binding), self.settings)
+            seconds = time.perf_counter() - start
             run = make_function(lir, self.layout, self.division)
             if key.hidden:
                 run = with_hidden(run, self.template(self.whole_of(key)).head, key.last_only)
             if key.around is not None:  # it has inputs of its own
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.around(run)
-            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)))
+            return Specialised(lir, run, jax.jit(in_any_mesh(run, template, lir, self.division)), seconds)
 
         return self.functions(key, make)
 
@@ -227,6 +235,7 @@ class Programs:
                 beside = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
                 made = compile_program(program.lir, program.run, params, state, inputs, at, beside)
+            made.seconds = {"plan": program.seconds, **made.seconds}
             self.tell(what, 1, 1)
             return made
 
@@ -283,7 +292,8 @@ class Programs:
         the same in every call; None leaves them to XLA."""
 
         def make() -> Callable[..., Any]:
-            self.recompiles += self.warm
+            if self.warm:
+                self.surprise(f"{named_function(function)}: a function beside the programs, for arrays of other types")
             # one of its own, that goes with its one program
             return jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
 
@@ -359,7 +369,18 @@ class Programs:
         self.check_compiled(key)
         if self.settings.buckets.on_recompile == "warn" and (reason := self.refusal(key)[0]):
             warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
-        self.recompiles += self.warm
+        if self.warm:
+            self.surprise(f"{key.text}: {self.refusal(key)[0]}")
+
+    def clock(self) -> Callable[[], tuple[float, int]]:
+        """A function that says how many seconds ago this was, and how many programs and small functions were made."""
+        start, before = time.perf_counter(), self.executables.made + self.small.made
+        return lambda: (time.perf_counter() - start, self.executables.made + self.small.made - before)
+
+    def surprise(self, what: str) -> None:
+        """Count what is compiled after warm-up, and keep it for the report."""
+        self.recompiles += 1
+        self.surprises.append(what)
 
 
 def open_programs(
@@ -465,6 +486,11 @@ def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array
             graph = expand_composites(built.hir, built.types)
             found |= initial_weights(graph, lacking, key, built.inits)
     return found
+
+
+def named_function(function: Callable[..., Any]) -> str:
+    """The name of a function, or of what is called as one."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:
