@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -155,6 +157,22 @@ def test_every_opener(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked == ["v1.0", "refs/pr/3", "main", "v1.0", "main", "v1.0", "v2"]
 
 
+def test_a_model_inside_a_pipeline(server: Hub) -> None:
+    """Is named by its directory, as those are that a pipeline of diffusers has."""
+    files = {f"transformer/{p.name}": p.read_bytes() for p in (FIXTURES / "flux2" / "sharded_bf16").iterdir()}
+    server.files["org/m"] = {"model_index.json": b"{}", "vae/diffusion_pytorch_model.safetensors": b"v"} | files
+    with pytest.raises(
+        MissingFileError, match=r"'org/m/config.json': no such file; there is 'transformer/config.json'"
+    ):
+        rlx.from_pretrained("org/m")
+    recipe = rlx.recipe_for("org/m", subfolder="transformer")
+    assert type(recipe).__name__ == "Flux2Flow" and sorted(set(server.fetched())) == sorted(files)
+    for wrong, error in (("../m", PathEscapeError), (3, RequestError), ("vae", MissingFileError)):
+        with pytest.raises(error):
+            rlx.load("org/m", subfolder=wrong)
+    assert rlx.load(LLAMA.parent, subfolder=LLAMA.name).vocab_size == 389
+
+
 def test_an_unknown_family_costs_its_config(server: Hub) -> None:
     """Weights are not fetched for what is not built."""
     server.files["org/m"]["config.json"] = b'{"model_type": "bart"}'
@@ -191,6 +209,20 @@ def test_progress(server: Hub) -> None:
     size = (LLAMA / "model.safetensors").stat().st_size
     assert told["download model.safetensors"][-1] == (size, size)
     assert {f"download {name}" for name in TEXT_FILES} < set(told) and "load" in told
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(server: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """And nothing where none looks."""
+    assert open_folder("org/m").bring("tokenizer.json")
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", seen := Terminal())
+    assert open_folder("org/m").bring("model.safetensors")
+    assert "model.safetensors: 100%" in seen.getvalue()
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, NoSpaceError, TargetExistsError, UnsupportedError
+from rlx_jax.io import atomic
 from rlx_jax.weights import safetensors_format
 from rlx_jax.weights import save as weights_save
 from tests.hub_server import Hub, serving
@@ -211,7 +212,7 @@ def test_all_or_nothing(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     """Where the disk fills up between the weights and the last file, what was there is there."""
     rlx.save(lm, tmp_path / "it")
     before = {name: (tmp_path / "it" / name).read_bytes() for name in paths(tmp_path / "it")}
-    real = weights_save.write_synced
+    real = atomic.write_synced
 
     def full(path: str, content: bytes) -> None:
         if path.endswith("tokenizer_config.json"):

@@ -27,6 +27,7 @@ def load(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    subfolder: str = "",
     profile: ProfileLike | None = None,
     mesh: Any = None,
     dtype: Any = None,
@@ -44,6 +45,7 @@ def load(
             `HF_HUB_CACHE` say where; with `HF_HUB_OFFLINE` it is what the cache has, and nothing else.
         revision: of a model of the Hub: a branch, a tag or a commit; `main` by default.
         token: what the Hub is shown; None: `HF_TOKEN` or that of a login; False: none.
+        subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
         profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         strict: weights that nothing reads are an error, not a warning.
@@ -60,9 +62,9 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    own_options = ("revision", "token", "profile", "mesh", "dtype", "strict", "recipe", "progress")
+    own_options = ("revision", "token", "subfolder", "profile", "mesh", "dtype", "strict", "recipe", "progress")
     check_options("load", options, own_options)
-    root = open_folder(path, revision, token, progress)
+    root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
     folder = root.below(inside)

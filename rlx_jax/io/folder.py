@@ -122,7 +122,9 @@ class Folder:
         """
         found = self._object(name)
         if found is None:
-            raise MissingFileError(f"{self.where(name)}: no such file")
+            others = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
+            there = f"; there is {listing(others, 4)}, which subfolder= may name" if others else ""
+            raise MissingFileError(f"{self.where(name)}: no such file{there}")
         return found
 
     def _object(self, name: str) -> dict[str, Any] | None:
@@ -139,6 +141,7 @@ def open_folder(
     revision: str | None = None,
     token: str | bool | None = None,
     progress: Told | None = None,
+    subfolder: str = "",
 ) -> Folder:
     """The directory of a checkpoint; where there is none of that name, `org/name` is a model of the Hub.
 
@@ -146,11 +149,18 @@ def open_folder(
         revision: of a model of the Hub: a branch, a tag or a commit.
         token: what the Hub is shown; None: huggingface_hub's own, which `HF_TOKEN` or a login set. False: none.
         progress: told of downloads, as `rlx_jax.load` has it.
+        subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
 
     Raises:
         MissingFileError: neither is there; the message says what is taken. UnsupportedError: it is a GGUF file.
-        RequestError: a revision of a local directory. HubError: as `open_snapshot`.
+        RequestError: a revision of a local directory. PathEscapeError, ConfigError: `subfolder` is no name of one.
+        HubError: as `open_snapshot`.
     """
+    if subfolder != "":
+        if not isinstance(subfolder, str):
+            raise RequestError(f"subfolder: expected the name of a directory in the checkpoint, got {shown(subfolder)}")
+        files.check_name(subfolder)
+        return open_folder(path, revision, token, progress).below(subfolder)
     if isinstance(path, Folder):
         return path
     if not isinstance(path, str | os.PathLike):

@@ -221,6 +221,7 @@ def open_pretrained(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    subfolder: str = "",
     **options: Any,
 ) -> Pretrained:
     """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
@@ -230,7 +231,7 @@ def open_pretrained(
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
-    folder = open_folder(path, revision, token)
+    folder = open_folder(path, revision, token, subfolder=subfolder)
     config = read_config(folder)
     kind, name = architecture(config)
     family = FAMILIES.get(kind) or _of_plugins().get(kind)
@@ -293,23 +294,33 @@ def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = 
 
 
 def from_pretrained(
-    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, **options: Any
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    subfolder: str = "",
+    **options: Any,
 ) -> ModelFlow:
     """The flow of a Hugging Face directory or of a model of the Hub, bound to its weights: edit it, then
-    `rlx_jax.compile(flow)`. `revision`, `token`: as `rlx_jax.load` has them."""
-    check_options("from_pretrained", options, ("revision", "token"))
-    return open_pretrained(path, revision=revision, token=token, **options).recipe.assemble()
+    `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`: as `rlx_jax.load` has them."""
+    check_options("from_pretrained", options, ("revision", "token", "subfolder"))
+    return open_pretrained(path, revision=revision, token=token, subfolder=subfolder, **options).recipe.assemble()
 
 
 def recipe_for(
-    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, **options: Any
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    subfolder: str = "",
+    **options: Any,
 ) -> Any:
     """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …) or of a model of the Hub, bound to its
-    weights. `revision`, `token`: as `rlx_jax.load` has them.
+    weights. `revision`, `token`, `subfolder`: as `rlx_jax.load` has them.
 
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
     for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
     config.
     """
-    check_options("recipe_for", options, ("revision", "token"))
-    return open_pretrained(path, revision=revision, token=token, **options).recipe
+    check_options("recipe_for", options, ("revision", "token", "subfolder"))
+    return open_pretrained(path, revision=revision, token=token, subfolder=subfolder, **options).recipe
