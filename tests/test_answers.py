@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -155,3 +156,20 @@ def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
     ):
         assert [a.tokens for a in one] == [a.tokens for a in many]
         np.testing.assert_allclose([a.log_probs for a in one], [a.log_probs for a in many], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_warm_up() -> None:
+    """Then nothing compiles, whatever prompts there are, answers and tokens to tell of; without it the first is one."""
+    buckets = {"batch": [1, 2, 5], "prompt": [4], "context": [16], "on_recompile": "error"}
+    lm = rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=buckets))
+    sampler = rlx.Sampler(1.0)
+    lm.warmup(samplers=sampler)
+    with pytest.raises(errors.RecompileError):
+        lm.generate([5], 4, sampler, logprobs=1)
+    lm.warmup(samplers=sampler, n=5, logprobs=8)
+    for prompts, n, k in ((1, 5, 8), (2, 2, 1), (1, 1, None), (2, 1, 3), (1, 2, None), (1, 3, 2)):
+        with jax.transfer_guard("disallow"):
+            answers = lm.generate([[5, 6, 7]] * prompts, 4, sampler, n=n, logprobs=k)
+        assert [len(of_prompt) for of_prompt in answers] == [n] * prompts
+    assert lm.report().recompiles == 0

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, listing, shown, suggests
+from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, shown, suggests
 from rlx_jax.generate.answers import check_answers, grouped, outputs_of
 from rlx_jax.generate.asking import Speaker, blocks, check_request, pieces
 from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
 from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
-from rlx_jax.generate.request_inputs import declared, request_inputs
+from rlx_jax.generate.request_inputs import request_inputs
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import (
@@ -40,7 +40,7 @@ from rlx_jax.generate.serving import (
     prefill_slots,
     warm_contexts,
 )
-from rlx_jax.generate.warming import warm_generation, warm_reading
+from rlx_jax.generate.warming import refuse_inputs, warm_answers, warm_generation, warm_reading
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
@@ -463,6 +463,8 @@ class CausalLM:
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
         scoring: bool = False,
+        n: int | None = None,
+        logprobs: int | None = None,
     ) -> None:
         """Run every program once that requests within the profile's buckets can need; then none of them compiles.
 
@@ -474,25 +476,25 @@ class CausalLM:
             samplers: those that requests will use; None stands for every kind.
             speculative, draft_tokens: what requests will ask for that draft; the others are covered too.
             scoring: cover `score` and `perplexity`, of texts that are no longer than the largest bucket for prompts.
+            n: the most answers to a prompt that `generate` will be asked for.
+            logprobs: as `generate` will be asked for, too; 0, 1 to 8, 9 to 16, 17 to 32 … are programs of their own.
 
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
         budget = whole_number("max_new_tokens", max_new_tokens, 1)
-        if required := [name for name, d in declared(self.model).items() if not d.optional]:
-            raise RequestError(
-                f"warmup: requests bring {listing(required)}, of sizes that are not known before they come"
-            )
+        refuse_inputs(self.model)
         given, drafts = self.model.settings.buckets, self._drafts(speculative, draft_tokens)
         check_sizes(given)
         chosen = check_samplers(samplers)
+        answers, top = check_answers(n, logprobs, None, False, self.vocab_size)
         self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
         with self.model.programs.warm_up():
-            warm_generation(self._speaker, chosen, (None,) if drafts is None else (None, drafts))
+            warm_generation(self._speaker, chosen, drafts, top)
+            warm_answers(self._speaker, chosen[0], answers)
             warm_reading(self.buckets, self.prefill, self.extend)
             if scoring:
-                sizes = score_sizes(self.model.settings.target, given, self.max_positions, given.prompt[-1])
-                warm_scores(self.model, sizes)
+                warm_scores(self.model, given, self.max_positions)
 
     # -- a request ---------------------------------------------------------------------------
 

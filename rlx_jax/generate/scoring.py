@@ -191,8 +191,9 @@ def score_calls(widths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     return blocks
 
 
-def warm_scores(model: CompiledModel, sizes: BlockSizes) -> None:
-    """Run every program once."""
+def warm_scores(model: CompiledModel, buckets: Buckets, max_positions: int | None) -> None:
+    """Run every program once that texts within the buckets for prompts can need."""
+    sizes = score_sizes(model.settings.target, buckets, max_positions, buckets.prompt[-1])
     for rows, width in sizes.blocks:
         block = Block(rows, width, 1, ())
         jax.block_until_ready(score_program(model, rows, width)(_inputs(model, (), block), {})[0])

@@ -10,21 +10,55 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
+from rlx_jax.errors import RequestError, listing
 from rlx_jax.generate.asking import Speaker, begin
 from rlx_jax.generate.generation import DraftPlan, Request
+from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.serving import largest_chunk, request_sizes
+from rlx_jax.generate.serving import Sizes, largest_chunk, request_sizes
+from rlx_jax.runtime.model import CompiledModel
 
 
-def warm_generation(speaker: Speaker, samplers: Sequence[Sampler], sources: Sequence[DraftPlan | None]) -> None:
-    """The programs of `generate`, with each of the samplers and of the sources of drafts; the buckets have contexts."""
+def refuse_inputs(model: CompiledModel) -> None:
+    """Requests bring tokens alone.
+
+    Raises:
+        RequestError: the flow needs more.
+    """
+    if required := [name for name, d in declared(model).items() if not d.optional]:
+        raise RequestError(f"warmup: requests bring {listing(required)}, of sizes that are not known before they come")
+
+
+def warm_generation(
+    speaker: Speaker, samplers: Sequence[Sampler], drafts: DraftPlan | None = None, top: int | None = None
+) -> None:
+    """The programs of `generate`, with each of the samplers, also with drafts and with so many log-probabilities where
+    these are given; the buckets have contexts."""
     buckets = speaker.buckets
-    for (rows, length, slots, sampler), drafts in product(warm_requests(buckets, samplers), sources):
-        request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), seed=2**32, drafts=drafts)
-        sizes = replace(request_sizes(buckets, [length] * rows, 1, speaker.max_positions), slots=slots)
-        for step, _ in enumerate(begin(speaker, request, sizes)):
+    kinds: list[tuple[DraftPlan | None, int | None]] = [(None, None), (drafts, None), (None, top)]
+    kinds = [kind for at, kind in enumerate(kinds) if kind not in kinds[:at]]
+    for (rows, length, slots, sampler), (source, likely) in product(warm_requests(buckets, samplers), kinds):
+        request = Request(((0,) * length,) * rows, slots - length, sampler, (), (), 2**32, drafts=source, top=likely)
+        for step, _ in enumerate(begin(speaker, request, _sizes(speaker, length, rows, slots))):
             if step == 1:  # the first token, and a block of the loop
                 break
+
+
+def warm_answers(speaker: Speaker, sampler: Sampler, most: int) -> None:
+    """What repeats the rows of states for up to `most` answers to a prompt."""
+    buckets = speaker.buckets
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    for prompts, answers in product(range(1, buckets.batch[-1] + 1), range(2, most + 1)):
+        if prompts * answers <= buckets.batch[-1]:
+            pairs.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
+    for (prompts, answers), slots in product(pairs.values(), buckets.context):
+        if slots > 1:
+            request = Request(((0,),) * prompts, slots - 1, sampler, (), (), 2**32, answers=answers)
+            begin(speaker, request, _sizes(speaker, 1, prompts * answers, slots))
+
+
+def _sizes(speaker: Speaker, length: int, rows: int, slots: int) -> Sizes:
+    return replace(request_sizes(speaker.buckets, [length] * rows, 1, speaker.max_positions), slots=slots)
 
 
 def warm_reading(buckets: Buckets, prefill: Callable[..., Any], extend: Callable[..., Any]) -> None:
