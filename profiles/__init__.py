@@ -1,6 +1,7 @@
 """Compile profiles: what a compile may choose, as frozen tables that are read from `*.rlx.toml`."""
 
 from rlx_jax.profiles.check import Options, Table
+from rlx_jax.profiles.diff import Change, ProfileDiff
 from rlx_jax.profiles.schema import (
     LATER,
     LATER_PRESETS,
@@ -30,6 +31,7 @@ __all__ = [
     "Backend",
     "Backends",
     "BucketTable",
+    "Change",
     "CompileProfile",
     "Donation",
     "Fusion",
@@ -39,6 +41,7 @@ __all__ = [
     "Passes",
     "Precision",
     "ProfileLike",
+    "ProfileDiff",
     "Sharding",
     "Table",
 ]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Union
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.profiles import text
 from rlx_jax.profiles.check import At, Options, Table, build, field_types
+from rlx_jax.profiles.diff import Comparing, ProfileDiff, field_changes
 
 LATER = frozenset(
     {
@@ -431,6 +432,21 @@ class CompileProfile(_Table):
             ProfileError, UnsupportedError: as `from_toml`.
         """
         return build(CompileProfile, _merged(_as_dict(self), changes), At("CompileProfile.replace"))
+
+    def diff(self, other: ProfileLike, model: Comparing | None = None) -> ProfileDiff:
+        """What changes with another profile: the settings, and with a model (`rlx_jax.compile(flow)`, weights or not)
+        what becomes of its program. Nothing is compiled.
+
+        Raises:
+            ProfileError: `other` is no profile, as `of`; or one of them asks for what the model cannot be.
+        """
+        theirs = CompileProfile.of(other, "diff: ")
+        if model is not None and not callable(getattr(model, "compare", None)):
+            raise ProfileError(
+                f"diff: model is {shown(model)}; expected what rlx_jax.compile(flow) gives, or .model of a CausalLM"
+            )
+        program = None if model is None else model.compare(self, theirs)
+        return ProfileDiff(self.name, theirs.name, tuple(field_changes(self, theirs)), program)
 
     auto = staticmethod(partial(_preset, "auto"))
     encoder = staticmethod(partial(_preset, "encoder"))

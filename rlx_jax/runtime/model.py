@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.compiler.pipeline import Template, make_function, make_plan, text_after
 from rlx_jax.compiler.settings import Settings
@@ -32,6 +33,7 @@ from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
+from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.program import Buildable, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes
@@ -524,6 +526,18 @@ class CompiledModel:
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
         return report_of(self.programs, self._template(), self.settings, self.last, seconds, sizes)
+
+    def compare(self, ours: CompileProfile, theirs: CompileProfile) -> tuple[Change, ...]:
+        """What a profile changes in this program in place of another; see `CompileProfile.diff`. Choices that depend on
+        sizes are those of the last call, if there was one.
+
+        Raises:
+            ProfileError: one of them asks for what this program cannot be.
+        """
+        built = self._template().built
+        sizes = None if self.last is None or self.last.program != self.program else dict(self.last.binding)
+        found = [self.programs.resolved(profile, self.name) for profile in (ours, theirs)]
+        return program_changes(built, found[0], found[1], self.program, self.programs.opened[0], sizes)
 
     def profile(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> BlockTimes:
         """Time by block of a call, of `runs` under `jax.profiler`. What a call consumes is copied for each: the state

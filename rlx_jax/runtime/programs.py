@@ -152,6 +152,7 @@ class Programs:
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
         self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
+        self.opened = (False, "forward")  # whether for requests, whose weights are merged; and for which program
         making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
         self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
         self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, making)
@@ -280,6 +281,17 @@ class Programs:
         if isinstance(key.around, RunsOthers) and (other := key.around.divided()) is not None:
             given, state, gathered = given | other.inputs, state | other.state, gathered + other.gathered
         return Shardings(self.resting() or {}, state, given, outputs, gathered)
+
+    def resolved(self, profile: CompileProfile, flow: str) -> Settings:
+        """What another profile would mean for a flow of this model.
+
+        Raises:
+            ProfileError: it contradicts itself.
+        """
+        merge, program = self.opened
+        settings = choose_settings(self.build(flow, frozenset())[0], profile, merge, program)
+        settings = settings if self.division is None else divided(settings, self.division)
+        return replace(settings, max_positions=self.settings.max_positions)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Tell whoever asked for progress."""
@@ -441,6 +453,7 @@ def open_programs(
         check_divides(division, layout.leaves.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, settings, layout, captured, progress)
+    programs.opened = merge, program
     programs.initialised = tuple(fresh)
     warn_without_effect(
         [

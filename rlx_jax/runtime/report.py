@@ -208,9 +208,9 @@ class Report:
     def _seconds(self) -> list[str]:
         """A line for each step that took a while, and one for all others."""
         short = {name for name, took in self.seconds.items() if took < SHORT and name not in STEPS}
-        rows = [f"{name:<18} {took:8.3f} s" for name, took in self.seconds.items() if name not in short]
+        rows = [f"{name:<26} {took:8.3f} s" for name, took in self.seconds.items() if name not in short]
         if short:
-            rows.append(f"{f'{len(short)} passes':<18} {sum(self.seconds[name] for name in short):8.3f} s")
+            rows.append(f"{f'{len(short)} passes':<26} {sum(self.seconds[name] for name in short):8.3f} s")
         return rows
 
     def _programs(self) -> list[str]:

@@ -1,0 +1,94 @@
+"""What another profile would change: the settings that differ, and what becomes of a program."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlx_jax.profiles.check import Options, Table, field_types
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that two profiles make different: `ours` with the profile that was asked, `theirs` with the other."""
+
+    what: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class ProfileDiff:
+    """Two profiles beside each other.
+
+    Attributes:
+        ours, theirs: their names.
+        fields: settings that differ, by path: `precision.compute`.
+        program: what they change in a program: passes that run, its ops and dtypes, fusions, parameters as they are
+            stored, how layers and ops run, what is donated, the sizes that requests are padded to. None where no model
+            was given.
+    """
+
+    ours: str
+    theirs: str
+    fields: tuple[Change, ...]
+    program: tuple[Change, ...] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether a setting differs."""
+        return bool(self.fields)
+
+    def __str__(self) -> str:
+        if not self.fields:
+            return f"{self.ours} and {self.theirs} have the same settings"
+        lines = [f"{self.ours} → {self.theirs}", *_lines(self.fields)]
+        if self.program is not None:
+            lines += ["", "in the program" if self.program else "the program is the same", *_lines(self.program)]
+        return "\n".join(lines)
+
+
+class Comparing(Protocol):
+    """A model that says what profiles change in its program."""
+
+    def compare(self, ours: Any, theirs: Any) -> tuple[Change, ...]:
+        """The changes from the profile `ours` to `theirs`. Nothing is compiled."""
+
+
+def _lines(changes: tuple[Change, ...]) -> list[str]:
+    """A line for each change, broken at 80 columns."""
+    width = min(30, max((len(change.what) for change in changes), default=0))
+    return [
+        textwrap.fill(
+            f"{change.ours} → {change.theirs}", 80, initial_indent=f"  {change.what:<{width}}  ",
+            subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False,
+        )
+        for change in changes
+    ]  # fmt: skip
+
+
+def field_changes(ours: Table, theirs: Table, path: str = "") -> Iterator[Change]:
+    """The settings in which two tables of one kind differ, names of profiles aside."""
+    for name in field_types(type(ours)):
+        a, b, at = getattr(ours, name), getattr(theirs, name), f"{path}{name}"
+        if isinstance(a, Options) and isinstance(b, Options):
+            options = dict(a), dict(b)
+            yield from (
+                Change(f"{at}.{key}", *(written(option.get(key)) for option in options))
+                for key in sorted({*options[0], *options[1]})
+                if options[0].get(key) != options[1].get(key)
+            )
+        elif isinstance(a, Table):
+            yield from field_changes(a, b, f"{at}.")
+        elif a != b and at != "name":
+            yield Change(at, written(a), written(b))
+
+
+def written(value: Any) -> str:
+    """A setting as TOML has it; `unset` for an option that is not there."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(written, value))}]" if isinstance(value, tuple) else str(value)
