@@ -17,7 +17,7 @@ ROOMS = (
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
-SHARED = {"at": "flow", "layer_stack": "flow", **dict.fromkeys(("", "__main__", "cli", "demo", "nnx"), "surface")}
+SHARED = {"at": "flow", "layer_stack": "flow", **dict.fromkeys(("", "__main__", "cli", "demo", "eval", "nnx"), "surface")}
 """Files at the package's root that are no room of their own. "" is the package itself."""
 
 STRANGERS = {"lowering": {"trace", "blocks"}, "trace": {"profiles", "weights"}, "blocks": {"profiles", "weights"}}
@@ -78,8 +78,8 @@ def test_imports_point_upwards(name: str) -> None:
     assert wrong == []
 
 
-LAZY = {"rlx_jax": {"rlx_jax.nnx", "rlx_jax.train"}}
-"""What is imported when it is first used: the one module that needs flax, and what only training needs."""
+LAZY = {"rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train"}}
+"""What is imported when it is first used: the modules that need lm_eval and flax, and what only training needs."""
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
