@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.ir import hir
-from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.ir.inits import Init
+from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
@@ -33,30 +34,47 @@ def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
-def gated_ffn(emit: Emit, x: FlowValue, activation: str, weights: Keys, biases: Keys | None = None) -> FlowValue:
-    """`(act(x Wg) ⊙ (x Wu)) Wd`."""
+def back(x: FlowValue, inner: int | None) -> int | None:
+    """The width of the last product, where that of the first is said: that of the input."""
+    wide = x.type.shape[-1]
+    return int(wide) if inner is not None and is_static(wide) else None
+
+
+def gated_ffn(
+    emit: Emit,
+    x: FlowValue,
+    activation: str,
+    weights: Keys,
+    biases: Keys | None = None,
+    inner: int | None = None,
+    init: Init | None = None,
+) -> FlowValue:
+    """`(act(x Wg) ⊙ (x Wu)) Wd`, `inner` wide inside."""
     (gate_w, up_w, down_w), (gate_b, up_b, down_b) = weights, biases or (None, None, None)
     with emit.scope("mlp"):
         with emit.scope("gate_proj"):
-            gate = emit.linear(x, gate_w, gate_b, roles=INTO)
+            gate = emit.linear(x, gate_w, gate_b, roles=INTO, columns=inner, init=init)
         with emit.scope("up_proj"):
-            up = emit.linear(x, up_w, up_b, roles=INTO)
-        inner = emit.add_node(hir.GatedFfn(activation), gate, up)
+            up = emit.linear(x, up_w, up_b, roles=INTO, columns=inner, init=init)
+        gated = emit.add_node(hir.GatedFfn(activation), gate, up)
         with emit.scope("down_proj"):
-            return emit.linear(inner, down_w, down_b, roles=OUT_OF)
+            return emit.linear(gated, down_w, down_b, roles=OUT_OF, columns=back(x, inner), init=init)
 
 
 @dataclass(frozen=True)
 class SwiGlu:
     """`(silu(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are optional.
 
-    Gate and up that are stored as one are two `WeightPart`s of it.
+    Gate and up that are stored as one are two `WeightPart`s of it. `inner`, F, and `init`, of the matrices, are needed
+    only for weights that no source has: see `emit.param`.
     """
 
     gate_key: WeightKey
     up_key: WeightKey
     down_key: WeightKey
     biases: Keys | None = None
+    inner: int | None = None
+    init: Init | None = None
 
     @staticmethod
     def hf_mlp(prefix: str, bias: bool = False) -> SwiGlu:
@@ -65,7 +83,9 @@ class SwiGlu:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SwiGlu")
-        return gated_ffn(emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases)
+        return gated_ffn(
+            emit, x, "silu", (self.gate_key, self.up_key, self.down_key), self.biases, self.inner, self.init
+        )
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -75,12 +95,14 @@ class SwiGlu:
 @dataclass(frozen=True)
 class GeGlu:
     """`(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`. Weights: `gate_key`, `up_key` `[F, H]`, `down_key` `[H, F]`; biases are
-    optional."""
+    optional. `inner` and `init` as in SwiGlu."""
 
     gate_key: str
     up_key: str
     down_key: str
     biases: Keys | None = None
+    inner: int | None = None
+    init: Init | None = None
 
     @staticmethod
     def hf_mlp(prefix: str, bias: bool = False) -> GeGlu:
@@ -89,7 +111,9 @@ class GeGlu:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeGlu")
-        return gated_ffn(emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key), self.biases)
+        return gated_ffn(
+            emit, x, "gelu_tanh", (self.gate_key, self.up_key, self.down_key), self.biases, self.inner, self.init
+        )
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -98,21 +122,27 @@ class GeGlu:
 
 @dataclass(frozen=True)
 class Mlp:
-    """`act(x W₁ + b₁) W₂ + b₂`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`; `activation` is a name in `UNARY`."""
+    """`act(x W₁ + b₁) W₂ + b₂`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`; `activation` is a name in `UNARY`; `inner`
+    and `init` as in SwiGlu."""
 
     up_w: WeightKey
     up_b: WeightKey
     down_w: WeightKey
     down_b: WeightKey
     activation: str = "gelu"
+    inner: int | None = None
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Mlp")
         with emit.scope("mlp"):
             with emit.scope("fc1"):
-                inner = emit.linear(x, self.up_w, self.up_b, activation=self.activation, roles=INTO)
+                wide = emit.linear(
+                    x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
+                )
             with emit.scope("fc2"):
-                return emit.linear(inner, self.down_w, self.down_b, roles=OUT_OF)
+                columns = back(x, self.inner)
+                return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, columns=columns, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -121,13 +151,16 @@ class Mlp:
 
 @dataclass(frozen=True)
 class GeluFfn:
-    """`gelu(x W₁ + b₁) W₂ + b₂`, exact GELU unless `approx_gelu`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`."""
+    """`gelu(x W₁ + b₁) W₂ + b₂`, exact GELU unless `approx_gelu`. Weights `[F, H]`, `[F]`, `[H, F]`, `[H]`.
+    `inner` and `init` as in SwiGlu."""
 
     intermediate_w: str
     intermediate_b: str
     output_w: str
     output_b: str
     approx_gelu: bool = False
+    inner: int | None = None
+    init: Init | None = None
 
     @staticmethod
     def hf_bert(prefix: str) -> GeluFfn:
@@ -145,9 +178,18 @@ class GeluFfn:
         x = emit.require(value, "GeluFfn")
         act = "gelu_tanh" if self.approx_gelu else "gelu"
         with emit.scope("intermediate"):
-            inner = emit.linear(x, self.intermediate_w, self.intermediate_b, activation=act, roles=INTO)
+            wide = emit.linear(
+                x,
+                self.intermediate_w,
+                self.intermediate_b,
+                activation=act,
+                roles=INTO,
+                columns=self.inner,
+                init=self.init,
+            )
         with emit.scope("output"):
-            return emit.linear(inner, self.output_w, self.output_b, roles=OUT_OF)
+            columns = back(x, self.inner)
+            return emit.linear(wide, self.output_w, self.output_b, roles=OUT_OF, columns=columns, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""

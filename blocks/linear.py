@@ -20,10 +20,15 @@ TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
 
 @dataclass(frozen=True)
 class Embed:
-    """`E[ids]`: ids `[…]` → `[…, H]`. Weight: `weight_key` `[V, H]`, as stored. Remembered for a tied LmHead."""
+    """`E[ids]`: ids `[…]` → `[…, H]`. Weight: `weight_key` `[V, H]`, as stored. Remembered for a tied LmHead.
+
+    `shape` and `init` are needed only for a table that no source has: see `emit.param`. Those of GatherAdd, LmHead and
+    the like are the same.
+    """
 
     weight_key: str = "model.embed_tokens.weight"
     shape: tuple[int, int] | None = None
+    init: Init | None = None
 
     @staticmethod
     def token(key: str) -> Embed:
@@ -33,7 +38,7 @@ class Embed:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         ids = emit.require(value, "Embed")
         with emit.scope("embed_tokens"):
-            table = emit.param(self.weight_key, self.shape, TABLE)
+            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
             emit.state.embed_weight = table
             return emit.add_node(hir.Embed(), table, ids)
 
@@ -58,13 +63,14 @@ class GatherFromInput:
 
     input_name: str
     weight_key: str
+    shape: tuple[int, int] | None = None
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         emit.require(value, "GatherFromInput")
         with emit.scope(self.input_name):
-            return emit.add_node(
-                hir.Embed(), emit.param(self.weight_key, roles=TABLE), emit.flow_input(self.input_name)
-            )
+            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
+            return emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,12 @@ class GatherAdd:
     input_name: str
     weight_key: str
     shape: tuple[int, int] | None = None
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GatherAdd")
         with emit.scope(self.input_name):
-            table = emit.param(self.weight_key, self.shape, TABLE)
+            table = emit.param(self.weight_key, self.shape, TABLE, self.init)
             return x + emit.add_node(hir.Embed(), table, emit.flow_input(self.input_name))
 
 
@@ -148,6 +155,7 @@ class LmHead:
     hidden_size: int
     weight_key: str | None = None
     tie_word_embeddings: bool = False
+    init: Init | None = None
 
     @staticmethod
     def tied(vocab_size: int, hidden_size: int) -> LmHead:
@@ -172,7 +180,7 @@ class LmHead:
         if not self.tie_word_embeddings:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
-            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size), HEAD)
+            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size), HEAD, self.init)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         emit.say_roles(emit.state.embed_weight, HEAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlx_jax.ir.inits import Init
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -25,27 +26,31 @@ class ZeroBeta:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`."""
+    """`x (mean(x²) + ε)^(−1/2) ⊙ γ`. Weight: `weight_key` `[H]`; where no source has it, `init` draws it, or 1."""
 
     norm: ClassVar[str] = "rms"
 
     weight_key: str
     eps: float = 1e-5
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "RmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            return rms_norm(emit, x, self.weight_key, self.eps)
+            gamma = emit.weight(self.weight_key, likely=x.type.shape[-1:], init=self.init)
+            return rms_norm(emit, x, gamma, self.eps)
 
 
 @dataclass(frozen=True)
 class GemmaRmsNorm:
-    """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0."""
+    """`x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once. Weight: `weight_key` `[H]`, which starts at 0, or
+    as `init` says."""
 
     norm: ClassVar[str] = "rms"
 
     weight_key: str
     eps: float = 1e-6
+    init: Init | None = None
 
     @staticmethod
     def hf_layer(prefix: str, eps: float = 1e-6) -> GemmaRmsNorm:
@@ -55,27 +60,34 @@ class GemmaRmsNorm:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaRmsNorm")
         with emit.scope(_norm_name(self.weight_key)):
-            return rms_norm(emit, x, self.weight_key, self.eps, 1.0)
+            gamma = emit.weight(self.weight_key, likely=x.type.shape[-1:], init=self.init)
+            return rms_norm(emit, x, gamma, self.eps, 1.0)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. Weights: `gamma_key`, `beta_key` `[H]`, if not None."""
+    """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. Weights: `gamma_key`, `beta_key` `[H]`, if not None; where no
+    source has them γ is drawn by `init`, by default 1, and β is 0."""
 
     norm: ClassVar[str] = "layer"
 
     gamma_key: str | None
     beta_key: str | None
     eps: float = 1e-5
+    init: Init | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LayerNorm")
         with emit.scope(_norm_name(self.gamma_key or self.beta_key or "norm.weight")):
-            return emit.layer_norm(x, self.gamma_key, self.beta_key, self.eps)
+            gamma = None
+            if self.gamma_key is not None:
+                gamma = emit.weight(self.gamma_key, likely=x.type.shape[-1:], init=self.init)
+            return emit.layer_norm(x, gamma, self.beta_key, self.eps)
 
 
-def rms_norm(emit: Emit, x: FlowValue, key: str, eps: float, offset: float = 0.0) -> FlowValue:
-    """RMSNorm by the weight under `key` plus `offset`; the beta is that of a ZeroBeta stage if one ran and fits."""
+def rms_norm(emit: Emit, x: FlowValue, key: str | FlowValue, eps: float, offset: float = 0.0) -> FlowValue:
+    """RMSNorm by the weight under `key`, or a value, plus `offset`; the beta is that of a ZeroBeta stage if one ran and
+    fits."""
     beta = emit.state.zero_beta
     fits = beta is not None and beta.type.shape == x.type.shape[-1:]
     return emit.rms_norm(x, key, beta if fits else None, eps, offset=offset)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.rope import positions_of, registers
 from rlx_jax.errors import GraphError, WeightShapeError, quote
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.roles import roles_of_bias
+from rlx_jax.ir.types import DimLike, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, stored_key
@@ -37,6 +39,7 @@ class SelfAttention:
         rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head, as `rope_style`
             says. `rope`: by the RopeTables of that name instead, "" for those without a name.
         name: the block path of the whole.
+        init: how the matrices are drawn where no source has them, as `emit.param` takes it.
 
     Raises:
         GraphError: options that contradict. WeightShapeError: a weight of another width than the heads have.
@@ -62,6 +65,7 @@ class SelfAttention:
     rope_style: str = "half"
     name: str = "self_attn"
     sinks: WeightKey | None = None
+    init: Init | None = None
 
     @staticmethod
     def hf(
@@ -97,7 +101,7 @@ class SelfAttention:
                 if self.out_bias is not None:
                     raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} and no out=")
                 return context
-            return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"))
+            return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"), back=x.type.shape[-1])
 
     # -- the parts ---------------------------------------------------------------------------
 
@@ -133,11 +137,17 @@ class SelfAttention:
         bias: WeightKey | None,
         roles: tuple[str, str],
         columns: int | None = None,
+        back: DimLike | None = None,
     ) -> FlowValue:
-        """A product with a stored weight; `roles` are those of `[out, in]`."""
+        """A product with a stored weight; `roles` are those of `[out, in]`, and it is `columns` wide, or `back`."""
         with emit.scope(_part(stored_key(key))):
-            stored = roles if self.transpose else roles[::-1]
-            y = emit.linear(x, key, bias, transpose=self.transpose, roles=stored)
+            turn = 1 if self.transpose else -1
+            out = back if columns is None else columns
+            likely = None if out is None else (out, x.type.shape[-1])[::turn]
+            weight = emit.weight(key, roles[::turn], likely=likely, init=self.init)
+            of_bias = roles_of_bias(roles[0])
+            added = None if bias is None else emit.weight(bias, of_bias, likely=None if out is None else (out,))
+            y = emit.linear(x, weight, added, transpose=self.transpose)
             if columns is not None and y.type.shape[-1] != columns:
                 raise WeightShapeError(
                     f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {y.type}; expected {columns} columns "

@@ -46,21 +46,25 @@ class Stages:
         """Append stages as one Sequence."""
         return self.stage(blocks.Sequence(stages))
 
-    def embed(self, key: str, *, shape: tuple[int, int] | None = None) -> Self:
-        """Token embedding under `key` `[V, H]`; `shape` is needed only without weights."""
-        return self.stage(blocks.Embed(key, shape))
+    def embed(self, key: str, *, shape: tuple[int, int] | None = None, init: Init | None = None) -> Self:
+        """Token embedding under `key` `[V, H]`; `shape` is needed only without weights, `init` draws it then."""
+        return self.stage(blocks.Embed(key, shape, init))
 
-    def token_embed(self) -> Self:
-        """Token embedding under `model.embed_tokens.weight`."""
-        return self.stage(blocks.Embed())
+    def token_embed(self, *, shape: tuple[int, int] | None = None, init: Init | None = None) -> Self:
+        """Token embedding under `model.embed_tokens.weight`; `shape` and `init` as in `embed`."""
+        return self.stage(blocks.Embed(shape=shape, init=init))
 
-    def gather_from_input(self, input_name: str, key: str) -> Self:
-        """`E[input]` in place of the active value; the table is under `key` `[V, H]`."""
-        return self.stage(blocks.GatherFromInput(input_name, key))
+    def gather_from_input(
+        self, input_name: str, key: str, *, shape: tuple[int, int] | None = None, init: Init | None = None
+    ) -> Self:
+        """`E[input]` in place of the active value; the table is under `key` `[V, H]`; `shape`, `init` as in `embed`."""
+        return self.stage(blocks.GatherFromInput(input_name, key, shape, init))
 
-    def gather_add(self, input_name: str, key: str, *, shape: tuple[int, int] | None = None) -> Self:
-        """`x + E[input]`; the table is under `key` `[V, H]`; `shape` is needed only without weights."""
-        return self.stage(blocks.GatherAdd(input_name, key, shape))
+    def gather_add(
+        self, input_name: str, key: str, *, shape: tuple[int, int] | None = None, init: Init | None = None
+    ) -> Self:
+        """`x + E[input]`; the table is under `key` `[V, H]`; `shape` and `init` as in `embed`."""
+        return self.stage(blocks.GatherAdd(input_name, key, shape, init))
 
     def rope_tables(self, stage: blocks.RopeTables) -> Self:
         """cos and sin for the rotary stages that follow."""
@@ -147,9 +151,10 @@ class Stages:
         """Add the value that `residual_save` remembered."""
         return self.stage(blocks.ResidualAdd())
 
-    def swiglu(self, gate: str, up: str, down: str) -> Self:
-        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`."""
-        return self.stage(blocks.SwiGlu(gate, up, down))
+    def swiglu(self, gate: str, up: str, down: str, *, inner: int | None = None, init: Init | None = None) -> Self:
+        """`(silu(x Wg) ⊙ (x Wu)) Wd`; weights `[F, H]`, `[F, H]`, `[H, F]`; F, `inner`, is needed only without weights,
+        `init` draws them then."""
+        return self.stage(blocks.SwiGlu(gate, up, down, inner=inner, init=init))
 
     def swiglu_hf_mlp(self, prefix: str) -> Self:
         """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
@@ -163,13 +168,16 @@ class Stages:
         """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
 
-    def layer_norm(self, gamma: str | None = None, beta: str | None = None, eps: float = 1e-5) -> Self:
-        """LayerNorm; weights under `gamma` and `beta`, `[H]`, either of which may be missing."""
-        return self.stage(blocks.LayerNorm(gamma, beta, eps))
+    def layer_norm(
+        self, gamma: str | None = None, beta: str | None = None, eps: float = 1e-5, *, init: Init | None = None
+    ) -> Self:
+        """LayerNorm; weights under `gamma` and `beta`, `[H]`, either of which may be missing. `init` draws γ where no
+        source has it."""
+        return self.stage(blocks.LayerNorm(gamma, beta, eps, init))
 
-    def rms_norm(self, key: str, eps: float = 1e-5) -> Self:
-        """RMSNorm; its weight under `key`, `[H]`."""
-        return self.stage(blocks.RmsNorm(key, eps))
+    def rms_norm(self, key: str, eps: float = 1e-5, *, init: Init | None = None) -> Self:
+        """RMSNorm; its weight under `key`, `[H]`; `init` draws it where no source has it."""
+        return self.stage(blocks.RmsNorm(key, eps, init))
 
     def final_norm(self, eps: float = 1e-5) -> Self:
         """RMSNorm under `model.norm.weight`."""

@@ -353,10 +353,11 @@ def test_a_jax_function_of_a_value_names_emit_jax(fn: Callable[[Any], Any]) -> N
 def test_weights_of_unknown_shape() -> None:
     """The message names what every stage takes; `shape=` is named only with those that have it."""
     with pytest.raises(MissingWeightError, match=r"ShapeDtypeStruct") as error:
-        compiled(x_flow().rms_norm("w"))
+        compiled(x_flow().linear("w"))
     assert "shape= on the stage" not in str(error.value)
-    specs = {"w": rlx_spec((H,))}
-    assert compiled(x_flow().rms_norm("w"), specs).init(0)["w"].shape == (H,)
+    specs = {"w": rlx_spec((4, H))}
+    assert compiled(x_flow().linear("w"), specs).init(0)["w"].shape == (4, H)
+    assert compiled(x_flow().rms_norm("w")).init(0)["w"].shape == (H,)  # it follows from the input
     for flow in (x_flow().linear("w", shape=(4, H)), ModelFlow("m").input("i", (2,), "i32").embed("w", shape=(4, H))):
         assert compiled(flow).init(0)["w"].shape == (4, H)
 

@@ -130,3 +130,109 @@ def test_misuse_is_told(case: str) -> None:
     call, error, message = MISUSE[case]
     with pytest.raises(error, match=message):
         call()
+
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+TWOS = jax.nn.initializers.constant(2.0)
+
+
+def shapes(stage: Any, *inputs: tuple[str, Any, str]) -> dict[str, tuple[int, ...]]:
+    """What a stage reads, in a flow without any weights."""
+    flow = rlx.ModelFlow("m")
+    for name, shape, dtype in inputs or (("x", ("batch", "seq", 12), "float32"),):
+        flow = flow.input(name, shape, dtype)
+    built = flow.stage(stage).build()
+    assert set(built.fresh) == set(built.params)
+    return {key: spec.shape for key, spec in built.params.items()}
+
+
+IDS = ("ids", ("batch", "seq"), "int32")
+SIZES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]]] = {
+    "rms_norm": (lambda: shapes(blocks.RmsNorm("g")), {"g": (12,)}),
+    "gemma_norm": (lambda: shapes(blocks.GemmaRmsNorm("g")), {"g": (12,)}),
+    "layer_norm": (lambda: shapes(blocks.LayerNorm("g", "b")), {"g": (12,), "b": (12,)}),
+    "linear": (
+        lambda: shapes(blocks.Linear("w", bias_key="b", shape=(5, 12))),
+        {"w": (5, 12), "b": (5,)},
+    ),
+    "linear, turned": (
+        lambda: shapes(blocks.Linear("w", False, "b", shape=(12, 5))),
+        {"w": (12, 5), "b": (5,)},
+    ),
+    "emit.linear": (
+        lambda: shapes(blocks.Custom(lambda emit, x: emit.linear(x, "w", "b", columns=7))),
+        {"w": (7, 12), "b": (7,)},
+    ),
+    "swiglu": (
+        lambda: shapes(blocks.SwiGlu("g", "u", "d", inner=20)),
+        {"g": (20, 12), "u": (20, 12), "d": (12, 20)},
+    ),
+    "geglu": (
+        lambda: shapes(blocks.GeGlu("g", "u", "d", ("gb", "ub", "db"), inner=20)),
+        {"g": (20, 12), "gb": (20,), "u": (20, 12), "ub": (20,), "d": (12, 20), "db": (12,)},
+    ),
+    "mlp": (
+        lambda: shapes(blocks.Mlp("u", "ub", "d", "db", inner=9)),
+        {"u": (9, 12), "ub": (9,), "d": (12, 9), "db": (12,)},
+    ),
+    "gelu_ffn": (
+        lambda: shapes(blocks.GeluFfn("u", "ub", "d", "db", inner=9)),
+        {"u": (9, 12), "ub": (9,), "d": (12, 9), "db": (12,)},
+    ),
+    "self_attention": (
+        lambda: shapes(blocks.SelfAttention.hf("a", 3, causal=True)),
+        {
+            f"a.{n}.{k}": s
+            for n in ("q_proj", "k_proj", "v_proj", "out_proj")
+            for k, s in (("weight", (12, 12)), ("bias", (12,)))
+        },
+    ),
+    "grouped attention": (
+        lambda: shapes(blocks.SelfAttention(("q", "k", "v"), "o", 4, kv_heads=2, head_dim=5, transpose=False)),
+        {"q": (12, 20), "k": (12, 10), "v": (12, 10), "o": (20, 12)},
+    ),
+    "packed attention": (
+        lambda: shapes(blocks.SelfAttention("qkv", "o", 3, qkv_bias="b")),
+        {"qkv": (36, 12), "b": (36,), "o": (12, 12)},
+    ),
+    "embed": (lambda: shapes(blocks.Embed("e", (9, 4)), IDS), {"e": (9, 4)}),
+    "gather": (lambda: shapes(blocks.GatherFromInput("ids", "e", (9, 4)), IDS), {"e": (9, 4)}),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_follow_from_what_is_read(case: str) -> None:
+    """By hand, from the formula of each stage."""
+    found, want = SIZES[case]
+    assert found() == want
+
+
+def test_init_of_every_stage() -> None:
+    """Matrices and gains are drawn as their stage says, biases are 0; the whole flow is declared once."""
+    flow = (
+        rlx.ModelFlow("m").input("ids", ("batch", "seq"), "int32")
+        .token_embed(shape=(9, 4), init=TWOS).gather_add("ids", "more", shape=(9, 4), init=TWOS)
+        .rms_norm("a", init=TWOS).layer_norm("b", "b.bias", init=TWOS)
+        .stage(blocks.GemmaRmsNorm("c", init=TWOS), blocks.LearnedPositions("p", (7, 4), init=TWOS))
+        .stage(blocks.SelfAttention(("q", "k", "v"), "o", 2, qkv_bias=("q.bias", "k.bias", "v.bias"), init=TWOS))
+        .swiglu("g", "u", "d", inner=6, init=TWOS).linear("l", bias="l.bias", shape=(4, 4), init=TWOS)
+        .stage(blocks.Mlp("m1", "m1.bias", "m2", "m2.bias", inner=3, init=TWOS))
+        .stage(blocks.GeluFfn("f1", "f1.bias", "f2", "f2.bias", inner=3, init=TWOS))
+        .stage(blocks.GeGlu("gg", "gu", "gd", inner=3, init=TWOS), blocks.LmHead(9, 4, "head", init=TWOS))
+    )  # fmt: skip
+    drawn = rlx.compile(flow, missing="init", key=0).weights()
+    assert len(drawn) == 31
+    for key, value in drawn.items():
+        assert (np.asarray(value) == (0 if key.endswith("bias") else 2)).all(), key
+
+
+def test_columns_are_held_against_the_weight() -> None:
+    """And are of a weight under a key."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8))
+    with pytest.raises(errors.WeightShapeError, match=r"weight 'w' is f32\[6,8\]; expected 5 columns"):
+        flow.custom(lambda emit, x: emit.linear(x, "w", columns=5)).build({"w": W})
+    with pytest.raises(errors.GraphError, match="roles, columns and init are those of a weight under a key"):
+        flow.custom(lambda emit, x: emit.linear(x, emit.constant(W), columns=5)).build({"w": W})
+    with pytest.raises(errors.WeightShapeError, match="expected 5 columns"):
+        flow.stage(blocks.SwiGlu("w", "w", "w", inner=5)).build({"w": W})

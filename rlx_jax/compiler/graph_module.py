@@ -28,13 +28,14 @@ from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, keys_of, packed_keys, stored_keys
 from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
-from rlx_jax.ir.types import Path, as_dim, as_name, as_names, device_dtype, free_path, path_text, tensor_type
+from rlx_jax.ir.types import DimLike, Path, as_dim, as_name, as_names, device_dtype, free_path, path_text, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
@@ -211,7 +212,14 @@ class GraphModule(Builders[Value]):
             raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
         return self.inside(value)
 
-    def weight(self, weight: Value | WeightKey | WeightStack, roles: Roles | None = None) -> Value:
+    def weight(
+        self,
+        weight: Value | WeightKey | WeightStack,
+        roles: Roles | None = None,
+        *,
+        likely: tuple[DimLike, ...] | None = None,
+        init: Init | None = None,
+    ) -> Value:
         """A weight operand; a module declares what it reads, so a key alone is none."""
         if isinstance(weight, str | WeightPart | WeightStack):
             key = weight.keys[0] if isinstance(weight, WeightStack) else stored_key(weight)

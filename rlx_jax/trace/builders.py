@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from rlx_jax.errors import GraphError, LevelError, ShapeError, shown
+from rlx_jax.errors import GraphError, LevelError, ShapeError, WeightShapeError, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm, FusedResidualRmsNorm, FusedSwiGLU
 from rlx_jax.ir.ops.fused_layers import FusedAttentionBlock, FusedTransformerLayer
@@ -40,14 +41,15 @@ class Builders(Recurring[V]):
         with self.builder.at(replace(self.builder.origin, label=label)):
             yield
 
-    def _weights(self, *weights: V | WeightKey | None) -> list[V]:
-        """The weights that are there, as values."""
+    def _weights(self, *weights: V | WeightKey | None, like: V | None = None) -> list[V]:
+        """The weights that are there, as values; as long as the last axis of `like`, where no source has them."""
+        likely = None if like is None else self.type_of(like).shape[-1:]
         for weight in weights:
             if is_number(weight):
                 raise GraphError(
                     f"{self.path}: {weight!r} stands where a weight is expected; a number has a name: eps="
                 )
-        return [self.weight(w) for w in weights if w is not None]
+        return [self.weight(w, likely=likely or None) for w in weights if w is not None]
 
     # -- products ----------------------------------------------------------------------------
 
@@ -65,24 +67,39 @@ class Builders(Recurring[V]):
         transpose: bool | None = None,
         out_shape: Shape | None = None,
         roles: Roles | None = None,
+        columns: int | None = None,
+        init: Init | None = None,
     ) -> V:
         """`act(x · w [+ bias])`: w is `[in, out]` as a value, and `[out, in]` as a key of the checkpoint.
 
         So `linear(x, key)` is `linear(x, param(key), transpose=True)`: with `transpose` w is `[out, in]`, without it
         `[in, out]`, whichever it is. A square weight fits both ways. x `[…, in]`, bias `[out]`. `roles` say what the
-        axes of a weight under a key are, as it stands there; those of a bias follow.
+        axes of a weight under a key are, as it stands there; those of a bias follow. `columns`, the width of the
+        product, and `init` are needed only for a weight that no source has: see `emit.param`.
         """
         contract = self._contract(w, transpose)
         op = hir.Linear(contract, bias=bias is not None, activation=activation)
-        if roles is None:
-            return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
         if not isinstance(w, str | WeightPart):
-            raise GraphError(
-                f"{self.path}: roles are those of a weight under a key; emit.param(key, roles=…) takes them"
-            )
-        weights = [self.weight(w, roles)]
-        weights += [] if bias is None else [self.weight(bias, roles_of_bias(roles[1 - contract]))]
-        return self.add_node(op, x, *weights, out_shape=out_shape)
+            if (roles, columns, init) != (None, None, None):
+                raise GraphError(
+                    f"{self.path}: roles, columns and init are those of a weight under a key; emit.param(key, roles=…) "
+                    "takes them"
+                )
+            return self.add_node(op, x, *self._weights(w, bias), out_shape=out_shape)
+        wide = self.type_of(x).shape[-1:]
+        likely = None if columns is None else (columns, *wide) if contract else (*wide, columns)
+        weight = self.weight(w, roles, likely=likely, init=init)
+        found = self.type_of(weight)
+        out = found.shape[1 - contract] if found.rank == 2 else None
+        if columns not in (None, out):
+            raise WeightShapeError(f"{self.path}: weight {quote(str(w))} is {found}; expected {columns} columns")
+        if bias is None:
+            return self.add_node(op, x, weight, out_shape=out_shape)
+        if is_number(bias):
+            self._weights(bias)
+        of_bias = None if roles is None else roles_of_bias(roles[1 - contract])
+        added = self.weight(bias, of_bias, likely=None if out is None else (out,))
+        return self.add_node(op, x, weight, added, out_shape=out_shape)
 
     def _contract(self, w: V | WeightKey, transpose: bool | None) -> int:
         """The axis of w that is summed over."""
@@ -154,13 +171,13 @@ class Builders(Recurring[V]):
                 raise GraphError(f"{self.path}: rms_norm: beta and offset go with a gamma")
             return self.add_node(Standardize((-1,), eps, centre=False), x, out_shape=out_shape)
         op = hir.RmsNorm(eps, offset)
-        return self.add_node(op, x, *self._weights(gamma, beta), out_shape=out_shape)
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
     def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
         there = (gamma is not None, beta is not None)
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
-        return self.add_node(op, x, *self._weights(gamma, beta))
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
     ln = layer_norm
 
@@ -176,7 +193,7 @@ class Builders(Recurring[V]):
     ) -> V:
         """`rms_norm(x + residual)` as one block: x and residual of one type."""
         op = hir.ResidualRmsNorm(eps)
-        return self.add_node(op, x, residual, *self._weights(gamma, beta), out_shape=out_shape)
+        return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
     def fused_residual_rms_norm(
         self,

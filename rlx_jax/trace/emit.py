@@ -37,7 +37,18 @@ from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, Stack, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
-from rlx_jax.ir.types import Dim, Path, TensorType, as_dtype, device_dtype, is_float, short_name, tensor_type
+from rlx_jax.ir.types import (
+    Dim,
+    DimLike,
+    Path,
+    TensorType,
+    as_dtype,
+    device_dtype,
+    is_float,
+    is_static,
+    short_name,
+    tensor_type,
+)
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
@@ -188,9 +199,20 @@ class Emit(Builders[FlowValue]):
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
         return self.inside(value.value)
 
-    def weight(self, weight: FlowValue | WeightKey | WeightStack, roles: Roles | None = None) -> FlowValue:
-        """The weight under a key as stored, whose axes are `roles`; or a value as it is."""
-        return self.param(weight, roles=roles) if isinstance(weight, str | WeightPart | WeightStack) else weight
+    def weight(
+        self,
+        weight: FlowValue | WeightKey | WeightStack,
+        roles: Roles | None = None,
+        *,
+        likely: tuple[DimLike, ...] | None = None,
+        init: Init | None = None,
+    ) -> FlowValue:
+        """The weight under a key as stored, whose axes are `roles`; or a value as it is. `likely` is its shape, and
+        `init` how it is drawn, where no source has it."""
+        if not isinstance(weight, str | WeightPart):
+            return self.param(weight, roles=roles, init=init) if isinstance(weight, WeightStack) else weight
+        known = None if likely is None or not all(map(is_static, likely)) else tuple(map(int, likely))
+        return self._param(weight, self._read(weight, None, known), roles, init)
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -250,11 +272,14 @@ class Emit(Builders[FlowValue]):
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
         if isinstance(key, WeightStack):
-            program = self._stacked(key, shape, roles)
-        else:
-            program = self._read(key, shape)
-            if roles is not None:
-                self._say(stored_key(key), roles, program.type)
+            return self._param(key, self._stacked(key, shape, roles), None, init)
+        return self._param(key, self._read(key, shape), roles, init)
+
+    def _param(
+        self, key: WeightKey | WeightStack, program: Program, roles: Sequence[str | None] | None, init: Init | None
+    ) -> FlowValue:
+        if roles is not None and not isinstance(key, WeightStack):
+            self._say(stored_key(key), roles, program.type)
         if init is not None:
             self._init(key.keys if isinstance(key, WeightStack) else (stored_key(key),), init)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
@@ -283,13 +308,15 @@ class Emit(Builders[FlowValue]):
                 self._say(key, roles[1:], first)
         return found
 
-    def _read(self, key: WeightKey, shape: tuple[int, ...] | None) -> Program:
+    def _read(self, key: WeightKey, shape: tuple[int, ...] | None, likely: tuple[int, ...] | None = None) -> Program:
         """The weight under one key, or a part of it, in the dtype of flows."""
         part = key if isinstance(key, WeightPart) else None
         key = stored_key(key)
         if not isinstance(key, str):
             raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
-        program: Program = self._stored(key, shape if part is None else part.whole(shape))
+        if part is not None:
+            shape, likely = part.whole(shape), part.whole(likely)
+        program: Program = self._stored(key, shape, likely)
         if part is not None:
             program = part.of(program, f"{self.path}: {self._weight_at(key)}")
         stored = program.type
@@ -313,22 +340,25 @@ class Emit(Builders[FlowValue]):
         said = check_roles(roles, t, where)
         self.roles[key] = agreed(self.roles.get(key, said), said, where)
 
-    def _stored(self, key: str, shape: tuple[int, ...] | None) -> Key | Dequantized:
-        if self.source is None and shape is None:
+    def _stored(self, key: str, shape: tuple[int, ...] | None, likely: tuple[int, ...] | None) -> Key | Dequantized:
+        """A key as the source has it; where it has none, of `shape`, of what an earlier use declared, or `likely`."""
+        declared = self._declared.get(key)
+        known = shape or (likely if declared is None else declared.shape)
+        if self.source is None and known is None:
             raise MissingWeightError(
                 f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "
                 "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
                 "emit.param take shape= too)"
             )
         drawn = self.source is None or shapes_only(self.source) or self.draws_missing
-        if shape is not None and drawn and not self.has_param(key):
-            return self._declare(key, shape)
+        if known is not None and drawn and not self.has_param(key):
+            return self._declare(key, tuple(map(int, known)))
         assert self.source is not None
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
-            hint = "; missing='init' draws it" if shape is not None else "; to draw it, say its shape="
-            hint = hint if self.draws_missing or shape is not None else ""
+            hint = "; missing='init' draws it" if shape is not None else ""
+            hint = "; to draw it, say its shape=" if self.draws_missing else hint
             raise MissingWeightError(f"{self.path}: {error}{hint}") from error
         if isinstance(spec, PackedSpec):
             stored: Key | Dequantized = as_stored(key, spec, f"{self.path}: {self._weight_at(key)}")

@@ -28,9 +28,10 @@ import numpy as np
 from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import Dim, TensorType, ValueType, as_dim, is_static, path_text
+from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, as_dim, is_static, path_text
 from rlx_jax.trace.checks import check_attributes, items_of
 from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
@@ -95,8 +96,16 @@ class Writer(Generic[V]):
         """A graph value as users get it."""
         raise NotImplementedError
 
-    def weight(self, weight: V | WeightKey | WeightStack, roles: Roles | None = None) -> V:
-        """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`."""
+    def weight(
+        self,
+        weight: V | WeightKey | WeightStack,
+        roles: Roles | None = None,
+        *,
+        likely: tuple[DimLike, ...] | None = None,
+        init: Init | None = None,
+    ) -> V:
+        """A weight operand as a value; a stage takes the key of a weight too, whose axes are `roles`. `likely` is its
+        shape, as what reads it says, and `init` how it is drawn, where no source has it."""
         raise NotImplementedError
 
     def inside(self, value: Value) -> Value:
