@@ -849,7 +849,7 @@ def test_one_key_has_one_shape() -> None:
         compiled(x_flow().linear("w", shape=(8, 8)).linear("w", shape=(4, 8)))
 
 
-@pytest.mark.parametrize("profile", ["encodr", {"fusion": {}}, 3])
+@pytest.mark.parametrize("profile", [{"fusion": {}}, 3])
 def test_a_profile_is_a_profile(profile: Any) -> None:
     """The message says how to get one by name."""
     with pytest.raises(rlx.RlxError, match="CompileProfile"):
