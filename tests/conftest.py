@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported, hence before it
 
+import huggingface_hub
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.hub_server import LLAMA, Hub, serving
 
 jax.config.update("jax_num_cpu_devices", 8)  # what runs on one device runs on the first of them
 
@@ -34,3 +39,26 @@ def pytest_configure(config: pytest.Config) -> None:
         if jax.__version_info__ < (0, 11):
             flags.append("--xla_cpu_use_fusion_emitters=false")
         os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where models of the Hub go: a cache of the test's own, without a token, and without waits between tries."""
+    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    for module in ("transfer", "hub"):
+        monkeypatch.setattr(f"rlx_jax.io.{module}.WAITS_S", (0, 0))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def server(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on loopback with the model `org/m`, a tiny Llama."""
+    with serving(Hub()) as started:
+        started.add("org/m", LLAMA)
+        monkeypatch.setenv("HF_ENDPOINT", started.endpoint)
+        yield started
+        huggingface_hub.close_session()

@@ -19,8 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file, save
+
+from tests.oracles.checkpoints import FIXTURES
+
 LARGE = 50_000
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+INDEX = "model.safetensors.index.json"
 
 Fault = Callable[["Handler", bytes], None]
 """Answers in place of the hub, which would have sent these bytes."""
@@ -100,11 +107,14 @@ class Handler(BaseHTTPRequestHandler):
         """What is there: bytes and headers, or why not: status and code."""
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
-            (org, name), revision = parts[2:4], "/".join(parts[5:])
+            (org, name), kind, revision = parts[2:4], parts[4], "/".join(parts[5:])
             if (files := self.hub.files.get(f"{org}/{name}")) is None:
                 return b"", {}, (401, "RepoNotFound")  # as the Hub does for whoever shows no token
             if revision not in self.hub.revisions:
                 return b"", {}, (404, "RevisionNotFound")
+            if kind == "tree":  # as huggingface_hub asks
+                tree = [{"type": "file", "path": p, "size": len(c), "oid": digest(p, c)} for p, c in files.items()]
+                return json.dumps(tree).encode(), {"Content-Type": "application/json"}, None
             model = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [listed(p, c) for p, c in files.items()]}
             return json.dumps(model).encode(), {"Content-Type": "application/json"}, None
         if parts[2:3] != ["resolve"]:
@@ -155,3 +165,17 @@ def serving(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def refusing(status: int, code: str = "") -> Callable[[Handler, bytes], None]:
+    return lambda handler, _: handler.refuse(status, code)
+
+
+def sharded(directory: Path) -> dict[str, bytes]:
+    """The files of a checkpoint, its weights in two shards with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    where = {key: names[i % 2] for i, key in enumerate(tensors)}
+    parts = {n: save({k: tensors[k] for k in where if where[k] == n}, {"format": "pt"}) for n in names}
+    rest = {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "model.safetensors" and p.is_file()}
+    return rest | parts | {INDEX: json.dumps({"metadata": {}, "weight_map": where}).encode()}

@@ -3,84 +3,35 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import huggingface_hub.constants
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
 
 import rlx_jax as rlx
 from rlx_jax import cli
 from rlx_jax.errors import (
     HubError,
     HubUnreachableError,
-    IntegrityError,
-    LimitError,
     MissingFileError,
-    MissingWeightError,
-    NoSpaceError,
     PathEscapeError,
     RequestError,
     RlxError,
-    RlxWarning,
     UnsupportedError,
     WeightError,
 )
-from rlx_jax.io import files, hub, limits, transfer
-from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.io.folder import open_folder
 from rlx_jax.text.tokenizer import load_tokenizer
-from tests.hub_server import COMMIT, Handler, Hub, serving
+from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, serving, sharded
 from tests.oracles.checkpoints import FIXTURES, sentence_directory
 
-LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 TOKEN = "hf_secret"
-INDEX = "model.safetensors.index.json"
 TEXT_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-CACHED = "hub/models--org--m"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, no token, and no time to wait."""
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    for module in (transfer, hub):
-        monkeypatch.setattr(module, "WAITS_S", (0, 0))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with the model `org/m`, a tiny Llama."""
-    with serving(Hub()) as started:
-        started.add("org/m", LLAMA)
-        monkeypatch.setenv("HF_ENDPOINT", started.endpoint)
-        yield started
-        huggingface_hub.close_session()
-
-
-def sharded(directory: Path) -> dict[str, bytes]:
-    """The files of a checkpoint, its weights in two shards with an index."""
-    tensors = load_file(directory / "model.safetensors")
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    where = {key: names[i % 2] for i, key in enumerate(tensors)}
-    parts = {n: save({k: tensors[k] for k in where if where[k] == n}, {"format": "pt"}) for n in names}
-    rest = {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "model.safetensors" and p.is_file()}
-    return rest | parts | {INDEX: json.dumps({"metadata": {}, "weight_map": where}).encode()}
 
 
 # -- what is asked for -------------------------------------------------------------------------
@@ -228,10 +179,6 @@ def test_a_bar_on_a_terminal(server: Hub, monkeypatch: pytest.MonkeyPatch, capfd
 # -- what is refused ---------------------------------------------------------------------------
 
 
-def refusing(status: int, code: str = "") -> Callable[[Handler, bytes], None]:
-    return lambda handler, _: handler.refuse(status, code)
-
-
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[RlxError], list[str]]] = {
     "not found": ({}, {"name": "org/none"}, MissingFileError, ["no such model for all to see", "token="]),
     "not found with a token": (
@@ -271,7 +218,7 @@ def test_refusals(server: Hub, case: str) -> None:
     assert TOKEN not in repr(caught.value) + repr(caught.value.__cause__) and "Traceback" not in message
 
 
-def test_no_connection(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_connection(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens."""
     with serving(Hub()) as closed:
         monkeypatch.setenv("HF_ENDPOINT", closed.endpoint)
@@ -307,254 +254,3 @@ def test_a_token_is_shown_to_the_hub(server: Hub, monkeypatch: pytest.MonkeyPatc
 def elsewhere(other: Hub) -> Callable[[Handler, bytes], None]:
     """Sent to the same path of another hub."""
     return lambda handler, _: handler.send(b"", {"Location": other.endpoint + handler.path}, 302)
-
-
-# -- a server that misbehaves ------------------------------------------------------------------
-
-
-def cut(handler: Handler, content: bytes, times: list[int]) -> None:
-    """Half of what is left, as if it were all, then the line is dead; the whole once `times` is used up."""
-    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
-    if not times:
-        return handler.send(content, {})
-    times.pop()
-    rest = content[start:]
-    handler.begin(206 if start else 200, {"Content-Length": str(len(rest)), "Connection": "close"})
-    handler.wfile.write(rest[: len(rest) // 2])
-    handler.wfile.flush()
-    handler.close_connection = True
-    handler.connection.shutdown(2)
-
-
-def without_ranges(handler: Handler, content: bytes, times: list[int]) -> None:
-    """As `cut`, of a server that always begins again."""
-    del handler.headers["Range"]
-    cut(handler, content, times)
-
-
-def troubled(handler: Handler, content: bytes, times: list[int]) -> None:
-    """An error of the server, then the whole."""
-    if times:
-        times.pop()
-        return handler.send(b"", {"Retry-After": "0"}, 500)
-    handler.send(content, {})
-
-
-@pytest.mark.parametrize("fault", [cut, without_ranges, troubled])
-def test_what_stops_goes_on(server: Hub, fault: Callable[..., None]) -> None:
-    """A few times, from where it was."""
-    server.faults["model.safetensors"] = partial(fault, times=[0, 0])
-    path = weights_of(open_folder("org/m"))
-    assert path.read_bytes() == (LLAMA / "model.safetensors").read_bytes()
-    assert server.fetched() == ["model.safetensors"] * 3
-
-
-def weights_of(folder: Folder) -> Path:
-    """The file of weights, fetched."""
-    assert folder.bring("model.safetensors")
-    return folder.path / "model.safetensors"
-
-
-def changed(handler: Handler, content: bytes) -> None:
-    """As many bytes, one of them another."""
-    handler.send(content[:-1] + bytes([content[-1] ^ 1]), {})
-
-
-def longer(handler: Handler, content: bytes) -> None:
-    handler.send(content + b"!", {})
-
-
-def shorter(handler: Handler, content: bytes) -> None:
-    handler.send(content[:-1], {})
-
-
-def silent(handler: Handler, content: bytes) -> None:
-    time.sleep(1.5)
-
-
-def endless(handler: Handler, content: bytes) -> None:
-    """Without a length, for as long as someone listens."""
-    handler.begin(200, {"Connection": "close"})
-    try:
-        for _ in range(2000):
-            handler.wfile.write(b"[" * 2**16)
-    except OSError:
-        pass
-    handler.close_connection = True
-
-
-def drop_by_drop(handler: Handler, content: bytes) -> None:
-    """All of it, a byte at a time."""
-    handler.begin(200, {"Content-Length": str(len(content)), "Connection": "close"})
-    try:
-        for i in range(200):
-            handler.wfile.write(content[i : i + 1])
-            handler.wfile.flush()
-            time.sleep(0.01)
-    except OSError:
-        pass
-    handler.close_connection = True
-
-
-def patient(handler: Handler, content: bytes) -> None:
-    handler.send(b"", {"Retry-After": "999999999"}, 429)
-
-
-LIES: dict[str, tuple[str, Callable[[Handler, bytes], None], type[RlxError], str]] = {
-    "other bytes of a large file": ("model.safetensors", changed, IntegrityError, "has the digest .* nothing was kept"),
-    "other bytes of a small file": ("config.json", changed, IntegrityError, "has the digest .* nothing was kept"),
-    "more bytes": ("model.safetensors", longer, IntegrityError, "more came than the"),
-    "fewer bytes": ("model.safetensors", shorter, HubUnreachableError, "bytes came, and nothing is kept"),
-    "cut every time": (
-        "model.safetensors", partial(cut, times=[0] * 99), HubUnreachableError, "bytes came, and nothing is kept",
-    ),
-    "an endless file": ("config.json", endless, IntegrityError, "more came than the"),
-    "an endless list": ("revision/main", endless, LimitError, "limits.MAX_LISTING_BYTES"),
-    "a list that is none": (
-        "revision/main", lambda h, _: h.send(b"<html>", {}), IntegrityError, "the list of files: not JSON",
-    ),
-    "a commit that leads out": (
-        "revision/main", lambda h, _: h.send(b'{"sha": "../../x", "siblings": []}', {}), IntegrityError,
-        "is this a Hub",
-    ),
-    "a digest that leads out": (
-        "revision/main",
-        lambda h, c: h.send(c.replace(b'"sha256": "', b'"sha256": "../../../'), {}), IntegrityError, "digest is",
-    ),
-    "no answer": ("config.json", silent, HubUnreachableError, r"no answer for 1 s \(HF_HUB_DOWNLOAD_TIMEOUT\)"),
-    "drop by drop": ("model.safetensors", drop_by_drop, HubUnreachableError, "bytes came in 0.2 s; given up"),
-    "a wait of years": ("config.json", patient, HubUnreachableError, "answers 429"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LIES)
-def test_lies(server: Hub, home: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """End in finite time, by their names; and nothing of them is there for the next, who finds a good server."""
-    ending, fault, error, message = LIES[case]
-    monkeypatch.setattr(limits, "MAX_LISTING_BYTES", 2**20)
-    if case == "drop by drop":
-        monkeypatch.setattr(transfer, "SLOW_S", 0.2)
-    if case == "no answer":
-        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-        monkeypatch.setattr(transfer, "WAITS_S", ())
-    server.faults[ending] = fault
-    with pytest.raises(error, match=message):
-        rlx.recipe_for("org/m")
-    left = [p for p in home.rglob("*") if p.name.endswith((".incomplete", ".tmp"))]
-    assert left == [] and not (home / CACHED / "snapshots" / COMMIT / ending).exists()
-    server.faults.clear()
-    monkeypatch.delenv("HF_HUB_DOWNLOAD_TIMEOUT", raising=False)
-    assert rlx.recipe_for("org/m").config.vocab_size == 389
-
-
-def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the limits of files that are read whole, and the room on the disk. Without a length, as it comes."""
-    monkeypatch.setattr(limits, "MAX_CONFIG_BYTES", 100)
-    with pytest.raises(LimitError, match=r"'org/m/config.json': the size in bytes is \d+, over .*MAX_CONFIG_BYTES"):
-        rlx.load("org/m")
-    assert server.fetched() == []
-    folder = open_folder("org/m")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(0))
-    with pytest.raises(NoSpaceError, match=r"bytes to fetch, 0 are free in"):
-        folder.bring("model.safetensors")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(2**40))
-    bare = json.dumps({"sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}).encode()
-    server.faults["revision/main"] = lambda handler, _: handler.send(bare, {})
-    with pytest.raises(LimitError, match="MAX_CONFIG_BYTES"):
-        rlx.load("org/m")
-
-
-class _Usage:
-    def __init__(self, free: int) -> None:
-        self.free = free
-
-
-@pytest.mark.parametrize(
-    "shard, error", [("../out.safetensors", PathEscapeError), ("no.safetensors", MissingWeightError)]
-)
-def test_shards_are_files_of_the_commit(server: Hub, shard: str, error: type[RlxError]) -> None:
-    server.files["org/m"] = sharded(LLAMA)
-    index = json.loads(server.files["org/m"][INDEX])
-    index["weight_map"]["model.norm.weight"] = shard
-    server.files["org/m"][INDEX] = json.dumps(index).encode()
-    with pytest.raises(error, match=shard.rpartition("/")[2]):
-        rlx.load("org/m")
-    assert shard not in server.fetched()
-
-
-# -- the cache ---------------------------------------------------------------------------------
-
-
-def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the cache opens: told to be offline without a word, else with a warning."""
-    expected = rlx.load("org/m").model.params
-    asked = len(server.asked)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    jax.tree.map(np.testing.assert_array_equal, rlx.load("org/m").model.params, expected)
-    for name, revision in (("org/n", None), ("org/m", "v1"), ("org/m", "f" * 40)):
-        with pytest.raises(HubUnreachableError, match=f"'{name}': no such directory here, .*HF_HUB_OFFLINE is set"):
-            rlx.load(name, revision=revision)
-    assert len(server.asked) == asked
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    server.faults["revision/main"] = refusing(503)
-    with pytest.warns(RlxWarning, match=f"answers 503.*opening what the cache has, commit {COMMIT}"):
-        assert rlx.load("org/m").vocab_size == 389
-
-
-def test_what_was_interrupted_is_not_whole(server: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between files, or within one: offline the file that is missing is named, online it is fetched."""
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what == "download tokenizer.json":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        rlx.load("org/m", progress=stop)
-    assert list(home.rglob("*.incomplete")) == []
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubUnreachableError, match=r"'org/m/tokenizer.json' is not in the cache"):
-        rlx.load("org/m")
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    (home / CACHED / "blobs" / "abc.incomplete").write_bytes(b"of a process that was killed")
-    blob = (home / CACHED / "snapshots" / COMMIT / "model.safetensors").resolve()
-    blob.write_bytes(blob.read_bytes()[:-1])
-    assert rlx.load("org/m").tokenizer is not None and server.fetched().count("model.safetensors") == 2
-
-
-def test_the_cache_is_that_of_huggingface_hub(server: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either finds what the other has fetched, and sees nothing that it does not know."""
-    cache, endpoint = home / "hub", server.endpoint
-    server.add("org/theirs", LLAMA)
-    for name in server.files["org/theirs"]:
-        huggingface_hub.hf_hub_download("org/theirs", name, cache_dir=cache, endpoint=endpoint)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    asked = len(server.asked)
-    assert rlx.load("org/theirs").tokenizer is not None and len(server.asked) == asked
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    rlx.load("org/m")
-    theirs = partial(huggingface_hub.hf_hub_download, "org/m", cache_dir=cache, local_files_only=True)
-    assert Path(theirs("model.safetensors")).read_bytes() == (LLAMA / "model.safetensors").read_bytes()
-    seen = huggingface_hub.scan_cache_dir(cache)
-    assert sorted(found.repo_id for found in seen.repos) == ["org/m", "org/theirs"] and seen.warnings == []
-
-
-def test_links_of_the_cache(tmp_path: Path) -> None:
-    """Lead to the blobs of the model, and to those that all models share where the cache says that it has such."""
-    cache = tmp_path / "hub"
-    snapshot, blobs, shared = (
-        cache / "models--o--m" / "snapshots" / "a",
-        cache / "models--o--m" / "blobs",
-        cache / "blobs",
-    )
-    for folder in (snapshot, blobs, shared / "ab"):
-        folder.mkdir(parents=True)
-    (shared / "ab" / "x").write_text("{}")
-    (blobs / "y").symlink_to("../../blobs/ab/x")
-    (snapshot / "config.json").symlink_to("../../blobs/y")
-    with pytest.raises(PathEscapeError):
-        files.resolve(str(snapshot), "config.json")
-    (shared / ".huggingface-shared-blobs").write_text("1\n")
-    assert files.resolve(str(snapshot), "config.json") == str(shared / "ab" / "x")
-    (snapshot / "out.json").symlink_to("../../../models--o--n/blobs/z")
-    with pytest.raises(PathEscapeError):
-        files.resolve(str(snapshot), "out.json")

@@ -18,15 +18,21 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
-from rlx_jax.errors import ConfigError, NoSpaceError, TargetExistsError, UnsupportedError
+from rlx_jax.errors import (
+    ConfigError,
+    NoSpaceError,
+    RlxNumericsWarning,
+    RlxWarning,
+    TargetExistsError,
+    UnsupportedError,
+)
 from rlx_jax.io import atomic
 from rlx_jax.weights import safetensors_format
 from rlx_jax.weights import save as weights_save
-from tests.hub_server import Hub, serving
+from tests.hub_server import LLAMA, Hub
 from tests.oracles import hugging_face
 from tests.oracles.checkpoints import FIXTURES, copy, edit_json, sentence_directory
 
-LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"
 GEMMA = FIXTURES / "gemma3_text" / "pattern_v4"
 IDS = np.array([[1, 2, 3, 4]], np.int32)
@@ -168,16 +174,11 @@ def test_the_tower_that_is_not_built(tmp_path: Path) -> None:
     assert_same(tmp_path / "it", source)
 
 
-def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub(server: Hub, hub_home: Path, tmp_path: Path) -> None:
     """Is saved with what belongs to it, and its cache may go then."""
-    with serving(Hub()) as hub:
-        hub.add("org/m", LLAMA)
-        hub.files["org/m"] |= {"README.md": b"#", "vocab.json": b"{}"}
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        rlx.save(rlx.load("org/m", token=False), tmp_path / "it")
-        importlib.import_module("huggingface_hub").close_session()
-    shutil.rmtree(tmp_path / "home")
+    server.files["org/m"] |= {"README.md": b"#", "vocab.json": b"{}"}
+    rlx.save(rlx.load("org/m"), tmp_path / "it")
+    shutil.rmtree(hub_home)
     assert paths(tmp_path / "it") == paths(LLAMA) | {"rlx_manifest.json", "vocab.json"}
     assert not any(p.is_symlink() for p in (tmp_path / "it").iterdir())
     assert rlx.load(tmp_path / "it").tokenizer is not None
@@ -206,6 +207,27 @@ def test_a_file_that_has_gone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.json'?: it was there when the model was loaded"):
         rlx.save(opened, tmp_path / "it")
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_file_that_nothing_here_reads(tmp_path: Path) -> None:
+    """Is no reason to lose a save: a warning names it."""
+    source = copy(LLAMA, tmp_path / "m")
+    (tmp_path / "vocab.json").write_text("{}")
+    (source / "vocab.json").symlink_to(tmp_path / "vocab.json")
+    with pytest.warns(RlxWarning, match="not saved, as rlx_jax does not need it: 'vocab.json' leads to"):
+        rlx.save(rlx.load(source), tmp_path / "it")
+    assert_same(tmp_path / "it", LLAMA)
+
+
+def test_values_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
+    """Are counted, in weights that are copied, too."""
+    source = copy(LLAMA, tmp_path / "m")
+    weights = tensors(source) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.full(3, 1e6, np.float32)}
+    save_file(weights, source / "model.safetensors")
+    with pytest.warns(
+        RlxNumericsWarning, match="'model.layers.0.self_attn.rotary_emb.inv_freq': 3 values are too large for f16"
+    ):
+        rlx.save(rlx.load(source), tmp_path / "it", dtype="f16")
 
 
 def test_all_or_nothing(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def _write(path: Path, content: bytes) -> None:
 def _kept(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
     """The commit and the files that the cache knows of a revision; None if there is no such commit.
 
-    Where only others filled the cache, the files that are there count as all.
+    Where only others filled the cache it is huggingface_hub's list; without one, the files that are there count as all.
 
     Raises:
         IntegrityError: our list in it is damaged.
@@ -289,9 +289,25 @@ def _kept(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
             raise IntegrityError(f"{quote(path)}: expected the files of a commit; delete it")
         return commit, {n: _checked(row[0], row[1], f"{quote(path)}: {quote(n)}") for n, row in rows.items()}
     except MissingFileError:
-        root = folder / "snapshots" / commit
-        there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
-        return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
+        pass
+    if theirs := _listed_by_others(folder, commit):
+        return commit, theirs
+    root = folder / "snapshots" / commit
+    there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
+    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
+
+
+def _listed_by_others(folder: Path, commit: str) -> dict[str, Listed]:
+    """The names of a commit's files that huggingface_hub noted when it fetched all or some; none if it did not."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    name = folder.name.removeprefix("models--").replace("--", "/")
+    try:
+        tree = get_cached_repo_tree(name, revision=commit, cache_dir=folder.parent)
+    except CachedRepoTreeNotFoundError:
+        return {}
+    return {file.path: Listed(None, None) for file in tree}
 
 
 # -- files -------------------------------------------------------------------------------------

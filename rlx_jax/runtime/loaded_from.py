@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.errors import ConfigError, FormatError, HubError, RlxWarning, StorageError, UnsupportedError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.weights.finite import narrowed
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.renamed import RenamedSource
 
@@ -47,31 +49,46 @@ class LoadedFrom:
     def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
         """What stands beside the weights, by path: as it is, but for the dtype that a config says.
 
-        Args:
-            dtype: what all floating weights are saved in; None: as they are.
+            Args:
+                dtype: what all floating weights are saved in; None: as they are.
 
-        Raises:
-            UnsupportedError: the config is not that of the model.
-            ConfigError: a file that loading has read is not there any more.
+            Raises:
+                UnsupportedError: the config is not that of the model.
+                ConfigError: a file that loading has read is not there any more.
+
+        Warns:
+            RlxWarning: a file of `BESIDE` cannot be read, and nothing of rlx_jax reads it.
         """
         if self.edited:
             raise UnsupportedError(
                 f"{self.edited}, and its config.json would describe another: save the weights alone, "
                 "rlx_jax.save(model.model, path)"
             )
-        here = self.folder.below(self.inside)
-        asked = [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]
-        more = [f"{self.inside}/{name}" if self.inside else name for name in BESIDE if here.bring(name)]
+        prefix = f"{self.inside}/" if self.inside else ""
         found = {}
-        for name in dict.fromkeys([*asked, *more]):
-            raw = self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+        for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]:
+            raw = self._read(name)
             if raw is None:
-                raise ConfigError(f"{self.folder.where(name)}: it was there when the model was loaded, and is not now")
+                raise ConfigError(
+                    f"{self.folder.where(name)}: it was there when the model was loaded, and is not now; put it back, "
+                    "or save the weights alone, rlx_jax.save(model.model, path)"
+                )
             found[name] = raw
+        for name in (prefix + name for name in BESIDE if prefix + name not in found):
+            try:
+                raw = self._read(name)
+            except (HubError, FormatError, StorageError) as cause:  # nothing here reads it: no reason to lose a save
+                warnings.warn(f"not saved, as rlx_jax does not need it: {cause}", RlxWarning, stacklevel=3)
+                continue
+            if raw is not None:
+                found[name] = raw
         if dtype is not None:
-            own = f"{self.inside}/{CONFIG}" if self.inside else CONFIG
-            found[own] = json.dumps(in_dtype(here.needed(CONFIG), dtype.name), indent=2).encode() + b"\n"
+            config = in_dtype(self.folder.needed(prefix + CONFIG), dtype.name)
+            found[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         return found
+
+    def _read(self, name: str) -> bytes | None:
+        return self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
 
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -112,4 +129,4 @@ def _copied(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entr
     found = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
     if dtype is None or not is_float(found.dtype):
         return Entry(key, found, partial(source.read, key))
-    return Entry(key, found.with_dtype(dtype), lambda: source.read(key).astype(dtype))
+    return Entry(key, found.with_dtype(dtype), lambda: narrowed(source.read(key), dtype, key))

@@ -31,6 +31,7 @@ from rlx_jax.runtime.compiling import has_data
 from rlx_jax.runtime.loaded_from import LoadedFrom, whole_checkpoint
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, fill, pieces, read_numbers, whole
+from rlx_jax.weights.finite import narrowed
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
 
@@ -150,15 +151,7 @@ class _Weight:
 
     def _stored(self, dtype: np.dtype[Any]) -> Any:
         values = self.values if self.original is None else read_numbers(self.key, self.original)
-        if values.dtype == dtype:
-            return values
-        values = np.asarray(values)
-        cast = _cast(values, dtype)
-        over = int(np.isinf(cast).sum() - np.isinf(values).sum())
-        if over:
-            message = f"weight {quote(self.key)}: {over} values are too large for {short_name(dtype)}: now infinite"
-            warnings.warn(message, RlxNumericsWarning, stacklevel=2)
-        return cast
+        return values if values.dtype == dtype else narrowed(np.asarray(values), dtype, self.key)
 
 
 def _weights(

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from rlx_jax.errors import NonFiniteWeightError, RlxNumericsWarning, quote
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, short_name
 
 OnNonfinite = Literal["error", "warn", "ignore"]
 """NaN is an error and infinity a warning; both are warnings; neither is looked for."""
@@ -46,6 +46,21 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
     if nans and on_nonfinite == "error":
         raise NonFiniteWeightError(f'{message}; the checkpoint is damaged, or pass on_nonfinite="warn" or "ignore"')
     warnings.warn(message, RlxNumericsWarning, stacklevel=3)
+
+
+def narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], key: str) -> np.ndarray[Any, Any]:
+    """A tensor that is to be stored, in another floating dtype.
+
+    Warns:
+        RlxNumericsWarning: values that are finite and too large for it.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(dtype)
+    over = int(np.isinf(cast).sum() - np.isinf(values).sum())
+    if over:
+        message = f"weight {quote(key)}: {over} values are too large for {short_name(dtype)}: now infinite"
+        warnings.warn(message, RlxNumericsWarning, stacklevel=2)
+    return cast
 
 
 def all_finite(values: np.ndarray[Any, Any]) -> bool:

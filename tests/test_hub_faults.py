@@ -1,0 +1,330 @@
+"""A hub that lies, stops and dawdles, and the cache after it: what is kept is whole, or is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.constants
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    HubUnreachableError,
+    IntegrityError,
+    LimitError,
+    MissingWeightError,
+    NoSpaceError,
+    PathEscapeError,
+    RlxError,
+    RlxWarning,
+)
+from rlx_jax.io import files, limits, transfer
+from rlx_jax.io.folder import Folder, open_folder
+from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, sharded
+
+CACHED = "hub/models--org--m"
+
+
+# -- a server that misbehaves ------------------------------------------------------------------
+
+
+def cut(handler: Handler, content: bytes, times: list[int]) -> None:
+    """Half of what is left, as if it were all, then the line is dead; the whole once `times` is used up."""
+    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
+    if not times:
+        return handler.send(content, {})
+    times.pop()
+    rest = content[start:]
+    handler.begin(206 if start else 200, {"Content-Length": str(len(rest)), "Connection": "close"})
+    handler.wfile.write(rest[: len(rest) // 2])
+    handler.wfile.flush()
+    handler.close_connection = True
+    handler.connection.shutdown(2)
+
+
+def without_ranges(handler: Handler, content: bytes, times: list[int]) -> None:
+    """As `cut`, of a server that always begins again."""
+    del handler.headers["Range"]
+    cut(handler, content, times)
+
+
+def troubled(handler: Handler, content: bytes, times: list[int]) -> None:
+    """An error of the server, then the whole."""
+    if times:
+        times.pop()
+        return handler.send(b"", {"Retry-After": "0"}, 500)
+    handler.send(content, {})
+
+
+@pytest.mark.parametrize("fault", [cut, without_ranges, troubled])
+def test_what_stops_goes_on(server: Hub, fault: Callable[..., None]) -> None:
+    """A few times, from where it was."""
+    server.faults["model.safetensors"] = partial(fault, times=[0, 0])
+    path = weights_of(open_folder("org/m"))
+    assert path.read_bytes() == (LLAMA / "model.safetensors").read_bytes()
+    assert server.fetched() == ["model.safetensors"] * 3
+
+
+def weights_of(folder: Folder) -> Path:
+    """The file of weights, fetched."""
+    assert folder.bring("model.safetensors")
+    return folder.path / "model.safetensors"
+
+
+def changed(handler: Handler, content: bytes) -> None:
+    """As many bytes, one of them another."""
+    handler.send(content[:-1] + bytes([content[-1] ^ 1]), {})
+
+
+def longer(handler: Handler, content: bytes) -> None:
+    handler.send(content + b"!", {})
+
+
+def shorter(handler: Handler, content: bytes) -> None:
+    handler.send(content[:-1], {})
+
+
+def silent(handler: Handler, content: bytes) -> None:
+    time.sleep(1.5)
+
+
+def endless(handler: Handler, content: bytes) -> None:
+    """Without a length, for as long as someone listens."""
+    handler.begin(200, {"Connection": "close"})
+    try:
+        for _ in range(2000):
+            handler.wfile.write(b"[" * 2**16)
+    except OSError:
+        pass
+    handler.close_connection = True
+
+
+def drop_by_drop(handler: Handler, content: bytes, wait: float = 0.01) -> None:
+    """All of it, a byte at a time."""
+    handler.begin(200, {"Content-Length": str(len(content)), "Connection": "close"})
+    try:
+        for i in range(200):
+            handler.wfile.write(content[i : i + 1])
+            handler.wfile.flush()
+            time.sleep(wait)
+    except OSError:
+        pass
+    handler.close_connection = True
+
+
+def patient(handler: Handler, content: bytes) -> None:
+    handler.send(b"", {"Retry-After": "999999999"}, 429)
+
+
+LIES: dict[str, tuple[str, Callable[[Handler, bytes], None], type[RlxError], str]] = {
+    "other bytes of a large file": ("model.safetensors", changed, IntegrityError, "has the digest .* nothing was kept"),
+    "other bytes of a small file": ("config.json", changed, IntegrityError, "has the digest .* nothing was kept"),
+    "more bytes": ("model.safetensors", longer, IntegrityError, "more came than the"),
+    "fewer bytes": ("model.safetensors", shorter, HubUnreachableError, "bytes came, and nothing is kept"),
+    "cut every time": (
+        "model.safetensors", partial(cut, times=[0] * 99), HubUnreachableError, "bytes came, and nothing is kept",
+    ),
+    "an endless file": ("config.json", endless, IntegrityError, "more came than the"),
+    "an endless list": ("revision/main", endless, LimitError, "limits.MAX_LISTING_BYTES"),
+    "a list that is none": (
+        "revision/main", lambda h, _: h.send(b"<html>", {}), IntegrityError, "the list of files: not JSON",
+    ),
+    "a commit that leads out": (
+        "revision/main", lambda h, _: h.send(b'{"sha": "../../x", "siblings": []}', {}), IntegrityError,
+        "is this a Hub",
+    ),
+    "a digest that leads out": (
+        "revision/main",
+        lambda h, c: h.send(c.replace(b'"sha256": "', b'"sha256": "../../../'), {}), IntegrityError, "digest is",
+    ),
+    "no answer": ("config.json", silent, HubUnreachableError, r"no answer for 1 s \(HF_HUB_DOWNLOAD_TIMEOUT\)"),
+    "drop by drop": ("model.safetensors", drop_by_drop, HubUnreachableError, "bytes came in 0.2 s; given up"),
+    "a wait of years": ("config.json", patient, HubUnreachableError, "answers 429"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_lies(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """End in finite time, by their names; and nothing of them is there for the next, who finds a good server."""
+    ending, fault, error, message = LIES[case]
+    monkeypatch.setattr(limits, "MAX_LISTING_BYTES", 2**20)
+    if case == "drop by drop":
+        monkeypatch.setattr(transfer, "SLOW_S", 0.2)
+    if case == "no answer":
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
+        monkeypatch.setattr(transfer, "WAITS_S", ())
+    server.faults[ending] = fault
+    with pytest.raises(error, match=message):
+        rlx.recipe_for("org/m")
+    left = [p for p in hub_home.rglob("*") if p.name.endswith((".incomplete", ".tmp"))]
+    assert left == [] and not (hub_home / CACHED / "snapshots" / COMMIT / ending).exists()
+    server.faults.clear()
+    monkeypatch.delenv("HF_HUB_DOWNLOAD_TIMEOUT", raising=False)
+    assert rlx.recipe_for("org/m").config.vocab_size == 389
+
+
+def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the limits of files that are read whole, and the room on the disk. Without a length, as it comes."""
+    monkeypatch.setattr(limits, "MAX_CONFIG_BYTES", 100)
+    with pytest.raises(LimitError, match=r"'org/m/config.json': the size in bytes is \d+, over .*MAX_CONFIG_BYTES"):
+        rlx.load("org/m")
+    assert server.fetched() == []
+    folder = open_folder("org/m")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(0))
+    with pytest.raises(NoSpaceError, match=r"bytes to fetch, 0 are free in"):
+        folder.bring("model.safetensors")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(2**40))
+    bare = json.dumps({"sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}).encode()
+    server.faults["revision/main"] = lambda handler, _: handler.send(bare, {})
+    with pytest.raises(LimitError, match="MAX_CONFIG_BYTES"):
+        rlx.load("org/m")
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+@pytest.mark.parametrize(
+    "shard, error", [("../out.safetensors", PathEscapeError), ("no.safetensors", MissingWeightError)]
+)
+def test_shards_are_files_of_the_commit(server: Hub, shard: str, error: type[RlxError]) -> None:
+    server.files["org/m"] = sharded(LLAMA)
+    index = json.loads(server.files["org/m"][INDEX])
+    index["weight_map"]["model.norm.weight"] = shard
+    server.files["org/m"][INDEX] = json.dumps(index).encode()
+    with pytest.raises(error, match=shard.rpartition("/")[2]):
+        rlx.load("org/m")
+    assert shard not in server.fetched()
+
+
+# -- the cache ---------------------------------------------------------------------------------
+
+
+def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the cache opens: told to be offline without a word, else with a warning."""
+    expected = rlx.load("org/m").model.params
+    asked = len(server.asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    jax.tree.map(np.testing.assert_array_equal, rlx.load("org/m").model.params, expected)
+    for name, revision in (("org/n", None), ("org/m", "v1"), ("org/m", "f" * 40)):
+        with pytest.raises(HubUnreachableError, match=f"'{name}': no such directory here, .*HF_HUB_OFFLINE is set"):
+            rlx.load(name, revision=revision)
+    assert len(server.asked) == asked
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    server.faults["revision/main"] = refusing(503)
+    with pytest.warns(RlxWarning, match=f"answers 503.*opening what the cache has, commit {COMMIT}"):
+        assert rlx.load("org/m").vocab_size == 389
+
+
+def test_what_was_interrupted_is_not_whole(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between files, or within one: offline the file that is missing is named, online it is fetched."""
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "download tokenizer.json":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rlx.load("org/m", progress=stop)
+    assert list(hub_home.rglob("*.incomplete")) == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubUnreachableError, match=r"'org/m/tokenizer.json' is not in the cache"):
+        rlx.load("org/m")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    (hub_home / CACHED / "blobs" / "abc.incomplete").write_bytes(b"of a process that was killed")
+    blob = (hub_home / CACHED / "snapshots" / COMMIT / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1])
+    assert rlx.load("org/m").tokenizer is not None and server.fetched().count("model.safetensors") == 2
+
+
+def test_the_cache_is_that_of_huggingface_hub(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either finds what the other has fetched, and sees nothing that it does not know."""
+    cache, endpoint = hub_home / "hub", server.endpoint
+    server.add("org/theirs", LLAMA)
+    for name in server.files["org/theirs"]:
+        huggingface_hub.hf_hub_download("org/theirs", name, cache_dir=cache, endpoint=endpoint)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = len(server.asked)
+    assert rlx.load("org/theirs").tokenizer is not None and len(server.asked) == asked
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    rlx.load("org/m")
+    theirs = partial(huggingface_hub.hf_hub_download, "org/m", cache_dir=cache, local_files_only=True)
+    assert Path(theirs("model.safetensors")).read_bytes() == (LLAMA / "model.safetensors").read_bytes()
+    seen = huggingface_hub.scan_cache_dir(cache)
+    assert sorted(found.repo_id for found in seen.repos) == ["org/m", "org/theirs"] and seen.warnings == []
+
+
+def test_a_cache_that_others_filled_in_part(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not taken for the whole where huggingface_hub noted what there is."""
+    wanted = ["config.json", "*.safetensors"]
+    download = partial(huggingface_hub.snapshot_download, cache_dir=hub_home / "hub", endpoint=server.endpoint)
+    download("org/m", allow_patterns=wanted)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubUnreachableError, match="'org/m/tokenizer.json' is not in the cache"):
+        rlx.load("org/m")
+
+
+def test_many_at_once(server: Hub) -> None:
+    """Fetch the same file side by side; each has it whole."""
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: weights_of(open_folder("org/m")), range(8)))
+    assert {path.read_bytes() for path in paths} == {(LLAMA / "model.safetensors").read_bytes()}
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file: offline it is not there, online it comes."""
+    server.faults["model.safetensors"] = partial(drop_by_drop, wait=0.05)
+    words = [
+        sys.executable,
+        "-c",
+        "from rlx_jax.io.folder import open_folder as o; o('org/m').bring('model.safetensors')",
+    ]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(words, env=environment)
+    while not list(hub_home.rglob("*.incomplete")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    server.faults.clear()
+    assert len(list(hub_home.rglob("*.incomplete"))) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubUnreachableError, match="is not in the cache"):
+        rlx.recipe_for("org/m")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert weights_of(open_folder("org/m")).read_bytes() == (LLAMA / "model.safetensors").read_bytes()
+
+
+def test_links_of_the_cache(tmp_path: Path) -> None:
+    """Lead to the blobs of the model, and to those that all models share where the cache says that it has such."""
+    cache = tmp_path / "hub"
+    snapshot, blobs, shared = (
+        cache / "models--o--m" / "snapshots" / "a",
+        cache / "models--o--m" / "blobs",
+        cache / "blobs",
+    )
+    for folder in (snapshot, blobs, shared / "ab"):
+        folder.mkdir(parents=True)
+    (shared / "ab" / "x").write_text("{}")
+    (blobs / "y").symlink_to("../../blobs/ab/x")
+    (snapshot / "config.json").symlink_to("../../blobs/y")
+    with pytest.raises(PathEscapeError):
+        files.resolve(str(snapshot), "config.json")
+    (shared / ".huggingface-shared-blobs").write_text("1\n")
+    assert files.resolve(str(snapshot), "config.json") == str(shared / "ab" / "x")
+    (snapshot / "out.json").symlink_to("../../../models--o--n/blobs/z")
+    with pytest.raises(PathEscapeError):
+        files.resolve(str(snapshot), "out.json")
