@@ -118,7 +118,8 @@ def test_a_model_inside_a_pipeline(server: Hub) -> None:
         rlx.from_pretrained("org/m")
     recipe = rlx.recipe_for("org/m", subfolder="transformer")
     assert type(recipe).__name__ == "Flux2Flow" and sorted(set(server.fetched())) == sorted(files)
-    for wrong, error in (("../m", PathEscapeError), (3, RequestError), ("vae", MissingFileError)):
+    cases: list[tuple[Any, type[RlxError]]] = [("../m", PathEscapeError), (3, RequestError), ("vae", MissingFileError)]
+    for wrong, error in cases:
         with pytest.raises(error):
             rlx.load("org/m", subfolder=wrong)
     assert rlx.load(LLAMA.parent, subfolder=LLAMA.name).vocab_size == 389
