@@ -12,6 +12,7 @@ from rlx_jax.errors import GraphError, UnboundStreamError, WeightShapeError, quo
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
+from rlx_jax.ir.param import Parts, Role
 from rlx_jax.trace.emit import Emit, FlowValue
 
 UNIT = 1e-6
@@ -50,6 +51,11 @@ class GatedDeltaSpec:
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
+    @property
+    def mixed(self) -> Parts:
+        """What the columns of q, k and v are."""
+        return Parts(tuple(zip(self.widths, ("groups", "groups", "heads"), strict=True)))
+
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
         mixed, inner, heads = sum(self.widths), self.widths[2], self.value_heads
@@ -81,7 +87,7 @@ class GatedDeltaNet:
             mixed, z, b, a = (self._projected(emit, x, name) for name in ("qkv", "z", "b", "a"))
             check_columns(emit, f"{self.prefix}.in_proj_qkv.weight", mixed, sum(s.widths), "queries, keys and values")
             with emit.scope("conv1d"):
-                w = emit.param(f"{self.prefix}.conv1d.weight")
+                w = emit.param(f"{self.prefix}.conv1d.weight", roles=(s.mixed, None, None))
                 mixed = emit.add_node(Unary("silu"), emit.add_node(hir.CausalConv(), mixed, w))
             q, k, v = emit.split(mixed, s.widths)
             biases = (emit.param(f"{self.prefix}.{name}", roles=("heads",)) for name in ("dt_bias", "A_log"))
@@ -92,7 +98,7 @@ class GatedDeltaNet:
 
     def _projected(self, emit: Emit, x: FlowValue, name: str) -> FlowValue:
         with emit.scope(f"in_proj_{name}"):
-            roles = (None if name == "qkv" else "heads", "hidden")
+            roles: tuple[Role, Role] = (self.spec.mixed if name == "qkv" else "heads", "hidden")
             return emit.linear(x, f"{self.prefix}.in_proj_{name}.weight", roles=roles)
 
     def _output(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:

@@ -12,6 +12,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.param import Parts, Role
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -59,6 +60,11 @@ class Mamba2Spec:
         shared = self.groups * self.state_size
         return self.inner, shared, shared
 
+    @property
+    def mixed(self) -> Parts:
+        """What the columns of x, B and C are."""
+        return Parts(tuple(zip(self.widths, ("heads", "groups", "groups"), strict=True)))
+
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Every weight by its key inside the mixer, for values `[B,S,hidden]`."""
         mixed, heads = sum(self.widths), (self.heads,)
@@ -89,7 +95,8 @@ class Mamba2Mixer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "Mamba2Mixer"), self.spec
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
-            projected = self._linear(emit, x, "in_proj", (None, "hidden"))
+            packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
+            projected = self._linear(emit, x, "in_proj", (packed, "hidden"))
             columns = (s.inner, sum(s.widths), s.heads)
             check_columns(emit, f"{self.prefix}.in_proj.weight", projected, sum(columns), "gate, x, B, C and steps")
             z, mixed, t = emit.split(projected, columns)
@@ -103,7 +110,7 @@ class Mamba2Mixer:
             out = out + (values.reshape(heads) * skip).reshape(values.shape)
             return self._linear(emit, self._normed(emit, out, z), "out_proj", ("hidden", "heads"))
 
-    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[str | None, str]) -> FlowValue:
+    def _linear(self, emit: Emit, x: FlowValue, name: str, roles: tuple[Role, Role]) -> FlowValue:
         with emit.scope(name):
             bias = f"{self.prefix}.{name}.bias" if self.spec.bias else None
             return emit.linear(x, f"{self.prefix}.{name}.weight", bias, roles=roles)
@@ -111,7 +118,9 @@ class Mamba2Mixer:
     def _convolved(self, emit: Emit, mixed: FlowValue) -> FlowValue:
         s = self.spec
         with emit.scope("conv1d"):
-            weights = [emit.param(f"{self.prefix}.conv1d.{n}") for n in ("weight", "bias")[: 1 + s.conv_bias]]
+            weights = [emit.param(f"{self.prefix}.conv1d.weight", roles=(s.mixed, None, None))]
+            if s.conv_bias:
+                weights.append(emit.param(f"{self.prefix}.conv1d.bias", roles=(s.mixed,)))
             return emit.add_node(Unary(s.activation), emit.add_node(hir.CausalConv(s.conv_bias), mixed, *weights))
 
     def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlx_jax.errors import UnsupportedError, listing
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph
-from rlx_jax.ir.param import Program, Roles, Stack, leaf_name
+from rlx_jax.ir.param import Program, Role, Roles, Stack, leaf_name
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.ir.types import DimLike, TensorType, is_static, path_text
 
@@ -30,7 +30,7 @@ class Division:
 
     # -- numbers -----------------------------------------------------------------------------
 
-    def parts(self, role: str | None) -> int:
+    def parts(self, role: Role) -> int:
         """How many pieces an axis of that role is cut into."""
         return math.prod(self.mesh.shape[name] for name in self._over(role))
 
@@ -90,14 +90,14 @@ class Division:
     def _rows(self) -> tuple[str, ...]:
         return self.axes.get("batch", ())
 
-    def _over(self, role: str | None) -> tuple[str, ...]:
-        return self.axes.get(role, ()) if role is not None else ()
+    def _over(self, role: Role) -> tuple[str, ...]:
+        return self.axes.get(role, ()) if isinstance(role, str) else ()  # parts side by side are divided each alone
 
-    def _used_over(self, role: str | None) -> tuple[str, ...]:
+    def _used_over(self, role: Role) -> tuple[str, ...]:
         """Where it is used: rows go to the experts of other devices, and all other weights to the rows."""
         return tuple(n for n in self._over(role) if role == "experts" or n not in self._rows)
 
-    def _fitting(self, role: str | None, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _fitting(self, role: Role, size: DimLike, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those mesh axes that divide so much evenly: all of them or none, and of rows the first ones."""
         while names and not (is_static(size) and int(size) % math.prod(self.mesh.shape[n] for n in names) == 0):
             names = names[:-1] if role == "batch" else ()
@@ -135,7 +135,8 @@ def on_one(t: TensorType, sharding: NamedSharding | None) -> TensorType:
 
 def with_groups(division: Division, graph: Graph) -> Division:
     """The division for the attention of a flow, whose composites are expanded. Where the devices are more than the key
-    heads, and a multiple of them, keys and values are whole on each.
+    heads, and a multiple of them, keys and values are whole on each; so is what heads with a state share, where they do
+    not divide it.
 
     Raises:
         UnsupportedError: heads that do not divide; names the block and what would.
@@ -147,6 +148,9 @@ def with_groups(division: Division, graph: Graph) -> Division:
             if count % division.parts("heads"):
                 what = f"{count} heads with a state"
                 raise UnsupportedError(_refusal(division, where, what, "heads", division.parts("heads")))
+            groups = node.op.key_heads if isinstance(node.op, hir.GatedDelta) else node.op.groups
+            if groups % division.parts("groups"):
+                division = _without(division, "groups")
         if not isinstance(node.op, hir.Attention | hir.GrowingAttention):
             continue
         heads, kv_heads = heads_of(node.op)
@@ -156,9 +160,14 @@ def with_groups(division: Division, graph: Graph) -> Division:
         if kv_heads % kv and (kv % kv_heads or kv != n):
             raise UnsupportedError(_refusal(division, where, f"{kv_heads} key heads", "kv_heads", kv))
         if kv_heads % kv:
-            axes = {role: names for role, names in division.axes.items() if role != "kv_heads"}
-            division = Division(division.mesh, axes, division.roles)
+            division = _without(division, "kv_heads")
     return division
+
+
+def _without(division: Division, role: str) -> Division:
+    """The division in which axes of that role are whole."""
+    axes = {name: over for name, over in division.axes.items() if name != role}
+    return Division(division.mesh, axes, division.roles)
 
 
 def heads_of(op: hir.Attention | hir.GrowingAttention) -> tuple[int, int]:
@@ -186,6 +195,6 @@ def check_divides(division: Division, programs: Iterable[Program]) -> None:
         for axis, role in enumerate(of_program(program, division.roles)):
             parts = division.weight_parts(program, axis)
             if int(program.type.shape[axis]) % parts:
-                assert role is not None
+                assert isinstance(role, str)
                 what = f"{program.type}, {program.type.shape[axis]} along axis {axis},"
                 raise UnsupportedError(_refusal(division, leaf_name(program), what, role, parts))

@@ -221,9 +221,9 @@ class Sharding(_Table):
 
     batch: rows. Parameters are not divided along these axes where they are used, only where they are kept; but experts
     are, and rows are brought to them.
-    sequence: tokens of a row. heads, kv_heads, ffn: attention and feed-forward, by head and by column. vocab: the
-    output head. embedding: rows of a table, whose lookup then takes a collective. hidden: of matrices, where they are
-    kept. experts: of a mixture. channel: norms and biases.
+    sequence: tokens of a row. heads, kv_heads, groups, ffn: attention, blocks with a state and feed-forward, by head
+    and by column. vocab: the output head. embedding: rows of a table, whose lookup then takes a collective. hidden: of
+    matrices, where they are kept. experts: of a mixture. channel: norms and biases.
     """
 
     PATH: ClassVar[str] = "sharding"
@@ -231,6 +231,7 @@ class Sharding(_Table):
     sequence: tuple[str, ...] = ("context",)
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)
+    groups: tuple[str, ...] = ("tensor",)
     ffn: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
     embedding: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from rlx_jax.ir import plugins as plugins
 from rlx_jax.ir.extensions import FlowExtensionPlan as FlowExtensionPlan
 from rlx_jax.ir.graph import GraphStage as GraphStage
 from rlx_jax.ir.packed import Packed as Packed
+from rlx_jax.ir.param import Parts as Parts
 from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.models.bert import BertFlow as BertFlow

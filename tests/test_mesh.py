@@ -351,6 +351,36 @@ def test_encoders_send_two_sums_a_layer(family: str) -> None:
     assert ours.model.report().collectives == {"all-reduce": 2 * LAYERS}
 
 
+@pytest.mark.parametrize(
+    ("family", "devices", "sums", "whole"),
+    [
+        ("mamba2", 2, 2, []),
+        # Groups that devices do not divide are whole on each, and norms over them take a sum.
+        pytest.param("mamba2", 4, 4, ["conv1d.weight[64:76]", "conv1d.weight[76:88]"], marks=pytest.mark.slow),
+        pytest.param("qwen35", 4, 8, [], marks=pytest.mark.slow),
+        pytest.param("qwen35", 8, 8, ["conv1d.weight[0:32]", "conv1d.weight[32:64]"], marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_with_a_state(family: str, devices: int, sums: int, whole: list[str]) -> None:
+    """What a checkpoint stores as one is divided part by part, and so are convolutions and their states: as few sums as
+    of attention, and nothing is brought together for a step but logits."""
+    ours, want = lm(family, "tensor", devices), logits(family)
+    first, state = ours.prefill(IDS[:, :9])
+    assert_close(first, want[:, :9], tolerance=2 * TOLERANCE)
+    for at in (9, 10):
+        last, state = ours.extend(state, IDS[:, at : at + 1])
+        assert_close(last[:, 0], want[:, at], tolerance=2 * TOLERANCE)
+    found = [kind for kind, _ in sent(ours, "extend")]
+    assert (found.count("all-reduce"), found.count("all-gather"), len(found)) == (sums, 1, sums + 1)
+    leaves = ours.model.report().whole
+    assert sorted({name.partition("conv1d")[2] for name in leaves if "conv1d" in name}) == [w[6:] for w in whole]
+    assert any("in_proj" in name for name in leaves) == bool(whole)
+    arrays = state.take(state.owner, peek=True).arrays()
+    held = {name: a for name, a in arrays.items() if "conv1d" in name}
+    cut = {name: a.sharding.shard_shape(a.shape)[2] * devices == a.shape[2] for name, a in held.items()}
+    assert len(cut) == 3 * 2 and sum(cut.values()) == (2 if whole else 6)
+
+
 def test_the_state_is_divided_and_written_in_place() -> None:
     """Each device has its rows and heads of the cache, and rings as short as on one."""
     ours = lm("mistral", "fsdp tensor", 4)

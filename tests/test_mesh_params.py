@@ -52,6 +52,8 @@ TRAINED = [
     pytest.param("qwen3", "tensor", 8, "scan", marks=pytest.mark.slow),
     pytest.param("gemma", "fsdp tensor", 4, "scan", marks=pytest.mark.slow),
     pytest.param("gemma2", "data tensor", 8, "scan", marks=pytest.mark.slow),
+    pytest.param("mamba2", "fsdp tensor", 4, "scan", marks=pytest.mark.slow),
+    pytest.param("qwen35", "fsdp tensor", 4, "unroll", marks=pytest.mark.slow),
 ]
 
 
@@ -347,6 +349,23 @@ def test_each_field_changes_a_division(field: str) -> None:
     assert ours.params is not None
     assert {name: ours.params[name].sharding.spec for name in BASE} == BASE | changed
     assert_close(ours(IDS), np.asarray(rlx.compile(recipe("llama"), weights("llama"))(IDS)))
+
+
+@pytest.mark.parametrize("axes", [["tensor"], []])
+def test_what_heads_with_a_state_share(axes: list[str], tmp_path: Path) -> None:
+    """Parts of what is stored as one are divided each by its role, and saved as one again."""
+    tables: dict[str, Any] = {"groups": axes}
+    ours = rlx.compile(recipe("mamba2"), weights("mamba2"), profile=profile(sharding=tables), mesh=mesh("tensor", 2))
+    cut = P("tensor") if axes else P()
+    edges = {"0:64": P("tensor"), "64:128": P("tensor"), "128:140": cut, "140:152": cut, "152:160": P("tensor")}
+    key = "backbone.layers.1.mixer.in_proj.weight"
+    assert ours.params is not None
+    found = {name: a.sharding.spec for name, a in ours.params.items() if name.startswith(key)}
+    assert found == {f"{key}[{part}]": spec for part, spec in edges.items()}
+    rlx.save(ours, tmp_path / "saved")
+    again = rlx.open_weights(tmp_path / "saved")
+    for name in (key, "backbone.layers.1.mixer.conv1d.weight", "backbone.layers.1.mixer.conv1d.bias"):
+        np.testing.assert_array_equal(again.read(name), weights("mamba2")[name])
 
 
 def test_axes_of_other_names() -> None:

@@ -272,7 +272,8 @@ def test_devices_that_share_the_rows(kinds: str) -> None:
 
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen35", marks=pytest.mark.slow)])
 def test_the_program_verify_over_devices(family: str) -> None:
-    """Logits, the state and what it is after each token are those of one device; each has its rows and heads of it."""
+    """Logits, the state and what it is after each token are those of one device; each has its rows and heads of it. A
+    window of what is stored as one is that of its parts side by side."""
     tokens, lengths, found = [[3, 1, 4], [2, 7, 2]], np.array([3, 2], np.int32), []
     for place in (None, mesh("data tensor", 4)):
         verify: Any = rlx.compile(divided.recipe(family), divided.weights(family), program="verify", mesh=place)
@@ -282,10 +283,17 @@ def test_the_program_verify_over_devices(family: str) -> None:
         every = [a for name, a in state.leaves.items() if a.ndim == 5 and name.endswith("/every")]
         assert every and all(a.shape[:3] == (2, 3, 8) for a in every)
     one, many = found
+    parts = [[many.pop(f"{start}{part}.{end}") for part in range(3)] for start, end in windows(one)]
+    many |= {start + end: np.concatenate(held, -1) for (start, end), held in zip(windows(one), parts, strict=True)}
     assert one.keys() == many.keys()
     for name, want in one.items():
         assert_close(many[name], want)
     assert all(a.sharding.shard_shape(a.shape)[:3] == (1, 3, 4) for a in every)
+
+
+def windows(state: dict[str, np.ndarray]) -> list[tuple[str, str]]:
+    """The names of convolutions' leaves, cut before the slot."""
+    return [(name[: -len(end)], end) for name in state for end in ("conv", "conv/every") if name.endswith(f".{end}")]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
 def _last(node: Node, roles: Roles) -> str | None:
     """What the last axis of the result is."""
     role = roles[-1] if isinstance(node.op, Gather) else roles[1 - node.op.contract]  # type: ignore[attr-defined]
-    return None if role == "hidden" else role
+    return role if isinstance(role, str) and role != "hidden" else None
 
 
 def _param(b: Builder, value: Value) -> Param | None:

@@ -26,6 +26,7 @@ from rlx_jax.lowering.hir.orient import orient
 from rlx_jax.lowering.hir.outputs import with_outputs
 from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
+from rlx_jax.lowering.hir.unpack import unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.cse import cse
 from rlx_jax.lowering.mir.dce import dce
@@ -113,6 +114,11 @@ def _padded(graph: Graph, job: Job) -> Graph:
     return dce(pad_vocabulary(graph, job.settings.division, job.types), job.types)
 
 
+def _unpack(graph: Graph, job: Job) -> Graph:
+    assert job.settings.division is not None
+    return unpack(graph, job.settings.division, job.types)
+
+
 def _divide(graph: Graph, job: Job) -> Graph:
     assert job.settings.division is not None
     return divide(graph, job.settings.division, job.types)
@@ -132,6 +138,12 @@ PIPELINE: tuple[Pass, ...] = (
         HIR,
         lambda g, job: undivided(g, job.types),
         lambda job: job.settings.division is None,
+    ),
+    Pass(
+        "unpack",
+        HIR,
+        _unpack,
+        lambda job: job.settings.division is not None,
     ),
     Pass(
         "merge_linears",

@@ -22,6 +22,8 @@ from rlx_jax.ir.braces import braced
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key
+from rlx_jax.ir.stored import Parts as Parts
+from rlx_jax.ir.stored import Role as Role
 from rlx_jax.ir.stored import Roles as Roles
 from rlx_jax.ir.stored import Sliced as Sliced
 from rlx_jax.ir.stored import Strided as Strided
@@ -257,7 +259,7 @@ class Stack:
     over no devices, or the experts of a mixture."""
 
     parts: tuple[Program, ...]
-    role: str | None = None
+    role: Role = None
     lossy: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 

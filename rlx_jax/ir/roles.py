@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
-from rlx_jax.ir.param import Key, Program, Roles
+from rlx_jax.ir.param import Key, Parts, Program, Role, Roles
 from rlx_jax.ir.types import TensorType
+
+R = TypeVar("R", bound=Role)
 
 ROLES: Mapping[str, str] = {
     "batch": "rows of a request, or of a training batch",
     "sequence": "tokens of a row",
     "heads": "query heads, packed or not",
     "kv_heads": "key and value heads, packed or not",
+    "groups": "heads of keys that heads with a state share, packed or not",
     "ffn": "inside of a feed-forward block",
     "vocab": "rows of an output head, and of an embedding that it is tied to",
     "embedding": "rows of a table that ids look up",
@@ -23,15 +27,16 @@ ROLES: Mapping[str, str] = {
 """Every role, and what has it."""
 
 
-def check_roles(roles: Sequence[str | None], t: TensorType, where: str) -> Roles:
-    """A role, or None, for every axis.
+def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
+    """A role, or None, or several side by side, for every axis.
 
     Raises:
         GraphError: another number of axes than `t` has, an unknown role, or one that stands twice.
     """
     if isinstance(roles, str) or not isinstance(roles, Sequence):
         raise GraphError(f"{where}: roles are one name, or None, for each axis; got {shown(roles)}")
-    for role in roles:
+    each = [role for axis in roles for role in ([r for _, r in axis.of] if isinstance(axis, Parts) else [axis])]
+    for role in each:
         if role is not None and role not in ROLES:
             close = did_you_mean(role, ROLES) if isinstance(role, str) else ""
             raise GraphError(f"{where}: there is no role {shown(role)}; roles are {listing(ROLES, len(ROLES))}{close}")
@@ -47,18 +52,18 @@ def agreed(first: Roles, second: Roles, where: str) -> Roles:
     Raises:
         GraphError: they contradict each other.
     """
-    found: list[str | None] = []
+    found: list[Role] = []
     for one, other in zip(first, second, strict=True):
         if {one, other} == {"embedding", "vocab"}:
             found.append("vocab")
         elif one == other or one is None or other is None:
             found.append(one or other)
         else:
-            raise GraphError(f"{where}: an axis is {quote(one)} in one place and {quote(other)} in another")
+            raise GraphError(f"{where}: an axis is {quote(str(one))} in one place and {quote(str(other))} in another")
     return tuple(found)
 
 
-def roles_of_bias(out: str | None) -> Roles:
+def roles_of_bias(out: Role) -> Roles:
     """Of what is added to a product whose last axis is `out`."""
     return ("channel" if out == "hidden" else out,)
 
@@ -70,7 +75,7 @@ def of_program(program: Program, known: Mapping[str, Roles]) -> Roles:
     return program.roles(*(of_program(part, known) for part in program.parts))
 
 
-def of_dims(t: TensorType) -> Roles:
+def of_dims(t: TensorType) -> tuple[str | None, ...]:
     """The roles that the dims of a value have by their names: `batch` and `seq` have meaning."""
     meaning = {"batch": "batch", "seq": "sequence"}
     return tuple(meaning.get(str(dim)) for dim in t.shape)

@@ -13,7 +13,30 @@ from rlx_jax.ir.boxes import Box, along, full, moved, sizes, slices
 from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
 from rlx_jax.ir.types import TensorType
 
-Roles = tuple[str | None, ...]
+
+@dataclass(frozen=True)
+class Parts:
+    """An axis that is several side by side: the size of each, and its role. Whole it is divided over nothing; a pass
+    takes it apart where devices divide a part (`rlx_jax.lowering.hir.unpack`)."""
+
+    of: tuple[tuple[int, str | None], ...]
+
+    def within(self, start: int, stop: int) -> Role:
+        """Of `start` to `stop` of the axis."""
+        found: list[tuple[int, str | None]] = []
+        at = 0
+        for size, role in self.of:
+            kept = min(stop, at + size) - max(start, at)
+            found += [(kept, role)] if kept > 0 else []
+            at += size
+        return found[0][1] if len(found) == 1 else Parts(tuple(found))
+
+    def __str__(self) -> str:
+        return " ‖ ".join(f"{size} {role or 'whole'}" for size, role in self.of)
+
+
+Role = str | Parts | None
+Roles = tuple[Role, ...]
 """What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
 
 
@@ -176,7 +199,13 @@ class Sliced:
         return str(self)
 
     def roles(self, *parts: Roles) -> Roles:
-        return parts[0]
+        (of,) = parts
+        role = of[self.axis]
+        return (
+            (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
+            if isinstance(role, Parts)
+            else of
+        )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
 from rlx_jax.ir.inits import Init, check_init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Roles, Stack, cast, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast, stored_keys
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import (
@@ -249,7 +249,7 @@ class Emit(Builders[FlowValue]):
         self,
         key: WeightKey | WeightStack,
         shape: tuple[int, ...] | None = None,
-        roles: Sequence[str | None] | None = None,
+        roles: Sequence[Role] | None = None,
         init: Init | None = None,
     ) -> FlowValue:
         """The weight under `key`, as stored: that of a projection is `[out, in]`, and `linear(x, w)` reads `[in, out]`.
@@ -290,7 +290,7 @@ class Emit(Builders[FlowValue]):
             if self.inits.setdefault(key, check_init(init, where)) != init:
                 raise GraphError(f"{where}: its init is {shown(self.inits[key])} elsewhere and {shown(init)} here")
 
-    def _stacked(self, keys: WeightStack, shape: tuple[int, ...] | None, roles: Sequence[str | None] | None) -> Program:
+    def _stacked(self, keys: WeightStack, shape: tuple[int, ...] | None, roles: Sequence[Role] | None) -> Program:
         """The weights under all of the keys, as one."""
         if shape is not None and shape[:1] != (keys.count,):
             raise WeightShapeError(f"{self.path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
@@ -329,13 +329,13 @@ class Emit(Builders[FlowValue]):
         self.keys_read[key] = None
         return program
 
-    def say_roles(self, weight: FlowValue, roles: Sequence[str | None]) -> None:
+    def say_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
         """Say what the axes of a weight that was read before are here too."""
         op = self.builder.nodes[self.own(weight).node].op
         for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
             self._say(stored.key, roles, stored.type)
 
-    def _say(self, key: str, roles: Sequence[str | None], t: TensorType) -> None:
+    def _say(self, key: str, roles: Sequence[Role], t: TensorType) -> None:
         where = f"{self.path}: weight {quote(key)}"
         said = check_roles(roles, t, where)
         self.roles[key] = agreed(self.roles.get(key, said), said, where)

@@ -60,11 +60,13 @@ class TimeSteps(Hir):
 @dataclass(frozen=True)
 class CausalConv(Hir):
     """Each channel convolved with its own window over the last J tokens: x `[B,S,C]`, w `[C,J]` or as checkpoints have
-    it `[C,1,J]`, with `bias` that `[C]` → `[B,S,C]`. See `CausalConvOp`. State: the last J−1 rows of x."""
+    it `[C,1,J]`, with `bias` that `[C]` → `[B,S,C]`. See `CausalConvOp`. State: the last J−1 rows of x. `role`: what
+    its channels are (`rlx_jax.ir.roles`)."""
 
     traits = TABLES
 
     bias: bool = False
+    role: str | None = None
 
     def check(self, *operands: TensorType) -> None:
         check_arity("causal_conv", len(operands), 3 if self.bias else 2)
@@ -77,7 +79,7 @@ class CausalConv(Hir):
         """The rows before x; of a window of one token there are none."""
         x, w = operands[:2]
         width = int(w.shape[-1]) - 1
-        return (StateSlot("conv", TensorType((width, x.shape[2]), F32), (None, None)),) if width else ()
+        return (StateSlot("conv", TensorType((width, x.shape[2]), F32), (None, self.role)),) if width else ()
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         return self.expand_from(b, operands).results
