@@ -101,6 +101,45 @@ def test_it_answers_as_the_hf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     compare(ours.loglikelihood(greedy), theirs.loglikelihood(greedy))
 
 
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_its_arguments() -> None:
+    """Shorter rows as those of the `hf` model; default lengths, seeds and batches; what is refused is named."""
+    from lm_eval.models.huggingface import HFLM
+
+    lm = rlx.load(TIED)
+    short = eval.LMEval(lm, max_length=24, max_gen_toks=6, seed=1)
+    theirs = HFLM(pretrained=str(TIED), device="cpu", dtype="float32", batch_size=8, max_length=24)
+    text = [SimpleNamespace(args=(" ".join(WORDS * 4),))]
+    compare(short.loglikelihood_rolling(text), theirs.loglikelihood_rolling(text))
+    assert short.loglikelihood_rolling(text) != eval.LMEval(lm).loglikelihood_rolling(text)
+
+    def ask(model: Any, **wanted: Any) -> list[str]:
+        return model.generate_until([SimpleNamespace(args=(q, wanted)) for q in ("The sky", " ".join(WORDS * 2), "a")])
+
+    assert ask(short) == ask(short, max_gen_toks=6) == ask(theirs, max_gen_toks=6) != ask(short, max_gen_toks=3)
+    assert ask(eval.LMEval(lm, batch_size=1, max_length=24, max_gen_toks=6)) == ask(short)
+    drawn = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "max_gen_toks": 8}
+    other = eval.LMEval(lm, max_length=24, seed=2)
+    assert ask(short, **drawn) == ask(short, **drawn) != ask(other, **drawn)
+
+    with pytest.raises(errors.RequestError, match="arguments of generation 'num_beams'"):
+        ask(short, num_beams=2)
+    with pytest.raises(errors.SequenceLengthError, match="24 new tokens, and a row has 24"):
+        ask(short, max_gen_toks=24)
+    with pytest.raises(errors.RequestError, match="that is to be continued"):
+        short.apply_chat_template([{"role": "assistant", "content": "a"}], add_generation_prompt=False)
+    with pytest.raises(errors.SequenceLengthError, match="max_length is 129; the model knows 128"):
+        eval.LMEval(lm, max_length=129)
+    with pytest.raises(errors.RequestError, match="got int"):
+        eval.LMEval(3)  # type: ignore[arg-type]
+    with pytest.raises(errors.RequestError, match="has no tokenizer"):
+        eval.LMEval(rlx.CausalLM(lm.model, eos_ids=1))
+    with pytest.raises(errors.RequestError, match="has no end token"):
+        lm.eos_ids = ()
+        eval.LMEval(lm)
+
+
 def compare(mine: Any, wanted: Any) -> None:
     """Numbers within 1e-4, flags and texts equal, in lists of lists."""
     if isinstance(wanted, list | tuple):
