@@ -139,6 +139,8 @@ from rlx_jax.ir.frequencies import axial_frequencies as axial_frequencies
 from rlx_jax.ir.frequencies import frequencies as frequencies
 from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
 from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
+from rlx_jax.ir.frequencies import yarn_factor as yarn_factor
+from rlx_jax.ir.frequencies import yarn_scaling as yarn_scaling
 from rlx_jax.ir.hir import MaskKind as MaskKind
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
 from rlx_jax.trace.weight_part import WeightStack as WeightStack

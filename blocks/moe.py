@@ -155,9 +155,9 @@ class MoeFfn:
             with emit.scope("router"):
                 shape = (s.num_experts, hidden) if isinstance(hidden, int) else None
                 router = emit.param(f"{p}.{s.keys.router}", shape, roles=(None, "hidden"))
-                added = s.keys.router_bias
-                beside = [] if added is None else [emit.param(f"{p}.{added}", (s.num_experts,), roles=(None,))]
-                logits = emit.add_node(hir.Linear(1, bool(beside), f32_result=True), x, router, *beside)
+                logits = emit.add_node(hir.Linear(1, f32_result=True), x, router)
+                if (added := s.keys.router_bias) is not None:
+                    logits = logits + emit.param(f"{p}.{added}", (s.num_experts,), roles=(None,))
                 bias = None if s.choice_bias is None else f"{p}.{s.choice_bias}"
                 weights, ids = emit.route(
                     logits, bias, top_k=s.top_k, scores=s.scores, normalise=s.normalise, scale=s.scale

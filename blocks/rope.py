@@ -22,7 +22,7 @@ class RopeTables:
     Either `inv_freq` (the program computes the tables) or data `[max_positions, half_dim]`, whose row t is
     position t. Positions are the input `position_ids` where the flow declares it and it is given, else 0, 1, 2 …
     Tables with a `name` are read only by the stages that ask for it (`SelfAttnPrefillSpec.rope`): several kinds of
-    layers may so have frequencies of their own.
+    layers may so have frequencies of their own. `factor` multiplies cos and sin that the program computes (YaRN's).
     """
 
     inv_freq: Frequencies = ()
@@ -30,6 +30,11 @@ class RopeTables:
     cos_data: Any = field(default=None, repr=False)
     sin_data: Any = field(default=None, repr=False)
     name: str = ""
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.factor != 1.0 and not self.inv_freq:
+            raise ShapeError("RopeTables: factor multiplies tables of inv_freq; given tables have theirs")
 
     @staticmethod
     def theta(head_dim: int, theta: float = 10000.0, name: str = "") -> RopeTables:
@@ -53,7 +58,7 @@ class RopeTables:
         with emit.scope("rotary_emb"):
             positions = positions_of(emit, emit.require(value, "RopeTables"))
             if self.inv_freq:
-                cos, sin = emit.add_all(hir.RopeAngles(self.inv_freq), positions)
+                cos, sin = emit.add_all(hir.RopeAngles(self.inv_freq, self.factor), positions)
             else:
                 width = self.cos_data.shape[1]
                 cos, sin = emit.add_all(

@@ -35,6 +35,7 @@ from rlx_jax.models.families import recipe_for as recipe_for
 from rlx_jax.models.flux2 import Flux2Flow as Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
+from rlx_jax.models.gpt_oss import GptOssFlow as GptOssFlow
 from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.lora import lora as lora
 from rlx_jax.models.lora import merge_lora as merge_lora

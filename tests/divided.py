@@ -49,6 +49,9 @@ DECODERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (rlx.Qwen2Flow, TIED),
     "qwen3": (rlx.Qwen3Flow, {}),
     "mixtral": (rlx.MixtralFlow, WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        rlx.GptOssFlow, WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 2.0},
+    ),
     "qwen3 experts": (rlx.Qwen3MoeFlow, EXPERTS),
     "qwen35": (rlx.Qwen35Flow, DELTA),
     "mamba2": (rlx.Mamba2Flow, MAMBA2),

@@ -189,6 +189,7 @@ ROPES = {
     "full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 8.0},
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
+YARN = {"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 8.0}
 PLAIN = {kind: SIZES | {"model_type": kind, "head_dim": 6, "num_key_value_heads": 2} for kind in STYLES}
 
 
@@ -231,7 +232,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma2", {"hidden_act": "gelu"}, "hidden_act"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    ("gemma2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+    ("gemma2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ("gemma3_text", {"rope_parameters": ROPES | {"full_attention": YARN | {"truncate": False}}}, "truncate"),
     ("gemma2", {"rope_parameters": ROPES}, "full_attention"),
     ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types.*chunked_attention"),
     ("gemma2", {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),

@@ -180,18 +180,17 @@ SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embedding
     "field, changes",
     [
         ("hidden_act", {"hidden_act": "relu6"}),
-        ("yarn", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
         ("dynamic", {"rope_parameters": SCALED | {"rope_type": "dynamic"}}),
         ("longrope", {"rope_parameters": SCALED | {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}),
         ("wobbly", {"rope_parameters": SCALED | {"rope_type": "wobbly"}}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         (
-            "yarn",
-            {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "dynamic",
+            {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
         ),
         (
-            "yarn",
-            {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "dynamic",
+            {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         ),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("pretraining_tp", {"pretraining_tp": 2}),

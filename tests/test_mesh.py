@@ -30,6 +30,7 @@ GRID = [
     if devices >= 2 ** len(kinds.split()) or (devices == 1 and kinds == "tensor")
 ]
 MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor", 8), ("data fsdp tensor", 8)]
+MIXTURES = ("mixtral", "qwen3 experts", "gpt_oss")
 APART = [("expert", 2), ("expert", 4), ("data expert", 4), ("expert tensor", 4), ("fsdp expert tensor", 8)]
 """Meshes over which experts are divided."""
 QUICK = {
@@ -75,7 +76,7 @@ def slow_but(quick: bool, soak: bool = False) -> Any:
     [
         pytest.param(f, *g, marks=slow_but((f, *g) in QUICK, g not in MIXED + APART and f != "gemma2"))
         for f in DECODERS
-        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in ("mixtral", "qwen3 experts")))
+        for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in MIXTURES))
     ],
 )
 def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
@@ -315,14 +316,16 @@ def test_experts_stay_where_they_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["expert tensor", "data tensor"])
-@pytest.mark.parametrize("way", ["gathered", "blocked", "looped"])
-def test_every_way_that_experts_run(way: str, kinds: str) -> None:
-    """Logits and gradients, whether devices have experts of their own, parts of each, or rows."""
-    made, held, place = recipe("mixtral"), weights("mixtral"), mesh(kinds, 4)
+@pytest.mark.parametrize(
+    ("family", "way"), [*(("mixtral", way) for way in ("gathered", "blocked", "looped")), ("gpt_oss", "looped")]
+)
+def test_every_way_that_experts_run(family: str, way: str, kinds: str) -> None:
+    """Logits and gradients, whether devices have experts of their own, parts of each, or rows; with biases too."""
+    made, held, place = recipe(family), weights(family), mesh(kinds, 4)
     chosen = profile(backend={"cpu": {"experts": way}})
     ours: Any = rlx.compile(made, held, profile=chosen, mesh=place)
     one: Any = rlx.compile(made, held)
-    assert_close(ours(IDS), logits("mixtral"))
+    assert_close(ours(IDS), logits(family))
 
     def slopes(model: Any) -> dict[str, Any]:
         loss = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, IDS))[..., 0].mean()))

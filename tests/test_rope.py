@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax import blocks
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.frequencies import axial_frequencies
+from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
 
 RNG = np.random.default_rng(7)
@@ -82,3 +84,91 @@ def test_refusals(build: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind) as caught:
         module(build, x=(1, 6, 8))
     assert says in str(caught.value)
+
+
+# -- YaRN --------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 640,
+}  # fmt: skip
+DELTA = {"layer_types": ["full_attention", "linear_attention"], "partial_rotary_factor": 0.5}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (rlx.Llama32Flow, {}), "mistral": (rlx.MistralFlow, {}), "mixtral": (rlx.MixtralFlow, {}),
+    "qwen2": (rlx.Qwen2Flow, {}), "qwen3": (rlx.Qwen3Flow, {}), "qwen3_moe": (rlx.Qwen3MoeFlow, {}),
+    "qwen3_5_text": (rlx.Qwen35Flow, DELTA), "gemma": (rlx.GemmaFlow, {}), "gemma2": (rlx.GemmaFlow, {}),
+    "gemma3_text": (rlx.GemmaFlow, {}), "gpt_oss": (rlx.GptOssFlow, {}),
+}  # fmt: skip
+YARN: dict[str, dict[str, Any]] = {
+    "plain": {"factor": 4.0, "original_max_position_embeddings": 160},
+    "between whole numbers": {"factor": 32.0, "original_max_position_embeddings": 96, "truncate": False},
+    "edges": {"factor": 2.5, "original_max_position_embeddings": 64, "beta_fast": 9.0, "beta_slow": 2.0},
+    "an attention factor": {"factor": 8.0, "original_max_position_embeddings": 80, "attention_factor": 1.25},
+    "two scales": {"factor": 8.0, "original_max_position_embeddings": 80, "mscale": 0.7, "mscale_all_dim": 1.4},
+    "the model's own context": {"factor": 4.0},
+    "one frequency is the edge": {"factor": 4.0, "original_max_position_embeddings": 4},
+}
+
+
+def with_yarn(family: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A config whose rope is YaRN's; of Gemma 3 in the layers that read all keys."""
+    rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5000.0} | parameters
+    if family == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    own = FAMILIES[family][1]
+    if family == "qwen3_5_text":
+        rope = rope | {"partial_rotary_factor": own["partial_rotary_factor"]}
+        own = {k: v for k, v in own.items() if k != "partial_rotary_factor"}
+    return SIZES | own | {"model_type": family, "rope_parameters": rope}
+
+
+def width(family: str) -> int:
+    return 12 if family == "qwen3_5_text" else 24
+
+
+@pytest.mark.parametrize("kind", YARN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_yarn(family: str, kind: str) -> None:
+    """Of every family that has it, in the spelling of transformers 5 and of 4, against the formula."""
+    if family == "gemma3_text" and not YARN[kind].get("truncate", True):
+        pytest.skip("refused by name: tests/test_gemma.py")
+    said = {"original_max_position_embeddings": 640} | YARN[kind] | {"rope_type": "yarn"}
+    fields = with_yarn(family, YARN[kind])
+    config = FAMILIES[family][0].config_type.from_hf(fields)
+    want = numpy_reference.scaled_frequencies(width(family), 5000.0, said)
+    np.testing.assert_allclose(config.inv_freq, want, rtol=2e-6)
+    assert config.rope_factor == pytest.approx(numpy_reference.rope_factor({"rope_parameters": said}))
+    if family not in ("gemma3_text", "qwen3_5_text"):  # transformers 4 did not write these so
+        old = {k: v for k, v in fields["rope_parameters"].items() if k != "rope_theta"}
+        fields = {k: v for k, v in fields.items() if k != "rope_parameters"}
+        assert FAMILIES[family][0].config_type.from_hf(fields | {"rope_theta": 5000.0, "rope_scaling": old}) == config
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_live_yarn(family: str) -> None:
+    """As `transformers` computes it for that family's config."""
+    for kind in YARN:
+        if family == "gemma3_text" and kind in ("between whole numbers", "the model's own context"):
+            continue  # which that class does not read
+        fields = with_yarn(family, YARN[kind])
+        own = FAMILIES[family][0].config_type.from_hf(fields)
+        layer = "full_attention" if family == "gemma3_text" else None
+        without = {name: value for name, value in fields.items() if name != "model_type"}
+        freqs, factor = hugging_face.yarn(hugging_face.config_of(family, without), layer)
+        np.testing.assert_allclose(own.inv_freq, freqs, rtol=1e-6)
+        assert own.rope_factor == pytest.approx(factor)
+
+
+def test_factors_of_tables() -> None:
+    """YaRN's factor is in cos and sin; given tables have theirs, and a factor of null is that of the two contexts."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 3, 4)).stage(blocks.RopeTables((0.5, 0.25), factor=1.5))
+    flow = flow.custom(lambda emit, x: emit.cast(emit.state.rope_cos, "f32"))
+    want = 1.5 * np.cos(np.arange(3)[:, None] * np.array([0.5, 0.25]))
+    close(rlx.compile(flow)(np.zeros((1, 3, 4), np.float32)), want[None])
+    with pytest.raises(ShapeError, match="given tables have theirs"):
+        blocks.RopeTables(cos_data=np.ones((3, 2)), sin_data=np.ones((3, 2)), factor=2.0)
+    null = {"factor": None, "original_max_position_embeddings": 160}
+    read = rlx.Llama32Flow.config_type.from_hf
+    assert read(with_yarn("llama", null)) == read(with_yarn("llama", YARN["plain"]))

@@ -199,7 +199,7 @@ class DecoderFlow(CausalFlow[C]):
             self,
             self.shapes(),
             self.stage,
-            tables=(RopeTables(c.inv_freq), *ends.rope),
+            tables=(RopeTables(c.inv_freq, factor=c.rope_factor), *ends.rope),
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
             logits=ends.logits,

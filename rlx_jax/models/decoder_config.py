@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from rlx_jax.blocks import (
     frequencies,
     linear_scaling,
     llama3_scaling,
+    yarn_factor,
+    yarn_scaling,
 )
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, ModelConfig
@@ -47,7 +49,8 @@ class Ends:
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope.
+    """Sizes of a decoder, under the names of Hugging Face's config; `inv_freq` are the frequencies of its rope, whose
+    cos and sin are multiplied with `rope_factor`.
 
     A family's config is such a class with the fields that it has besides. It overrides `read`, and `layer_spec` and
     `ends` where it is not Llama.
@@ -64,6 +67,7 @@ class DecoderConfig(ModelConfig):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = field(default=False, kw_only=True)
+    rope_factor: float = field(default=1.0, kw_only=True)
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -110,6 +114,14 @@ class PlainFields(CommonFields):
     """All of them, of a decoder with SwiGLU whose layers share one rope."""
 
     inv_freq: Frequencies
+    rope_factor: float
+
+
+class Rope(NamedTuple):
+    """Inverse frequencies, and what cos and sin are multiplied with."""
+
+    inv_freq: Frequencies
+    factor: float = 1.0
 
 
 def common_fields(
@@ -164,7 +176,8 @@ def plain_fields(
     """
     common = common_fields(c, max_positions=max_positions, kv_heads=kv_heads, head_dim=head_dim)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    return PlainFields(**common, inv_freq=rope_frequencies(c, common["head_dim"], theta))
+    rope = rope_of(c, common, theta)
+    return PlainFields(**common, inv_freq=rope.inv_freq, rope_factor=rope.factor)
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
@@ -206,16 +219,20 @@ def mask_of(window: int | None) -> MaskKind:
     return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
-def rope_frequencies(c: Fields, head_dim: int, theta: float = 1e4) -> Frequencies:
-    """Inverse frequencies from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4); `theta` is
-    the base where neither has one."""
-    return frequencies_of(c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim, default=theta)
+def rope_of(c: Fields, common: CommonFields, theta: float = 1e4) -> Rope:
+    """The rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (4); `theta` is the base
+    where neither has one."""
+    head_dim, positions = common["head_dim"], common["max_position_embeddings"]
+    return frequencies_of(
+        c, c.group("rope_parameters"), c.group("rope_scaling"), head_dim, default=theta, max_positions=positions
+    )
 
 
 def frequencies_of(
-    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4
-) -> Frequencies:
-    """Those of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
+    c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4,
+    max_positions: int | None = None,
+) -> Rope:  # fmt: skip
+    """That of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
 
     Raises:
         ConfigError: both are given and differ.
@@ -229,11 +246,14 @@ def frequencies_of(
             theta = inner
         if old is not None and {k: v for k, v in group.values.items() if k != "rope_theta"} != dict(old.values):
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
-    return scaled_frequencies(c, group or old, theta, head_dim)
+    return scaled_frequencies(c, group or old, theta, head_dim, max_positions)
 
 
-def scaled_frequencies(c: Fields, group: Fields | None, theta: float, head_dim: int) -> Frequencies:
-    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear or llama3.
+def scaled_frequencies(
+    c: Fields, group: Fields | None, theta: float, head_dim: int, max_positions: int | None = None
+) -> Rope:
+    """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear, llama3, and of models
+    whose `max_positions` are given, yarn.
 
     Raises:
         UnsupportedError: another type, or a field that is not handled. ConfigError: no float32 frequencies.
@@ -244,24 +264,44 @@ def scaled_frequencies(c: Fields, group: Fields | None, theta: float, head_dim: 
         where = c.where if group is None else f"{c.where}: rope_parameters"
         raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
     if group is None:
-        return plain
+        return Rope(plain)
     kind = group.text("rope_type", group.text("type", "default"))
     group.seen.add("type")
     if kind == "default":
-        out = plain
+        out = Rope(plain)
     elif kind == "linear":
-        out = linear_scaling(plain, group.real("factor"))
+        out = Rope(linear_scaling(plain, group.real("factor")))
     elif kind == "llama3":
-        out = llama3_scaling(
-            plain,
-            group.real("factor"),
-            group.real("low_freq_factor"),
-            group.real("high_freq_factor"),
-            group.whole("original_max_position_embeddings", high=2**31 - 1),
-        )
+        out = Rope(_llama3(group, plain))
+    elif kind == "yarn" and max_positions is not None:
+        out = _yarn(group, plain, theta, max_positions)
     else:
-        raise UnsupportedError(
-            f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are default, linear, llama3"
-        )
+        known = ["default", "linear", "llama3"] + ["yarn"] * (max_positions is not None)
+        raise UnsupportedError(f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are {', '.join(known)}")
     group.finish()
     return out
+
+
+def _llama3(group: Fields, plain: Frequencies) -> Frequencies:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    context = group.whole("original_max_position_embeddings", high=2**31 - 1)
+    return llama3_scaling(plain, *(group.real(name) for name in names), context)
+
+
+def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> Rope:
+    """A `factor` of null is how many times longer the model's context is than the original one.
+
+    Raises:
+        ConfigError: a base that does not grow, or no factor.
+    """
+    context = group.whole("original_max_position_embeddings", max_positions, high=2**31 - 1)
+    given = group.real_or_null("factor", None) if "factor" in group.values else group.real("factor")
+    factor = max_positions / context if given is None else given
+    if theta <= 1:
+        raise ConfigError(f"{group.where}: rope_theta is {theta}; yarn counts turns by a base over 1")
+    freqs = yarn_scaling(
+        plain, factor, context, theta, beta_fast=group.real_or_null("beta_fast", None) or 32.0,
+        beta_slow=group.real_or_null("beta_slow", None) or 1.0, truncate=group.flag("truncate", True),
+    )  # fmt: skip
+    usual = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))
+    return Rope(freqs, group.real_or_null("attention_factor", None) or usual)

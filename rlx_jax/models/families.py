@@ -29,6 +29,7 @@ from rlx_jax.models import (
     flux2,
     gemma,
     gpt2,
+    gpt_oss,
     llama,
     mamba2,
     mistral,
@@ -146,6 +147,11 @@ def _qwen35(config: Fields, source: WeightSource) -> Pretrained:
     return FAMILIES["qwen3_5_text"].open(*qwen35.TEXT.of(config, source))
 
 
+def _gpt_oss(config: Fields, source: WeightSource) -> Pretrained:
+    """gpt-oss, whose experts may be MXFP4."""
+    return Family.decoder(gpt_oss.GptOssFlow).open(config, gpt_oss.unpacked(config, source))
+
+
 def _flux2(config: Fields, source: WeightSource) -> Pretrained:
     recipe = flux2.Flux2Flow(flux2.Flux2Config.from_hf(config))
     return Pretrained(replace(recipe, weights=checked(source, recipe.shapes(), recipe)), "denoiser", 0, 0)
@@ -173,6 +179,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "mamba2": Family.decoder(mamba2.Mamba2Flow, "Mamba2ForCausalLM"),
+    "gpt_oss": Family(_gpt_oss, ("GptOssForCausalLM",)),
     "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
     "bert": Family.encoder(bert.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
     "roberta": Family.encoder(roberta.RobertaFlow, *tasks("Roberta")),

@@ -22,14 +22,16 @@ from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import (
+    CommonFields,
     DecoderConfig,
     Ends,
+    Rope,
     Windows,
     common_fields,
     frequencies_of,
     layer_of,
     layer_windows,
-    rope_frequencies,
+    rope_of,
     window_at,
 )
 from rlx_jax.models.text_part import TextPart
@@ -74,6 +76,7 @@ class GemmaConfig(DecoderConfig):
     style: GemmaStyle = field(kw_only=True)
     max_position_embeddings: int = 8192
     local_inv_freq: Frequencies = ()
+    local_rope_factor: float = 1.0
     windows: Windows = ()
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -94,14 +97,16 @@ class GemmaConfig(DecoderConfig):
             c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
         )  # fmt: skip
         _only_gelu_tanh(c, style)
-        full, local = _frequencies(c, style, common["head_dim"])
+        full, local = _ropes(c, style, common)
         attention, final = SOFTCAPS.get(style, (None, None))
         later = style is not GemmaStyle.GEMMA
         result = cls(
             style=style,
             **common,
-            inv_freq=full,
-            local_inv_freq=local,
+            inv_freq=full.inv_freq,
+            rope_factor=full.factor,
+            local_inv_freq=local.inv_freq,
+            local_rope_factor=local.factor,
             windows=_windows(c, style, common["num_hidden_layers"]) if later else (),
             query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if later else None,
             attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if later else None,
@@ -129,9 +134,9 @@ class GemmaConfig(DecoderConfig):
         return gemma_layer_spec(self.style, layer)
 
     def ends(self) -> Ends:
-        cap = self.final_logit_softcapping
+        cap, local = self.final_logit_softcapping, self.local_inv_freq
         return Ends(
-            rope=(RopeTables(self.local_inv_freq, name=LOCAL),) if self.local_inv_freq else (),
+            rope=(RopeTables(local, name=LOCAL, factor=self.local_rope_factor),) if local else (),
             embedded=(EmbedScale(self.hidden_size),),
             logits=() if cap is None else (LogitSoftcap(cap),),
         )
@@ -174,15 +179,19 @@ def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
-def _frequencies(c: Fields, style: GemmaStyle, head_dim: int) -> tuple[Frequencies, Frequencies]:
+def _ropes(c: Fields, style: GemmaStyle, common: CommonFields) -> tuple[Rope, Rope]:
     """Those of the layers that read all keys, and of the others in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
-        return rope_frequencies(c, head_dim), ()
+        return rope_of(c, common), Rope(())
     both, old = c.group("rope_parameters"), c.group("rope_scaling")
     full, local = (both.group(f"{kind}_attention") if both else None for kind in ("full", "sliding"))
     if both is not None:
         both.finish()
+    for group in (full, local, old):
+        if group is not None and not group.flag("truncate", True):
+            raise UnsupportedError(f"{group.where}: field 'truncate' is false; the reference does not read it here")
+    head_dim, positions = common["head_dim"], common["max_position_embeddings"]
     return (
-        frequencies_of(c, full, old, head_dim, "rope_theta", 1e6),
-        frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4),
+        frequencies_of(c, full, old, head_dim, "rope_theta", 1e6, positions),
+        frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4, positions),
     )

@@ -24,7 +24,15 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.checked import checked
 from rlx_jax.models.config import MAX_LAYERS, Fields
 from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow, weight_specs
-from rlx_jax.models.decoder_config import DecoderConfig, Ends, common_fields, frequencies_of, layer_of
+from rlx_jax.models.decoder_config import (
+    CommonFields,
+    DecoderConfig,
+    Ends,
+    Rope,
+    common_fields,
+    frequencies_of,
+    layer_of,
+)
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.weights.source import WeightSource
 
@@ -74,11 +82,12 @@ class Qwen35Config(DecoderConfig):
             raise UnsupportedError(f"{c.where}: field 'attn_output_gate' is false; the reference always has the gate")
         if c.raw("mlp_only_layers", []):
             raise UnsupportedError(f"{c.where}: field 'mlp_only_layers' is {quote(c.raw('mlp_only_layers'))}")
-        attends = _attends(c, common["num_hidden_layers"])
+        attends, rope = _attends(c, common["num_hidden_layers"]), _rope(c, common)
         c.seen.update(INERT)
         return cls(
             **common,
-            inv_freq=_frequencies(c, common["head_dim"]),
+            inv_freq=rope.inv_freq,
+            rope_factor=rope.factor,
             attention_bias=c.flag("attention_bias", False),
             attends=attends,
             mtp_num_hidden_layers=c.whole("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),
@@ -175,7 +184,7 @@ class Qwen35MtpFlow:
             .with_weights(self.shapes() if self.weights is None else self.weights, leave=("model.", HEAD, "mtp."))
             .input("input_ids", ("batch", "seq"), dtype="int32")
             .input("hidden", ("batch", "seq", c.hidden_size))
-            .rope_tables(RopeTables(c.inv_freq))
+            .rope_tables(RopeTables(c.inv_freq, factor=c.rope_factor))
             .embed(EMBEDDING)
             .stage(
                 MtpMerge(spec.norm("mtp.pre_fc_norm_embedding"), spec.norm("mtp.pre_fc_norm_hidden"), "mtp.fc.weight"),
@@ -226,8 +235,9 @@ def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def _frequencies(c: Fields, head_dim: int) -> Any:
+def _rope(c: Fields, common: CommonFields) -> Rope:
     """Of the part of each head that turns."""
+    head_dim = common["head_dim"]
     group, old = c.group("rope_parameters"), c.group("rope_scaling")
     outer = c.real("partial_rotary_factor", 0.25)
     factor = outer if group is None else group.real("partial_rotary_factor", outer)
@@ -237,7 +247,7 @@ def _frequencies(c: Fields, head_dim: int) -> Any:
     turned = int(head_dim * factor)
     if not 2 <= turned <= head_dim or turned % 2:
         raise ConfigError(f"{c.where}: partial_rotary_factor {factor} of head_dim {head_dim} turns {turned} columns")
-    return frequencies_of(c, group, old, turned)
+    return frequencies_of(c, group, old, turned, max_positions=common["max_position_embeddings"])
 
 
 def _delta(c: Fields, eps: float) -> GatedDeltaSpec:

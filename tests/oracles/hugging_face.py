@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2")
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "gemma", "gemma2")
 V4_LLAMA_DEFAULTS = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "pretraining_tp": 1}
 V4_SPARSE_DROPS = ("head_dim", "num_key_value_heads", "mlp_bias", "pretraining_tp", "attention_dropout", "rope_theta")
 
@@ -256,6 +256,14 @@ def config_of(family: str, fields: dict[str, Any]) -> Any:
     return transformers.AutoConfig.for_model(family, **fields)
 
 
+def yarn(config: Any, layer_type: str | None = None) -> tuple[Floats, float]:
+    """Inverse frequencies and attention factor of a config whose rope is YaRN's."""
+    _modules()
+    rope = importlib.import_module("transformers.modeling_rope_utils")
+    freqs, factor = rope.ROPE_INIT_FUNCTIONS["yarn"](config, layer_type=layer_type)
+    return freqs.numpy(), float(factor)
+
+
 def llama_greedy(model: Any, prompt: Sequence[int], count: int, clear: float = 0.0) -> tuple[list[int], float]:
     """`count` greedy tokens, the row recomputed for each; and the least relative lead of a winner over the second.
 
@@ -349,12 +357,17 @@ def random_sizes(draw: random.Random) -> dict[str, Any]:
 def random_rope(draw: random.Random) -> dict[str, Any]:
     """Rope parameters, drawn."""
     rope: dict[str, Any] = {"rope_theta": draw.choice([10000.0, 500000.0, 1000.0]), "rope_type": "default"}
-    kind = draw.choice(["default", "linear", "llama3"])
+    kind = draw.choice(["default", "linear", "llama3", "yarn"])
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": draw.choice([2.0, 3.5])}
     elif kind == "llama3":
         rope |= {"rope_type": "llama3", "factor": draw.choice([8.0, 32.0]), "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": draw.choice([16, 32, 64])}
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": draw.choice([4.0, 16.0]), "truncate": draw.random() < 0.5}
+        rope |= {"original_max_position_embeddings": draw.choice([24, 64, 300])}
+        rope |= draw.choice([{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"mscale": 0.7, "mscale_all_dim": 1.5}])
+        rope |= draw.choice([{}, {}, {"attention_factor": 1.3}])
     return rope
 
 
@@ -414,6 +427,18 @@ def random_qwen3_moe(seed: int) -> Checkpoint:
     config |= {"decoder_sparse_step": draw.choice([1, 1, 2]), "moe_intermediate_size": draw.randint(5, 30)}
     config |= {"mlp_only_layers": [i for i in range(layers) if draw.random() < 0.3]}
     return Checkpoint("Qwen3MoeForCausalLM", config, seed=seed, **random_storage(draw))
+
+
+def random_gpt_oss(seed: int) -> Checkpoint:
+    """A gpt-oss configuration drawn from `seed`: windows shorter than most rows, clamps that bite."""
+    draw = random.Random(seed)
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
+    config |= {"sliding_window": draw.choice([2, 5]), "intermediate_size": draw.randint(5, 30)}
+    config |= draw.choice([{}, {"layer_types": kinds}])
+    config |= {"attention_bias": draw.random() < 0.6, "swiglu_limit": draw.choice([0.5, 7.0])}
+    config |= {"swiglu_alpha": draw.choice([1.702, 1.702, 0.8])}
+    return Checkpoint("GptOssForCausalLM", config, seed=seed, **random_storage(draw))
 
 
 def random_experts(draw: random.Random) -> dict[str, Any]:
@@ -512,6 +537,7 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     "qwen3": functools.partial(random_qwen, "qwen3"),
     "mixtral": random_mixtral,
     "qwen3_moe": random_qwen3_moe,
+    "gpt_oss": random_gpt_oss,
     "gemma": functools.partial(random_gemma, "gemma"),
     "gemma2": functools.partial(random_gemma, "gemma2"),
     "gemma3_text": functools.partial(random_gemma, "gemma3_text"),

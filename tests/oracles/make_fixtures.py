@@ -30,8 +30,8 @@ from tests.oracles import checkpoints, diffusion, encoders, hugging_face, texts
 from tests.oracles.hugging_face import Checkpoint
 
 NEW_TOKENS = 24
-MORE_TOKENS = {"qwen3_5_text": 48, "mamba2": 48}
-"""Of families whose state may drift."""
+MORE_TOKENS = {"qwen3_5_text": 48, "mamba2": 48, "gpt_oss": 48}
+"""Of families whose state may drift, or whose layers differ."""
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -63,6 +63,11 @@ def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
     """Rope parameters, with linear scaling by `factor` if there is one."""
     plain = {"rope_type": "default", "rope_theta": theta}
     return plain if factor is None else {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+
+
+def yarn(theta: float, factor: float, context: int) -> dict[str, Any]:
+    """Rope parameters of YaRN."""
+    return rope(theta) | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
 
 
 def llama3_rope(theta: float, factor: float, context: int) -> dict[str, Any]:
@@ -287,6 +292,42 @@ MIXTRAL: dict[str, Checkpoint] = {
     ),
 }
 
+GPT_OSS: dict[str, Checkpoint] = {
+    # a window shorter than the prompts in every second layer, a clamp that bites, YaRN between whole numbers
+    "window_v5": Checkpoint(
+        "GptOssForCausalLM",
+        {
+            **sizes(vocab=87, hidden=26, ffn=19, layers=4, heads=6, kv=3, head_dim=10, context=512),
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 0.7,
+            "rope_parameters": yarn(1000.0, 8.0, 64) | {"truncate": False, "beta_fast": 4.0},
+            **NO_IDS,
+        },
+        seed=53,
+    ),
+    # no biases of attention, a tied head, another gain, the layers the other way round, as transformers 4 wrote it
+    "tied_v4": Checkpoint(
+        "GptOssForCausalLM",
+        {
+            **sizes(vocab=85, hidden=22, ffn=13, layers=3, heads=4, kv=1, head_dim=6, context=96),
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "swiglu_alpha": 1.2,
+            "rope_parameters": yarn(10000.0, 4.0, 24) | {"mscale": 1.5, "mscale_all_dim": 0.5},
+            **NO_IDS,
+        },
+        seed=54,
+        spelling="v4",
+        shard="20kB",
+    ),
+}
+
 QWEN3_MOE: dict[str, Checkpoint] = {
     # a layer without experts, weights that do not sum to 1
     "mixed_v5": Checkpoint(
@@ -499,6 +540,7 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
     "qwen3": QWEN3,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

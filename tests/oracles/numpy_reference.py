@@ -109,7 +109,29 @@ def scaled_frequencies(head_dim: int, theta: float, rope: dict[str, Any]) -> Arr
             share = min(max((turns - low) / (high - low), 0.0), 1.0)  # 0: all scaled, 1: left alone
             out.append(share * f + (1 - share) * f / rope["factor"])
         return np.array(out)
+    if kind == "yarn":
+        context = rope["original_max_position_embeddings"]
+        edges = [head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+                 for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))]  # fmt: skip
+        if rope.get("truncate", True):
+            edges = [math.floor(edges[0]), math.ceil(edges[1])]
+        low, high = max(edges[0], 0), min(edges[1], head_dim - 1)
+        share = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0, 1)  # 0: left alone, 1: all scaled
+        return np.asarray(inverse / rope["factor"] * share + inverse * (1 - share))
     raise NotImplementedError(kind)
+
+
+def rope_factor(config: dict[str, Any]) -> float:
+    """What cos and sin are multiplied with: that of YaRN."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "yarn":
+        return 1.0
+
+    def scale(m: float) -> float:
+        return 0.1 * m * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    every, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    return float(rope.get("attention_factor") or (scale(every) / scale(all_dims) if every and all_dims else scale(1.0)))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -127,7 +149,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
     """How many keys each layer reads, its own included; None is all."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if config["model_type"].startswith("gemma"):
+    if config["model_type"].startswith("gemma") or config["model_type"] == "gpt_oss":
         every = config.get("sliding_window_pattern", 2)  # transformers 4 did not write the layers of Gemma 2
         kinds = config.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
         return [window if kind.startswith("sliding") else None for kind in kinds]
@@ -165,7 +187,7 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
     d = config.get("head_dim") or config["hidden_size"] // n
     eps = config["rms_norm_eps"]
     angles = np.arange(len(ids))[:, None, None] * rope_frequencies(config)
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = (rope_factor(config) * table for table in (np.cos(angles), np.sin(angles)))
     behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
     windows = layer_windows(config)
     x = w["model.embed_tokens.weight"][ids]
@@ -181,7 +203,9 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
         for head in range(n):
             shared = head // (n // k)
             scores = np.where(hidden, -np.inf, query[:, head] @ key[:, shared].T / math.sqrt(d))
-            heads.append(softmax(scores) @ value[:, shared])
+            sink = w[f"{p}.self_attn.sinks"][head] if f"{p}.self_attn.sinks" in w else -np.inf
+            beside = np.concatenate([scores, np.full((len(ids), 1), sink)], axis=1)
+            heads.append(softmax(beside)[:, :-1] @ value[:, shared])
         x = x + linear(w, f"{p}.self_attn.o_proj", np.concatenate(heads, axis=-1))
         h = rms_norm(x, w[f"{p}.post_attention_layernorm.weight"], eps)
         x = x + (experts(config, w, p, h) if has_experts(w, p) else gated(config, w, f"{p}.mlp", h))
@@ -201,11 +225,13 @@ def gated(config: dict[str, Any], w: Weights, p: str, h: Array, names: Sequence[
 
 def has_experts(w: Weights, p: str) -> bool:
     """Whether the layer under `p` has a router."""
-    return any(f"{p}.{name}.gate.weight" in w for name in ("mlp", "block_sparse_moe"))
+    return any(f"{p}.{name}.weight" in w for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router"))
 
 
 def experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
     """Each token through the experts of which its router thinks most, one after the other."""
+    if f"{p}.mlp.router.weight" in w:
+        return clamped_experts(config, w, f"{p}.mlp", h)
     mixtral = f"{p}.block_sparse_moe.gate.weight" in w
     block = f"{p}.{'block_sparse_moe' if mixtral else 'mlp'}"
     names = ("w1", "w3", "w2") if mixtral else ("gate", "up", "down")
@@ -216,6 +242,19 @@ def experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
         total = row[chosen].sum() if mixtral or config.get("norm_topk_prob") else 1.0
         for e in chosen:
             out[token] += row[e] / total * gated(config, w, f"{block}.experts.{e}", h[token : token + 1], names)[0]
+    return out
+
+
+def clamped_experts(config: dict[str, Any], w: Weights, p: str, h: Array) -> Array:
+    """gpt-oss: a router with a bias, the softmax of the scores of those chosen, gate and up column by column."""
+    out, limit = np.zeros_like(h), config.get("swiglu_limit", 7.0)
+    for token, row in enumerate(linear(w, f"{p}.router", h)):
+        chosen = np.argsort(-row, kind="stable")[: config["num_experts_per_tok"]]
+        for e, share in zip(chosen, softmax(row[chosen]), strict=True):
+            both = h[token] @ w[f"{p}.experts.gate_up_proj"][e] + w[f"{p}.experts.gate_up_proj_bias"][e]
+            gate, up = np.minimum(both[::2], limit), np.clip(both[1::2], -limit, limit)
+            inner = (up + 1) * gate / (1 + np.exp(-config.get("swiglu_alpha", 1.702) * gate))
+            out[token] += share * (inner @ w[f"{p}.experts.down_proj"][e] + w[f"{p}.experts.down_proj_bias"][e])
     return out
 
 

@@ -1,0 +1,115 @@
+"""gpt-oss (`GptOssForCausalLM`): attention with sinks, in a window in every second layer, and experts with biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, DecoderLayerSpec, MoeSpec
+from rlx_jax.errors import UnsupportedError, quote
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import DecoderFlow
+from rlx_jax.models.decoder import weight_specs as weight_specs
+from rlx_jax.models.decoder_config import (
+    CommonFields,
+    DecoderConfig,
+    Rope,
+    Windows,
+    common_fields,
+    frequencies_of,
+    layer_of,
+    layer_windows,
+    window_at,
+)
+from rlx_jax.models.mixture import experts_of
+from rlx_jax.weights.mxfp4 import Mxfp4Source
+from rlx_jax.weights.source import WeightSource
+
+THETA = 150000.0
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+"""The rope where a config has none."""
+
+
+@dataclass(frozen=True)
+class GptOssConfig(DecoderConfig):
+    """Sizes of a gpt-oss model. `intermediate_size` is the width of an expert, `windows[i]` how many keys layer i
+    reads, None for all; `swiglu_limit` and `swiglu_alpha` are those of the gate, see `ClampedGate`."""
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+    attention_bias: bool = True
+    windows: Windows = ()
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    inert: ClassVar[tuple[str, ...]] = ("experts_per_token", "initial_context_length")
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
+        common = common_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, head_dim=64)
+        common["rms_norm_eps"] = c.real("rms_norm_eps", cls.rms_norm_eps)
+        c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+        is_packed(c)
+        rope, layers = _rope(c, common), common["num_hidden_layers"]
+        return cls(
+            **common,
+            inv_freq=rope.inv_freq,
+            rope_factor=rope.factor,
+            attention_bias=c.flag("attention_bias", cls.attention_bias),
+            windows=layer_windows(c, layers, c.whole_or_null("sliding_window", 128), lambda i: i % 2 == 0),
+            num_local_experts=experts,
+            num_experts_per_tok=top_k,
+            swiglu_limit=c.real("swiglu_limit", cls.swiglu_limit),
+            swiglu_alpha=c.real("swiglu_alpha", cls.swiglu_alpha),
+        )
+
+    def layer_spec(self, index: int) -> DecoderLayerSpec:
+        bias = self.attention_bias
+        experts = MoeSpec(
+            num_experts=self.num_local_experts, top_k=self.num_experts_per_tok, inner=self.intermediate_size,
+            scores="chosen", normalise=False, keys=GPT_OSS_KEYS,
+            clamp=ClampedGate(self.swiglu_limit, self.swiglu_alpha, offset=1.0),
+        )  # fmt: skip
+        window = window_at(self.windows, index)
+        return layer_of(self, window=window, qkv_bias=bias, output_bias=bias, sinks=True, moe=experts)
+
+
+@dataclass(frozen=True)
+class GptOssFlow(DecoderFlow[GptOssConfig]):
+    """The recipe of gpt-oss: see `DecoderFlow`."""
+
+    name: str = "gpt_oss"
+
+    config_type = GptOssConfig
+
+
+def unpacked(config: Fields, source: WeightSource) -> WeightSource:
+    """The weights of a checkpoint as numbers: those of experts may be MXFP4."""
+    return Mxfp4Source(source) if is_packed(config) else source
+
+
+def is_packed(c: Fields) -> bool:
+    """Whether `quantization_config` says that experts are MXFP4.
+
+    Raises:
+        UnsupportedError: another way to quantise.
+    """
+    group = c.group("quantization_config")
+    if group is None:
+        return False
+    method = group.text("quant_method", "")
+    if method != "mxfp4":
+        raise UnsupportedError(f"{group.where}: field 'quant_method' is {quote(method)}; supported is mxfp4")
+    group.finish(("modules_to_not_convert", "dequantize"))
+    return True
+
+
+def _rope(c: Fields, common: CommonFields) -> Rope:
+    group, old = c.group("rope_parameters"), c.group("rope_scaling")
+    if group is None and old is None:
+        group = Fields(YARN, f"{c.where}, rope_parameters")
+    positions = common["max_position_embeddings"]
+    return frequencies_of(c, group, old, common["head_dim"], default=THETA, max_positions=positions)
