@@ -350,6 +350,17 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02,
         "tie_word_embeddings": False,
     }),
+    "gpt-oss-20b": (20_914_757_184, {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "rms_norm_eps": 1e-05, "max_position_embeddings": 131072, "rope_theta": 150000, "sliding_window": 128,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "swiglu_limit": 7.0,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "initial_context_length": 4096,
+        "output_router_logits": False, "router_aux_loss_coef": 0.9, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]},
+    }),
     "Qwen3-30B-A3B": (30_532_122_624, {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -369,6 +380,7 @@ def test_published_sizes(name: str) -> None:
     count, config = PUBLISHED[name]
     families: dict[str, Any] = {"mistral": rlx.MistralFlow, "qwen2": rlx.Qwen2Flow, "qwen3": rlx.Qwen3Flow}
     families |= {"gpt2": rlx.Gpt2Flow, "mixtral": rlx.MixtralFlow, "qwen3_moe": rlx.Qwen3MoeFlow}
+    families |= {"gpt_oss": rlx.GptOssFlow}
     recipe = families[config["model_type"]]
     built = recipe.for_prefill(config).assemble().build()
     assert built.source is not None and built.refusals == ()

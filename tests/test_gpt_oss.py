@@ -1,0 +1,174 @@
+"""gpt-oss: MXFP4 against a transcript of its format, checkpoints that hold it, and the model in every program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.models.decoder import as_decode
+from rlx_jax.weights.mapping import MappingSource
+from rlx_jax.weights.mxfp4 import Mxfp4Source
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+WINDOW = checkpoints.FIXTURES / "gpt_oss" / "window_v5"
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+PACKED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def packed(shape: tuple[int, int, int], seed: int, scales: tuple[int, int] = (118, 126)) -> dict[str, np.ndarray]:
+    """Random blocks and scales of `[E, out, in]`."""
+    experts, out, into = shape
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (experts, out, into // 32, 16)).astype(np.uint8)
+    return {"_blocks": blocks, "_scales": rng.integers(*scales, (experts, out, into // 32)).astype(np.uint8)}
+
+
+def numbers(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """What they stand for, `[E, in, out]` float64, one number at a time: of a byte the low half comes first."""
+    blocks, scales = parts["_blocks"], parts["_scales"]
+    experts, out, groups, _ = blocks.shape
+    found = np.zeros((experts, groups * 32, out))
+    for e, o, g, i in np.ndindex(*blocks.shape):
+        for half in (0, 1):
+            nibble = int(blocks[e, o, g, i]) >> 4 * half & 15
+            value = E2M1[nibble & 7] * (-1 if nibble & 8 else 1)
+            found[e, g * 32 + 2 * i + half, o] = value * 2.0 ** (int(scales[e, o, g]) - 127)
+    return found
+
+
+# -- the format --------------------------------------------------------------------------------
+
+
+def test_numbers_of_mxfp4() -> None:
+    """Every byte, and scales from the least on: bf16 has the numbers without rounding. Parts are those of the whole."""
+    parts = packed((2, 3, 96), 0, (0, 252))
+    parts["_blocks"][:] = np.arange(2 * 3 * 3 * 16).reshape(2, 3, 3, 16) % 256
+    parts["_scales"][0, 0] = (0, 1, 251)
+    source = Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()} | {"v": np.ones(3, np.float32)}))
+    assert set(source.keys()) == {"w", "v"} and source.has("w") and not source.has("w_blocks")
+    spec = source.spec("w")
+    assert (spec.shape, spec.dtype) == ((2, 96, 3), ml_dtypes.bfloat16)
+    want = numbers(parts)
+    np.testing.assert_array_equal(source.read("w").astype(np.float64), want)
+    for index in (np.s_[1:2], np.s_[:, 32:64], np.s_[:, 31:65, 1:], np.s_[1:, 5:6, :2], np.s_[:1, 95:]):
+        index = index if isinstance(index, tuple) else (index,)
+        np.testing.assert_array_equal(source.read("w", index).astype(np.float64), want[index])
+    np.testing.assert_array_equal(source.read("v"), np.ones(3))
+
+
+def test_what_is_no_mxfp4() -> None:
+    """Sizes that do not belong together, a scale that stands for NaN, and half of a pair, which is left as it is."""
+    parts = packed((2, 3, 64), 1)
+    for changes in (
+        {"_scales": parts["_scales"][:, :2]}, {"_blocks": parts["_blocks"][..., :8]},
+        {"_blocks": parts["_blocks"].astype(np.int32)},
+    ):  # fmt: skip
+        wrong = Mxfp4Source(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
+        with pytest.raises(errors.WeightShapeError, match=r"'w'.*MXFP4 is blocks uint8 \[E, out, in/32, 16\]"):
+            wrong.spec("w")
+    parts["_scales"][1, 1, 1], parts["_blocks"][1, 1, 1] = 255, 0x77
+    with pytest.raises(errors.WeightError, match="'w'.*over the range of bf16"):
+        Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
+    assert Mxfp4Source(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 41, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,
+    "max_position_embeddings": 128, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+    "swiglu_limit": 1.5, "experts_per_token": 2, "initial_context_length": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A checkpoint whose experts are MXFP4, as they were published; and its weights as numbers."""
+    made = rlx.GptOssFlow.for_prefill(SIZES | {"quantization_config": PACKED})
+    rng, stored, plain = np.random.default_rng(3), {}, {}
+    for seed, (key, spec) in enumerate(made.shapes().items()):
+        if key.endswith(("gate_up_proj", "down_proj")):
+            experts, into, out = spec.shape
+            parts = packed((experts, out, into), seed)
+            stored |= {key + end: a for end, a in parts.items()}
+            plain[key] = numbers(parts).astype(np.float32)
+        else:
+            stored[key] = plain[key] = (0.3 * rng.normal(size=spec.shape)).astype(np.float32)
+    directory = tmp_path_factory.mktemp("mxfp4")
+    safetensors.numpy.save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(SIZES | {"quantization_config": PACKED}))
+    return directory, plain
+
+
+TOKENS = np.random.default_rng(4).integers(0, 41, (2, 9)).astype(np.int32)
+
+
+def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    """It loads as the numbers it stands for, is what the formulas say, and is saved as numbers."""
+    directory, plain = mxfp4
+    lm = rlx.load(directory)
+    wide = {key: value.astype(np.float64) for key, value in plain.items()}
+    own = rlx.GptOssFlow.config_type.from_hf(SIZES)
+    assert (own.num_experts_per_tok, own.windows, own.rope_factor) == (2, (4, None), pytest.approx(1.3465735902799727))
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    config = SIZES | {"rope_theta": 150000.0, "rope_scaling": rope, "rms_norm_eps": 1e-5}
+    config |= {"layer_types": ["sliding_attention", "full_attention"]}
+    want = np.stack([numpy_reference.llama_row(config, wide, row)[1] for row in TOKENS])
+    assert_close(lm.logits(TOKENS), want)
+    rlx.save(lm.model, tmp_path / "out", format="safetensors")
+    saved = rlx.open_weights(tmp_path / "out")
+    assert set(saved.keys()) == set(plain)
+    for key, value in plain.items():
+        np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """As `transformers` reads it without kernels for it."""
+    model = hugging_face.load(mxfp4[0], "AutoModelForCausalLM")
+    assert_close(rlx.load(mxfp4[0]).logits(TOKENS), hugging_face.llama_batch(model, TOKENS)[1])
+
+
+def test_saved_as_it_was_loaded(tmp_path: Path) -> None:
+    """Gate and up are one key again, row by row, though they are two leaves."""
+    model: Any = rlx.compile(rlx.recipe_for(WINDOW))
+    names = [name for name in model.params if "layers.1.mlp.experts.gate_up_proj[" in name]
+    assert names == [f"model.layers.1.mlp.experts.gate_up_proj[:, :, {i}::2]" for i in (0, 1)]
+    rlx.save(model, tmp_path / "out", format="safetensors")
+    source, before = rlx.open_weights(tmp_path / "out"), rlx.open_weights(WINDOW)
+    assert set(source.keys()) == set(before.keys())
+    for key in source.keys():
+        np.testing.assert_array_equal(source.read(key), before.read(key))
+
+
+# -- other programs ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_explicit_and_packed() -> None:
+    """Behind cached keys that are inputs, and of several rows in one: the same logits."""
+    recipe, record = rlx.recipe_for(WINDOW), load_record(WINDOW)
+    tokens, want = record["tokens"], record["logits"]
+    first: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))(tokens[:, :7])
+    past = {f"past_{n}_{i}": first[f"kv.{i}.{n}"] for i in range(4) for n in "kv"}
+    step: Any = rlx.compile(as_decode(recipe))
+    assert_close(step(input_ids=tokens[:, 7:], **past)["logits"], want[:, 7:])
+    n = tokens.shape[1]
+    places = np.concatenate([np.arange(n), np.arange(n)])[None].astype(np.int32)
+    segments = np.repeat([1, 2], n)[None].astype(np.int32)
+    together: Any = rlx.compile(recipe, program="packed")
+    got = np.asarray(together(input_ids=tokens.reshape(1, -1), segments=segments, positions=places))
+    assert_close(got.reshape(want.shape), want)
