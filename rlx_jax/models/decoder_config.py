@@ -117,7 +117,7 @@ class PlainFields(CommonFields):
     rope_factor: float
 
 
-class Rope(NamedTuple):
+class ScaledRope(NamedTuple):
     """Inverse frequencies, and what cos and sin are multiplied with."""
 
     inv_freq: Frequencies
@@ -219,7 +219,7 @@ def mask_of(window: int | None) -> MaskKind:
     return MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
 
 
-def rope_of(c: Fields, common: CommonFields, theta: float = 1e4) -> Rope:
+def rope_of(c: Fields, common: CommonFields, theta: float = 1e4) -> ScaledRope:
     """The rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (4); `theta` is the base
     where neither has one."""
     head_dim, positions = common["head_dim"], common["max_position_embeddings"]
@@ -231,7 +231,7 @@ def rope_of(c: Fields, common: CommonFields, theta: float = 1e4) -> Rope:
 def frequencies_of(
     c: Fields, group: Fields | None, old: Fields | None, head_dim: int, base: str = "rope_theta", default: float = 1e4,
     max_positions: int | None = None,
-) -> Rope:  # fmt: skip
+) -> ScaledRope:  # fmt: skip
     """That of the parameters in `group` (transformers 5), or of the field `base` and the scaling in `old` (4).
 
     Raises:
@@ -251,7 +251,7 @@ def frequencies_of(
 
 def scaled_frequencies(
     c: Fields, group: Fields | None, theta: float, head_dim: int, max_positions: int | None = None
-) -> Rope:
+) -> ScaledRope:
     """Inverse frequencies of base `theta`, scaled as `group` says: `rope_type` default, linear, llama3, and of models
     whose `max_positions` are given, yarn.
 
@@ -264,15 +264,15 @@ def scaled_frequencies(
         where = c.where if group is None else f"{c.where}: rope_parameters"
         raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
     if group is None:
-        return Rope(plain)
+        return ScaledRope(plain)
     kind = group.text("rope_type", group.text("type", "default"))
     group.seen.add("type")
     if kind == "default":
-        out = Rope(plain)
+        out = ScaledRope(plain)
     elif kind == "linear":
-        out = Rope(linear_scaling(plain, group.real("factor")))
+        out = ScaledRope(linear_scaling(plain, group.real("factor")))
     elif kind == "llama3":
-        out = Rope(_llama3(group, plain))
+        out = ScaledRope(_llama3(group, plain))
     elif kind == "yarn" and max_positions is not None:
         out = _yarn(group, plain, theta, max_positions)
     else:
@@ -288,7 +288,7 @@ def _llama3(group: Fields, plain: Frequencies) -> Frequencies:
     return llama3_scaling(plain, *(group.real(name) for name in names), context)
 
 
-def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> Rope:
+def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> ScaledRope:
     """A `factor` of null is how many times longer the model's context is than the original one.
 
     Raises:
@@ -304,4 +304,4 @@ def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -
         beta_slow=group.real_or_null("beta_slow", None) or 1.0, truncate=group.flag("truncate", True),
     )  # fmt: skip
     usual = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))
-    return Rope(freqs, group.real_or_null("attention_factor", None) or usual)
+    return ScaledRope(freqs, group.real_or_null("attention_factor", None) or usual)

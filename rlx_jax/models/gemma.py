@@ -25,7 +25,7 @@ from rlx_jax.models.decoder_config import (
     CommonFields,
     DecoderConfig,
     Ends,
-    Rope,
+    ScaledRope,
     Windows,
     common_fields,
     frequencies_of,
@@ -179,10 +179,10 @@ def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
-def _ropes(c: Fields, style: GemmaStyle, common: CommonFields) -> tuple[Rope, Rope]:
+def _ropes(c: Fields, style: GemmaStyle, common: CommonFields) -> tuple[ScaledRope, ScaledRope]:
     """Those of the layers that read all keys, and of the others in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
-        return rope_of(c, common), Rope(())
+        return rope_of(c, common), ScaledRope(())
     both, old = c.group("rope_parameters"), c.group("rope_scaling")
     full, local = (both.group(f"{kind}_attention") if both else None for kind in ("full", "sliding"))
     if both is not None:

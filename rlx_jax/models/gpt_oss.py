@@ -13,7 +13,7 @@ from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import (
     CommonFields,
     DecoderConfig,
-    Rope,
+    ScaledRope,
     Windows,
     common_fields,
     frequencies_of,
@@ -107,7 +107,7 @@ def is_packed(c: Fields) -> bool:
     return True
 
 
-def _rope(c: Fields, common: CommonFields) -> Rope:
+def _rope(c: Fields, common: CommonFields) -> ScaledRope:
     group, old = c.group("rope_parameters"), c.group("rope_scaling")
     if group is None and old is None:
         group = Fields(YARN, f"{c.where}, rope_parameters")

@@ -28,7 +28,7 @@ from rlx_jax.models.decoder_config import (
     CommonFields,
     DecoderConfig,
     Ends,
-    Rope,
+    ScaledRope,
     common_fields,
     frequencies_of,
     layer_of,
@@ -235,7 +235,7 @@ def _attends(c: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def _rope(c: Fields, common: CommonFields) -> Rope:
+def _rope(c: Fields, common: CommonFields) -> ScaledRope:
     """Of the part of each head that turns."""
     head_dim = common["head_dim"]
     group, old = c.group("rope_parameters"), c.group("rope_scaling")
