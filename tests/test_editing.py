@@ -153,6 +153,19 @@ def test_numbers_scale_and_a_block_is_written_twice() -> None:
     assert flow.block_edits == () and len(twice.block_edits) == 2  # flows are values
 
 
+def test_captures_beside_named_outputs() -> None:
+    """They follow what the flow names, unless some of them are named."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 4)).store_stream("raw").named_layer("a", blocks.Activation("relu"))
+    flow = flow.named_layer("b", blocks.Activation("relu")).at("{a,b}").capture()
+    names = {
+        (): ("output", "a", "b"),
+        ("raw",): ("output", "raw", "a", "b"),
+        ("b", "raw"): ("output", "b", "raw"),
+    }
+    for chosen, want in names.items():
+        assert (flow.with_extra_outputs(chosen) if chosen else flow).build().output_names == want
+
+
 # -- every family ------------------------------------------------------------------------------
 
 FAMILIES = ("llama/mha_tied_sparse", "mixtral/window_v5", "qwen3_5_text/tied_v5", "bert/bare_v5", "vision/vit")

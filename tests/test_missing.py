@@ -80,6 +80,9 @@ def test_weights_beside_others() -> None:
     flow = adding().assemble().add_weights({"steering": vector})
     for model in (rlx.compile(flow), rlx.compile(flow, LLAMA)):
         np.testing.assert_array_equal(np.asarray(model.weights()["steering"]), vector)
+    both = flow.custom(lambda emit, x: x + emit.param("drawn", (), init="ones"))
+    drawn = rlx.compile(both, missing="init", key=0)
+    assert drawn.report().initialised == ("drawn",) and np.asarray(drawn.weights()["steering"])[0] == 0.5
     with pytest.raises(errors.WeightError, match=r"have already: 'model\.norm\.weight'"):
         rlx.compile(flow.add_weights({"model.norm.weight": vector}))
     with pytest.raises(errors.UnexpectedWeightError, match="other"):

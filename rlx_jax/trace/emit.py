@@ -343,7 +343,7 @@ class Emit(Builders[FlowValue]):
     def _stored(self, key: str, shape: tuple[int, ...] | None, likely: tuple[int, ...] | None) -> Key | Dequantized:
         """A key as the source has it; where it has none, of `shape`, of what an earlier use declared, or `likely`."""
         declared = self._declared.get(key)
-        known = shape or (likely if declared is None else declared.shape)
+        known = shape if shape is not None else likely if declared is None else declared.shape
         if self.source is None and known is None:
             raise MissingWeightError(
                 f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "

@@ -60,8 +60,14 @@ def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSour
     """Both, once: what has `more` already is returned as it is."""
     if source is None or more is None or source is more:
         return more if source is None else source
-    joined = isinstance(source, BesideSource) and more in (source.more, source.source)
-    return source if joined else BesideSource(source, more)
+    return source if _holds(source, more) else BesideSource(source, more)
+
+
+def _holds(source: WeightSource, more: WeightSource) -> bool:
+    """Whether `more` is part of a source already."""
+    parts = (source.source, source.more) if isinstance(source, BesideSource) else ()
+    parts = (source.source,) if isinstance(source, _Without) else parts
+    return source is more or any(_holds(part, more) for part in parts)
 
 
 def has_numbers(source: WeightSource | None, key: str) -> bool:
