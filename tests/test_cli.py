@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
@@ -13,13 +14,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
+from rlx_jax.cli.entry import COMMANDS, parser
+from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, edit_json, edited
@@ -30,6 +36,12 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PY
 # A shell's background jobs ignore Ctrl-C, and so would what they start.
 WITH_INTERRUPT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
 COMMAND = [sys.executable, "-c", f"{WITH_INTERRUPT}; from rlx_jax.cli import main; sys.exit(main())"]
+
+
+FIGURES = (
+    r"prompt [\d,]+ tokens, [\d,]+/s; answer 24 tokens, [\d,.]+/s; first text after \d+\.\d\d s, "
+    r"\d+ programs compiled in it; peak memory [\d.]+ [MG]B"
+)
 
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -65,7 +77,8 @@ def test_generate_in_a_terminal() -> None:
     assert re.search(r"load [\d.]+ kB of 136\.45 kB", status), status
     assert "compile prefill of batch 1, context 64, seq 16 …" in status, status
     assert "compile extend of batch 1, context 64, seq 1 …" in status
-    assert status.endswith("\r\x1b[K") and "Traceback" not in status
+    *_, figures = screen(status).splitlines()
+    assert re.fullmatch(FIGURES, figures), figures
 
 
 @pytest.mark.parametrize("source", ["prompt", pytest.param(str(BASE), marks=pytest.mark.slow)])
@@ -106,7 +119,9 @@ def test_text_and_progress_share_a_terminal() -> None:
     os.close(seen)
     assert process.wait(timeout=120) == 0
     assert "compile prefill of batch 1, context 64, seq 16 …" in written, written
-    assert screen(written) == cli._CONTROLS.sub("\ufffd", CASE["text"]) + "\n", written
+    text, _, figures = screen(written).rpartition("\n")[0].rpartition("\n")
+    assert text == CONTROLS.sub("\ufffd", CASE["text"]), written
+    assert re.fullmatch(FIGURES, figures), figures
 
 
 @pytest.mark.slow
@@ -187,6 +202,10 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     "no directory": (["/nowhere"], 1, "MissingFileError: '/nowhere': no such directory"),
     "encoder": ([FIXTURES / "bert" / "bare_v5"], 1, "is an encoder, which does not generate"),
     "top-p": ([BASE, "--top-p", "2"], 1, "SamplingParamError: top_p is 2.0"),
+    "top-p of nothing drawn": ([BASE, "--top-p", "0.5"], 1, "top_p is 0.5, and temperature 0 takes the likeliest"),
+    "device": ([BASE, "--device", "tpu"], 1, "RequestError: --device tpu: JAX has no 'tpu' here, but 'cpu'"),
+    "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),
+    "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "give one of them"),
     "preset": ([BASE, "--profile", "llama32_decod"], 1, "did you mean 'llama32_decode'"),
     "profile file": ([BASE, "--profile", "nowhere.toml"], 1, "MissingFileError: .*nowhere.toml"),
     "dtype": ([BASE, "--dtype", "f33"], 1, "f33"),
@@ -262,6 +281,197 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "stdin: not UTF-8 at byte 2" in capsys.readouterr().err
 
 
+# -- the other commands ------------------------------------------------------------------------
+
+
+def lines(capsys: pytest.CaptureFixture[str], *words: object) -> list[Any]:
+    """What a command writes with `--json`, and nothing on stderr."""
+    assert cli.main([*map(str, words), "--json"]) == 0
+    out, problems = capsys.readouterr()
+    assert problems == ""
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def language_model() -> Any:
+    """A model that several commands share, as each of them would compile it anew."""
+    return rlx.load(BASE)
+
+
+def test_results_as_json(
+    language_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One object for each result, with the text and its figures."""
+    lm = language_model
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: lm)
+    (found,) = lines(capsys, "generate", BASE, "--prompt", CASE["prompt"], "--max-new-tokens", 24)
+    assert (found["prompt"], found["text"], found["new_tokens"]) == (CASE["prompt"], CASE["text"], 24)
+    assert found["seed"] is None and found["peak_bytes"] > 10**7
+    assert 0 < found["seconds_to_first_text"] <= found["seconds"]
+    assert found["prompt_tokens"] == len(lm.tokenizer.encode(CASE["prompt"]))
+    scores = lines(capsys, "score", BASE, "It was", "a b")
+    assert [s["log_likelihood"] for s in scores] == [s.log_likelihood for s in lm.score(["It was", "a b"])]
+    for s in scores:
+        assert s["perplexity"] == pytest.approx(np.exp(-np.mean(s["log_probs"])), rel=1e-6)
+    (pair,) = lines(capsys, "score", BASE, " was", "--context", "It")
+    assert pair["tokens"] == list(lm.score(("It", " was")).tokens) and pair["context"] == "It"
+
+
+def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The vectors of `Encoder.embed`: as JSON, as numbers, and in a file, of texts or of the lines of stdin."""
+    directory = FIXTURES / "sentence" / "base"
+    encoder = rlx.load(directory)
+    want = encoder.embed(["a b", "c"])
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: encoder)
+    found = lines(capsys, "embed", directory, "a b", "c")
+    assert [line["text"] for line in found] == ["a b", "c"]
+    np.testing.assert_array_equal(np.array([line["embedding"] for line in found], np.float32), want)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a b\nc\n")))
+    assert cli.main(["embed", str(directory)]) == 0
+    np.testing.assert_array_equal(np.loadtxt(io.StringIO(capsys.readouterr().out), np.float32), want)
+    assert cli.main(["embed", str(directory), "a b", "c", "--output", str(tmp_path / "v.npy")]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), want)
+    assert cli.main(["embed", str(directory), "a", "--output", str(tmp_path / "none" / "v.npy")]) == 1
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates are what was read, and what was generated, over the time of it; on the device that was asked for."""
+    words = ["--prompt-tokens", 8, "--batch", 2, "--runs", 1]
+    (found,) = lines(capsys, "bench", BASE, *words, "--new-tokens", 9, "--device", "cpu:3")
+    assert (found["batch"], found["prompt_tokens"], found["new_tokens"]) == (2, 8, 9)
+    assert found["prompt_tokens_per_second"] == pytest.approx(16 / found["seconds_to_first_token"], rel=0.05)
+    if found["new_tokens_per_second"] is not None:  # a busy machine may take longer for the shorter request
+        assert found["new_tokens_per_second"] == pytest.approx(2 / found["seconds_per_token"], rel=0.05)
+
+
+def test_a_device_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters are put there."""
+    models: list[Any] = []
+    load = rlx.load
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: models.append(load(*given, **named)) or models[0])
+    assert cli.main(["score", str(BASE), "It was", "--device", "cpu:3"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"-[\d.]+\t[\d.]+\tIt was", line)
+    assert {d.id for p in models[0].model.params.values() for d in p.devices()} == {3}
+
+
+def test_inspect_says_what_is_needed(
+    language_model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From headers: the bytes of parameters and of the state that a model has in the end; and what would fit."""
+    monkeypatch.setattr("rlx_jax.weights.safetensors_format.SafetensorsSource.read", lambda *_: 1 / 0)
+    (found,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64)
+    (narrow,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64, "--dtype", "bf16")
+    monkeypatch.setattr("rlx_jax.cli.looking.running_device", lambda: SimpleNamespace(memory=600_000))
+    (small,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 128)
+    monkeypatch.undo()
+    lm, needs = language_model, found["needs"]
+    assert needs["parameter bytes"] == sum(p.nbytes for p in lm.model.params.values())
+    layers, heads, width = 2, 2, 14
+    assert needs["state bytes"] == 2 * layers * 3 * 64 * heads * width * 4 + 3 * 4
+    assert needs["fits"] == "yes"
+    assert narrow["needs"]["state bytes"] == (needs["state bytes"] - 12) // 2 + 12
+    assert narrow["needs"]["activation bytes, about"] < needs["activation bytes, about"]
+    assert small["needs"]["fits"] == "no; a context of 64 would"
+
+
+def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """safetensors to orbax and back: the same numbers; in bf16 they are rounded, and the config says so."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    (done,) = lines(capsys, "convert", BASE, first, "--format", "orbax")
+    assert done["tensors"] == 20 and "tokenizer.json" in done["files"]
+    lines(capsys, "convert", first, second, "--dtype", "bf16")
+    source, whole, rounded = (rlx.open_weights(path) for path in (BASE, first, second))
+    for key in source.keys():
+        np.testing.assert_array_equal(whole.read(key), source.read(key))
+        np.testing.assert_array_equal(rounded.read(key), source.read(key).astype(ml_dtypes.bfloat16))
+    assert json.loads((second / "config.json").read_text())["dtype"] == "bfloat16"
+    assert rlx.load(second, dtype="f32").tokenizer is not None
+    assert cli.main(["convert", str(first), str(second)]) == 1
+    assert "TargetExistsError" in capsys.readouterr().err
+    high = tmp_path / "high.safetensors"
+    safetensors.numpy.save_file({"w": np.array([1e5, 1], np.float32)}, high)
+    assert cli.main(["convert", str(high), str(tmp_path / "c"), "--dtype", "f16"]) == 1
+    assert "'w': it has values that f16 does not hold" in capsys.readouterr().err and not (tmp_path / "c").exists()
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions and devices; of an extra what is missing, and the command that gets it."""
+    (found,) = lines(capsys, "doctor")
+    assert found["versions"]["jax"] == importlib.metadata.version("jax") and len(found["devices"]) == 8
+    assert found["missing"]["train"] == []
+    version = importlib.metadata.version
+    gone = {"optax": "no-such-package"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version(gone.get(name, name)))
+    assert cli.main(["doctor"]) == 0
+    assert "extra train    missing optax: pip install 'rlx-jax[train]'" in capsys.readouterr().out
+
+
+def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command and option in the text for each shell; bash completes by it."""
+    texts = {}
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        texts[shell] = capsys.readouterr().out
+        for command in COMMANDS:
+            assert command.name in texts[shell] and command.help in texts[shell] or shell == "bash"
+    assert "--temperature[0, the default" in texts["zsh"] and "-l temperature -r -d '0, the default" in texts["fish"]
+    for words, want in (
+        (("sc",), "score"), (("generate", "--temp"), "--temperature"), (("convert", "--format", "o"), "orbax"),
+        (("completion", "z"), "zsh"), (("inspect", "--ba"), "--batch"),
+    ):  # fmt: skip
+        asked = " ".join(map(repr, ("rlx-jax", *words)))
+        script = f"{texts['bash']}\nCOMP_WORDS=({asked}); COMP_CWORD={len(words)}; _rlx_jax; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, encoding="utf-8", timeout=30)
+        assert (done.stdout, done.stderr) == (want + "\n", "")
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options that mean the same have the same name; `--json` is everywhere but where a shell reads."""
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            parser().parse_args([command.name, "--help"])
+        told = capsys.readouterr().out
+        assert "--debug" in told and ("--json" in told or command.name == "completion")
+        assert ("--profile" in told) == (command.name in {"chat", "generate", "embed", "score", "bench", "inspect"})
+        assert ("--dtype" in told) == (command.name not in {"doctor", "completion"})
+
+
+@pytest.mark.slow
+def test_chat_in_a_terminal(tmp_path: Path) -> None:
+    """Each line is answered with what was said before; /new forgets it. Ctrl-C while it waits ends it at once."""
+    directory = format_checkpoint(tmp_path / "m", "qwen")
+    lm = rlx.load(directory)
+    first = lm.chat("Hi", 6)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    second = lm.chat([*messages, {"role": "user", "content": "And?"}], 6)
+    seen, terminal = pty.openpty()
+    words = [*COMMAND, "chat", str(directory), "--max-new-tokens", "6"]
+    process = subprocess.Popen(
+        words, env=ENVIRONMENT, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
+    )
+    os.close(terminal)
+    shown: list[str] = []
+    reader = threading.Thread(target=lambda: shown.append(read_all(seen)))  # else a full terminal stops the command
+    reader.start()
+    os.write(seen, b"Hi\nAnd?\n/new\nHi\n")
+    assert process.stdout is not None
+    want = f"{first}\n{second}\n{first}\n".encode()
+    got = b""
+    while len(got) < len(want):
+        part = process.stdout.read1()
+        assert part, got
+        got += part
+    assert got == want
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    reader.join(60)
+    assert shown[0].count("> ") >= 4 and len(re.findall(r"answer 6 tokens, [\d.,]+/s; first text", shown[0])) >= 2
+    assert "Traceback" not in shown[0]
+    os.close(seen)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main(["--version"])
@@ -282,10 +492,10 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Escapes that a model writes are shown as signs on a terminal, and kept for a file."""
     text = "a\x1b[2J\tb\nc\x9b1m\x07"
-    cli._write(text)
+    write(text)
     assert capsys.readouterr().out == text
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    cli._write(text)
+    write(text)
     assert capsys.readouterr().out == "a\ufffd[2J\tb\nc\ufffd1m\ufffd"
 
 
@@ -296,18 +506,18 @@ def test_ctrl_c_is_heard_where_the_work_may_stop() -> None:
     """The first one at the next check, the second one at once; afterwards all is as it was."""
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with cli.Interrupt() as interrupt:
+        with Interrupt() as interrupt:
             interrupt.check()
             signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
                 interrupt.check()
             with pytest.raises(KeyboardInterrupt):
-                cli.Status(interrupt, shown=False)("load", 1, 2)
+                Status(interrupt, shown=False)("load", 1, 2)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background of a shell
-        with cli.Interrupt() as interrupt:
+        with Interrupt() as interrupt:
             signal.raise_signal(signal.SIGINT)
             interrupt.check()
     finally:

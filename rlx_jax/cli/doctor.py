@@ -1,0 +1,92 @@
+"""`rlx-jax doctor`: what is installed, what JAX computes on, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import importlib.metadata
+import platform
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import rlx_jax as rlx
+from rlx_jax.cli.command import Command, Session, add_json, as_line, table
+from rlx_jax.cli.terminal import in_bytes
+from rlx_jax.device import described
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
+
+
+def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write versions, devices, and which extras are installed or missing. It downloads and changes nothing."""
+    base, extras = requirements()
+    versions = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
+    versions |= {name: installed(name) or "missing" for name in base}
+    devices = [f"{d.device_kind} ({d.platform}:{d.id}), {memory(d)}" for d in jax.devices()]
+    lacking = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
+    advice = [*accelerator_advice(), *(base_advice(name) for name in base if installed(name) is None)]
+    if args.json:
+        yield as_line({"versions": versions, "devices": devices, "missing": lacking, "advice": advice})
+        return
+    yield from table(versions)
+    yield "\n"
+    yield from (f"device  {line}\n" for line in devices)
+    yield "\n"
+    for extra, names in lacking.items():
+        missing = f"missing {', '.join(names)}: pip install 'rlx-jax[{extra}]'" if names else "installed"
+        yield f"extra {extra:<8} {missing}\n"
+    yield from (f"\n{line}\n" for line in advice)
+
+
+def requirements() -> tuple[list[str], dict[str, list[str]]]:
+    """Names of the packages that this one needs, and of those of each extra, as its metadata lists them."""
+    try:
+        listed = importlib.metadata.requires("rlx-jax") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return ["jax", "jaxlib", "numpy", "safetensors", "tokenizers"], {}
+    base: list[str] = []
+    extras: dict[str, list[str]] = {}
+    for line in listed:
+        found, extra = _NAME.match(line), _EXTRA.search(line)
+        if found is not None:
+            (base if extra is None else extras.setdefault(extra[1], [])).append(found[0])
+    return base, extras
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def memory(device: Any) -> str:
+    """What is known of a device's memory."""
+    found = described(device).memory
+    return "memory not known" if found is None else in_bytes(found)
+
+
+def accelerator_advice() -> list[str]:
+    """What to do where the machine has a GPU or a TPU that JAX does not see."""
+    if any(d.platform != "cpu" for d in jax.devices()):
+        return []
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return ["This machine has an NVIDIA GPU, and JAX runs on the CPU: pip install 'jax[cuda13]'"]
+    if glob.glob("/dev/kfd"):
+        return ["This machine has an AMD GPU, and JAX runs on the CPU: see JAX's page on installation for ROCm"]
+    if glob.glob("/dev/accel[0-9]*"):
+        return ["This machine has a TPU, and JAX runs on the CPU: pip install 'jax[tpu]'"]
+    return []
+
+
+def base_advice(name: str) -> str:
+    """How to get a package that is needed."""
+    return f"{name} is missing: pip install {name}"
+
+
+DOCTOR = Command("doctor", "what is installed, and what is missing", add_json, doctor)

@@ -1,0 +1,123 @@
+"""`rlx-jax embed` and `rlx-jax score`: vectors of texts, and how likely they are."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+import rlx_jax as rlx
+from rlx_jax.cli.command import (
+    Command,
+    Session,
+    a_kind,
+    add_compute,
+    add_json,
+    add_model,
+    as_line,
+    check_texts,
+    language_model,
+    open_model,
+    peak_text,
+    texts_of,
+)
+from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
+
+
+def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write a vector for each text: numbers with spaces between them, a line each; or all into a file of NumPy."""
+    texts = texts_of(args.text)
+    if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
+        raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
+    encoder = open_model(args, session)
+    if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
+        raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}; embed takes an encoder of texts")
+    start = time.perf_counter()
+    vectors = np.asarray(encoder.embed(texts))
+    took = time.perf_counter() - start
+    session.status.clear()
+    session.closing = f"{len(texts):,} texts, {len(texts) / took:,.1f}/s, what was compiled included; {peak_text()}"
+    if args.output is not None:
+        save_array(args.output, vectors)
+        yield as_line({"output": args.output, "shape": list(vectors.shape)}) if args.json else ""
+        return
+    for text, vector in zip(texts, vectors, strict=True):
+        yield as_line({"text": text, "embedding": vector.tolist()}) if args.json else f"{numbers(vector)}\n"
+
+
+def numbers(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
+    """Each as short as float32 needs.
+
+    >>> numbers(np.array([0.1, -2.0], np.float32))
+    '0.1 -2.0'
+    """
+    return " ".join(map(str, vector.astype(np.float32)))
+
+
+def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    """A `.npy` file that `numpy.load` reads.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        with open(path, "wb") as file:
+            np.save(file, array)
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        raise StorageError(f"--output {quote(path)}: {getattr(cause, 'strerror', None) or cause}") from cause
+
+
+def embed_options(parser: argparse.ArgumentParser) -> None:
+    """Of `embed`."""
+    add_compute(parser)
+    parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
+    add_json(parser)
+    add_model(parser)
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+
+
+EMBED = Command("embed", "vectors of texts", embed_options, embed)
+
+
+# -- score -------------------------------------------------------------------------------------
+
+
+def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between."""
+    texts = texts_of(args.text)
+    check_texts({"--context": args.context or ""})
+    lm = language_model(args, session)
+    start = time.perf_counter()
+    scores = lm.score([text if args.context is None else (args.context, text) for text in texts])
+    took = time.perf_counter() - start
+    session.status.clear()
+    tokens = sum(len(s.tokens) for s in scores)
+    session.closing = f"{tokens:,} tokens, {tokens / took:,.0f}/s, what was compiled included; {peak_text()}"
+    for text, found in zip(texts, scores, strict=True):
+        perplexity = math.exp(min(-found.log_likelihood / len(found.tokens), 700.0))
+        if args.json:
+            yield as_line(
+                {
+                    "text": text, "context": args.context, "log_likelihood": found.log_likelihood,
+                    "perplexity": perplexity, "greedy": found.greedy, "tokens": list(found.tokens),
+                    "log_probs": list(found.log_probs),
+                }
+            )  # fmt: skip
+        else:
+            yield f"{found.log_likelihood:.4f}\t{perplexity:.4f}\t{text}\n"
+
+
+def score_options(parser: argparse.ArgumentParser) -> None:
+    """Of `score`."""
+    add_compute(parser)
+    parser.add_argument("--context", metavar="TEXT", help="what stands before each text, and is not scored itself")
+    add_json(parser)
+    add_model(parser)
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+
+
+SCORE = Command("score", "how likely a model finds texts", score_options, score)

@@ -1,0 +1,96 @@
+"""`main`: the command line is understood, a command runs, and what it gives is written.
+
+Text goes to stdout as it comes; progress, figures, warnings and errors go to stderr. Exit status: 0, 1 for an error, 2
+for a command that is not understood, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+import jax
+
+import rlx_jax as rlx
+from rlx_jax.cli.bench import BENCH
+from rlx_jax.cli.command import Command, Session, chosen_device
+from rlx_jax.cli.completion import SHELLS, known
+from rlx_jax.cli.converting import CONVERT
+from rlx_jax.cli.doctor import DOCTOR
+from rlx_jax.cli.encoding import EMBED, SCORE
+from rlx_jax.cli.generating import CHAT, GENERATE
+from rlx_jax.cli.looking import INSPECT
+from rlx_jax.cli.terminal import Interrupt, Status, leave_stdout, warn, write
+from rlx_jax.errors import RlxError
+
+
+def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write what a shell reads to complete this command: bash: source <(rlx-jax completion bash); zsh: the same, after
+    compinit; fish: rlx-jax completion fish | source."""
+    yield from SHELLS[args.shell](known(parser()))
+
+
+def completion_options(parser: argparse.ArgumentParser) -> None:
+    """Of `completion`."""
+    parser.add_argument("shell", choices=tuple(SHELLS), help="which shell")
+
+
+COMPLETION = Command("completion", "complete commands and options in a shell", completion_options, completion)
+
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPLETION)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    args = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
+    try:
+        with Interrupt() as interrupt, warnings.catch_warnings():
+            warnings.showwarning = warn
+            run(args, interrupt)
+        return 0
+    except KeyboardInterrupt:
+        print()
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        leave_stdout()
+        return 128 + getattr(signal, "SIGPIPE", 13)
+    except RlxError as error:
+        if args.debug:
+            raise
+        print(f"rlx-jax: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
+    """Write what a command gives, as it comes, and then its figures."""
+    status = Status(interrupt, shown=sys.stderr.isatty() and not getattr(args, "quiet", False))
+    session = Session(interrupt, status)
+    try:
+        with jax.default_device(chosen_device(getattr(args, "device", None), getattr(args, "devices", None))):
+            for piece in args.command.run(args, session):
+                status.clear()
+                write(piece)
+                status.share(piece)
+                interrupt.check()
+    finally:
+        status.clear()
+    session.say()
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command understands."""
+    top = argparse.ArgumentParser("rlx-jax", description="Transformers in JAX, from checkpoints.")
+    top.add_argument("--version", action="version", version=f"rlx-jax {rlx.__version__}, jax {jax.__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(command.name, help=command.help, description=command.run.__doc__)
+        command.options(sub)
+        sub.add_argument("--debug", action="store_true", help="show where an error comes from")
+        sub.set_defaults(command=command)
+    return top
