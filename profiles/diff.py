@@ -58,7 +58,7 @@ class Comparing(Protocol):
 
 def _lines(changes: tuple[Change, ...]) -> list[str]:
     """A line for each change, broken at 80 columns."""
-    width = min(30, max((len(change.what) for change in changes), default=0))
+    width = min(34, max((len(change.what) for change in changes), default=0))
     return [
         textwrap.fill(
             f"{change.ours} → {change.theirs}", 80, initial_indent=f"  {change.what:<{width}}  ",

@@ -114,7 +114,7 @@ class BlockTimes:
     def _line(self, name: str, rows: list[BlockTime], calls: str) -> str:
         seconds = sum(row.seconds for row in rows)
         share = 100 * seconds / self.seconds if self.seconds else 0.0
-        return f"{shortened(name, WIDTH - 30):<{WIDTH - 30}}{_ms(seconds):>11}{share:>8.1f} %{calls:>9}"
+        return f"{shortened(name, WIDTH - 30):<{WIDTH - 30}}{_ms(seconds):>11}{share:>8.1f} %{calls:>9}".rstrip()
 
     def __str__(self) -> str:
         return self.text()
