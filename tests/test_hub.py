@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, bytes]], str, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*list(KINDS)[:-1], pytest.param("images", marks=pytest.mark.slow)])
 def test_what_the_family_needs(server: Hub, tmp_path: Path, kind: str) -> None:
     """And nothing else is fetched, once; it loads as the directory itself does. By its commit, nothing is asked."""
     make, name, wanted = KINDS[kind]

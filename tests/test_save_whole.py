@@ -65,9 +65,9 @@ def assert_same(saved: Path, source: Path) -> None:
 
 
 # A tied head; shards with the head of a task, a pooler and buffers that nobody reads; two towers; and so on.
-SAVED = ["llama/gqa_tied_llama3_v5", "bert/masked_lm_v4", "vision/dual/clip"]
+SAVED = ["llama/gqa_tied_llama3_v5", "bert/masked_lm_v4"]
 SAVED_SLOW = [
-    "qwen3_moe/mixed_v5", "llama/mha_linear_biases_v4", "gpt2/bare_v4", "nomic_bert/first_v1", "gemma2/caps_v5",
+    "vision/dual/clip", "qwen3_moe/mixed_v5", "llama/mha_linear_biases_v4", "gpt2/bare_v4", "nomic_bert/first_v1", "gemma2/caps_v5",
     "vision/vit", "qwen3_5_text/tied_v5", "mamba2/tied_v5", "llama/bf16_gqa_tied_v5", "mistral/window_v5",
 ]  # fmt: skip
 
@@ -134,6 +134,7 @@ def test_another_dtype(tmp_path: Path) -> None:
         assert have[key].dtype == expected.dtype and have[key].tobytes() == expected.tobytes(), key
 
 
+@pytest.mark.slow
 def test_orbax_in_the_same_directory(lm: rlx.CausalLM, tmp_path: Path) -> None:
     rlx.save(lm, tmp_path / "it", "orbax")
     again = rlx.load(tmp_path / "it")
@@ -141,7 +142,7 @@ def test_orbax_in_the_same_directory(lm: rlx.CausalLM, tmp_path: Path) -> None:
     assert again.tokenizer is not None
 
 
-@pytest.mark.parametrize("below", ["", "0_Transformer"])
+@pytest.mark.parametrize("below", [pytest.param("", marks=pytest.mark.slow), "0_Transformer"])
 def test_sentence_transformers(tmp_path: Path, below: str) -> None:
     """Modules too, and weights that stand in a module's own directory."""
     source = sentence_directory(BERT, tmp_path / "m", modes=["mean"], normalise=True)
