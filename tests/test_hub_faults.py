@@ -145,6 +145,10 @@ LIES: dict[str, tuple[str, Callable[[Handler, bytes], None], type[RlxError], str
         "revision/main", lambda h, _: h.send(b'{"sha": "../../x", "siblings": []}', {}), IntegrityError,
         "is this a Hub",
     ),
+    "another commit": (
+        f"revision/{COMMIT}", lambda h, c: h.send(c.replace(COMMIT.encode(), b"f" * 40), {}), IntegrityError,
+        "gives the commit ffff",
+    ),
     "a digest that leads out": (
         "revision/main",
         lambda h, c: h.send(c.replace(b'"sha256": "', b'"sha256": "../../../'), {}), IntegrityError, "digest is",
@@ -167,7 +171,7 @@ def test_lies(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch, case
         monkeypatch.setattr(transfer, "WAITS_S", ())
     server.faults[ending] = fault
     with pytest.raises(error, match=message):
-        rlx.recipe_for("org/m")
+        rlx.recipe_for("org/m", revision=COMMIT if COMMIT in ending else None)
     left = [p for p in hub_home.rglob("*") if p.name.endswith((".incomplete", ".tmp"))]
     assert left == [] and not (hub_home / CACHED / "snapshots" / COMMIT / ending).exists()
     server.faults.clear()
@@ -244,9 +248,13 @@ def test_what_was_interrupted_is_not_whole(server: Hub, hub_home: Path, monkeypa
         rlx.load("org/m")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     (hub_home / CACHED / "blobs" / "abc.incomplete").write_bytes(b"of a process that was killed")
+    old = hub_home / CACHED / "blobs" / "def.incomplete"
+    old.write_bytes(b"long ago")
+    os.utime(old, (0, 0))
     blob = (hub_home / CACHED / "snapshots" / COMMIT / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1])
     assert rlx.load("org/m").tokenizer is not None and server.fetched().count("model.safetensors") == 2
+    assert [path.name for path in hub_home.rglob("*.incomplete")] == ["abc.incomplete"]
 
 
 def test_the_cache_is_that_of_huggingface_hub(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

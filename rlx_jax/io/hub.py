@@ -47,6 +47,8 @@ from rlx_jax.io.transfer import WAITS_S, Remote, fill, is_offline
 Told = Callable[[str, int, int], None]
 """See `rlx_jax.compiler.executable.Progress`."""
 
+ABANDONED_S = 86_400
+"""A transfer to which nothing was added for so many seconds is nobody's."""
 LISTING_S = 60
 """Seconds that the list of a repository's files may take."""
 
@@ -122,6 +124,7 @@ class Snapshot:
             blobs.mkdir(parents=True, exist_ok=True)
             known = None if listed.digest is None else blobs / listed.digest
             if known is None or _size(known) is None or _size(known) != listed.nbytes:
+                _remove_abandoned(blobs)
                 known = _download(self, url, where, name, listed, blobs, limit, limit_name)
             _link(known, path)
         except RlxError:
@@ -220,6 +223,8 @@ def _list(
     commit, siblings = content.get("sha"), content.get("siblings")
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
         raise IntegrityError(f"{what}: expected a commit ('sha') and its files ('siblings'); is this a Hub?")
+    if _COMMIT.fullmatch(revision) and commit != revision:
+        raise IntegrityError(f"{what}: the Hub gives the commit {commit} for it")
     return commit, dict(_listed(entry, what) for entry in siblings)
 
 
@@ -319,6 +324,14 @@ def _size(path: Path) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
+
+
+def _remove_abandoned(blobs: Path) -> None:
+    """Remove what processes that were killed left: files that nobody has written to for a day."""
+    for path in blobs.glob("*.incomplete"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                path.unlink()
 
 
 def _download(
