@@ -10,7 +10,7 @@ from rlx_jax.errors import GraphError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.param import stored_keys
+from rlx_jax.ir.param import Parts, stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -63,7 +63,9 @@ class LoraLinear:
         if op.activation:  # what is added stands before it
             y = emit.add_node(replace(op, activation=""), *map(emit.wrap, product.inputs))
         turn = 1 if op.contract else -1
-        (out, wide), (of_out, of_in) = shape[::turn], emit.roles.get(adapter.key, (None, None))[::turn]
+        # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
+        of_out, of_in = (None if isinstance(r, Parts) else r for r in emit.roles.get(adapter.key, (None, None))[::turn])
+        out, wide = shape[::turn]
         a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
         b = emit.param(adapter.b, (out, self.rank), (of_out, None), "zeros")
         with emit.scope("lora_A"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from tests.oracles import adapters, checkpoints, numpy_reference
+from tests.oracles import adapters, checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
 
@@ -240,10 +241,7 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
 )
 def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's numbers from its files; and what we write, PEFT reads."""
-    import peft
-
-    from tests.oracles import hugging_face
-
+    peft = importlib.import_module("peft")
     directory: Path = checkpoints.FIXTURES / fixture
     tokens = load_record(directory)["tokens"]
     theirs = adapters.adapted(directory, kind, 2, **config)

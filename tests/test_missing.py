@@ -95,6 +95,12 @@ def two_inits() -> rlx.ModelFlow:
     return flow.linear("w", shape=(8, 8), init="zeros").linear("w", shape=(8, 8), init="ones")
 
 
+def forgotten() -> None:
+    """A flow over shapes that lack one which its stage does not say."""
+    specs = {"w": jax.ShapeDtypeStruct((8, 8), np.float32)}
+    rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w").rms_norm("norm").build(specs)
+
+
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key": (lambda: rlx.compile(adding(), missing="init"), errors.RequestError, "give both, or neither"),
     "no missing": (lambda: rlx.compile(adding(), key=0), errors.RequestError, "give both, or neither"),
@@ -108,6 +114,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.MissingWeightError,
         "say its shape=",
     ),
+    "shapes alone": (forgotten, errors.MissingWeightError, "norm: no weight 'norm' in the mapping"),
     "no init": (lambda: drawn("zeross"), errors.GraphError, r"new: .*did you mean 'zeros'"),
     "a number": (lambda: drawn(3), errors.GraphError, "init is 3; expected"),
     "a shape": (

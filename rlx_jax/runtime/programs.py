@@ -44,22 +44,19 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
-from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import Division, check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
-from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable, Built, Weights
+from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
 from rlx_jax.runtime.heads import with_hidden
-from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
 from rlx_jax.runtime.state import EmptyState
-from rlx_jax.weights.beside import has_numbers, with_drawn
-from rlx_jax.weights.initial import initial_weights
+from rlx_jax.weights.beside import with_drawn
 
 
 @dataclass(frozen=True)
@@ -467,38 +464,6 @@ def open_programs(
         programs.builds.put((name, frozenset()), builds[name])
         programs.templates.put(ProgramKey(name, first), templates[name])
     return programs
-
-
-def check_missing(missing: str, key: Any) -> jax.Array | None:
-    """The key that weights are drawn with; None where what is missing is an error.
-
-    Raises:
-        RequestError: `missing` is another word, or one of the two is there without the other.
-    """
-    if missing not in ("error", "init"):
-        raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
-    if (missing == "init") != (key is not None):
-        raise RequestError("missing='init' draws weights with key=, a seed or a jax.random key: give both, or neither")
-    return None if key is None else random_key("compile", key)
-
-
-def drawing(flow: Buildable) -> Buildable:
-    """The flow, whose missing weights are drawn."""
-    if not isinstance(flow, ModelFlow):
-        raise GraphError(f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}")
-    return replace(flow, missing="init")
-
-
-def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
-    """The weights that a source has no numbers of, by key; none where there are no numbers at all, as those of the
-    whole model are drawn where they are to lie."""
-    found: dict[str, jax.Array] = {}
-    for built in builts:
-        lacking = {name for name in built.params if not has_numbers(built.source, name)} - set(found)
-        if lacking and len(lacking) < len(built.params):
-            graph = expand_composites(built.hir, built.types)
-            found |= initial_weights(graph, lacking, key, built.inits)
-    return found
 
 
 def named_function(function: Callable[..., Any]) -> str:

@@ -276,7 +276,7 @@ class Emit(Builders[FlowValue]):
         return self._param(key, self._read(key, shape), roles, init)
 
     def _param(
-        self, key: WeightKey | WeightStack, program: Program, roles: Sequence[str | None] | None, init: Init | None
+        self, key: WeightKey | WeightStack, program: Program, roles: Sequence[Role] | None, init: Init | None
     ) -> FlowValue:
         if roles is not None and not isinstance(key, WeightStack):
             self._say(stored_key(key), roles, program.type)
@@ -350,7 +350,9 @@ class Emit(Builders[FlowValue]):
                 "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
                 "emit.param take shape= too)"
             )
-        drawn = self.source is None or shapes_only(self.source) or self.draws_missing
+        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless its stage says it.
+        said = shape is not None and self.source is not None and shapes_only(self.source)
+        drawn = self.source is None or self.draws_missing or said
         if known is not None and drawn and not self.has_param(key):
             return self._declare(key, tuple(map(int, known)))
         assert self.source is not None

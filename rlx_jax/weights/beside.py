@@ -65,7 +65,7 @@ def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSour
 
 def _holds(source: WeightSource, more: WeightSource) -> bool:
     """Whether `more` is part of a source already."""
-    parts = (source.source, source.more) if isinstance(source, BesideSource) else ()
+    parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, BesideSource) else ()
     parts = (source.source,) if isinstance(source, _Without) else parts
     return source is more or any(_holds(part, more) for part in parts)
 
