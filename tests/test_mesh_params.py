@@ -52,6 +52,7 @@ TRAINED = [
     pytest.param("qwen3", "tensor", 8, "scan", marks=pytest.mark.slow),
     pytest.param("gemma", "fsdp tensor", 4, "scan", marks=pytest.mark.slow),
     pytest.param("gemma2", "data tensor", 8, "scan", marks=pytest.mark.slow),
+    pytest.param("mixtral", "fsdp expert", 4, "scan", marks=pytest.mark.slow),
     pytest.param("mamba2", "fsdp tensor", 4, "scan", marks=pytest.mark.slow),
     pytest.param("qwen35", "fsdp tensor", 4, "unroll", marks=pytest.mark.slow),
 ]

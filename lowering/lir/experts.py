@@ -188,11 +188,11 @@ def gathered(
     if devices > 1:
         each = jnp.where((flat < len(gate))[:, None], each, 0)
 
-    def own(w: AnyArray | None) -> AnyArray | None:
-        return None if w is None else jnp.take(w, flat, axis=0, mode="clip")
+    def own(w: AnyArray) -> AnyArray:
+        return jnp.take(w, flat, axis=0, mode="clip")
 
     def product(subscripts: str, x: AnyArray, w: AnyArray, bias: AnyArray | None, dtype: Any = None) -> AnyArray:
-        return plus(op.product(subscripts, x, own(w), dtype), own(bias))
+        return plus(op.product(subscripts, x, own(w), dtype), None if bias is None else own(bias))
 
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
