@@ -80,7 +80,9 @@ class ExpertKeys:
 
 MIXTRAL_KEYS = ExpertKeys(
     "block_sparse_moe.gate.weight",
-    *(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2")),
+    "block_sparse_moe.experts.{}.w1.weight",
+    "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight",
 )
 """As Mixtral's checkpoints have it; `ExpertKeys()` is what most others have."""
 

@@ -128,7 +128,8 @@ def test_what_differs_from_llama_shows(name: str) -> None:
     if any(key.endswith("sinks") for key in weights):
         changed.append((config, {k: v - np.inf if k.endswith("sinks") else v for k, v in weights.items()}))
         rope = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-        changed.append((config | {rope: config[rope] | {"rope_type": "default"}}, weights))
+        scaled: Any = config[rope]
+        changed.append((config | {rope: scaled | {"rope_type": "default"}}, weights))
     for ending in ("q_proj.bias", "k_norm.weight", "o_proj.bias", "feedforward_layernorm.weight", "norm.weight"):
         if any(key.endswith(ending) for key in weights):
             plain = 1.0 if "norm" in ending and not gemma else 0.0

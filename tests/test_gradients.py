@@ -18,6 +18,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import (
+    GPT_OSS_KEYS,
     Activation,
     AttnMask,
     BertEncoderLayer,
@@ -25,6 +26,7 @@ from rlx_jax.blocks import (
     BindDecodeInputs,
     BlockAsLayer,
     CausalWindow,
+    ClampedGate,
     ClsTokenPool,
     Custom,
     DecodeRopeParams,
@@ -259,7 +261,9 @@ PLACES = {"img_ids": np.array([[[0, 0], [1, 2], [3, 1]]], np.int32), "txt_ids": 
 MOMENTS = {"timestep": np.array([0.0004, 0.0017], np.float32), "guidance": np.array([0.0012, 0.0007], np.float32)}
 """The model multiplies both by 1000."""
 
-EXPERTS = MoeSpec(num_experts=3, top_k=3, inner=F, scores="sigmoid", scale=1.5)
+EXPERTS = MoeSpec(
+    num_experts=3, top_k=3, inner=F, scores="sigmoid", scale=1.5, keys=GPT_OSS_KEYS, clamp=ClampedGate(50.0, 1.7, 0.5)
+)
 """All are chosen: where the choice changes there is a step."""
 ATTENTION = with_biases({"q": (4 * D, H), "k": (2 * D, H), "v": (2 * D, H)}, "q k v")
 ROPE = {"rope_cos": np.cos(X[0, :, :2]), "rope_sin": np.sin(X[0, :, :2])}

@@ -125,7 +125,7 @@ def test_a_program_is_what_numpy_says(program: Program, meaning: Any, name: str)
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 def test_a_program_read_backwards_is_what_was_stored(library: Any, program: Program, meaning: Any, name: str) -> None:
     for piece in pieces(program, library.asarray(expected(meaning))):
-        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.index])
+        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
 
 
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])

@@ -283,9 +283,8 @@ def scaled_frequencies(
 
 
 def _llama3(group: Fields, plain: Frequencies) -> Frequencies:
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    context = group.whole("original_max_position_embeddings", high=2**31 - 1)
-    return llama3_scaling(plain, *(group.real(name) for name in names), context)
+    factor, low, high = (group.real(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return llama3_scaling(plain, factor, low, high, group.whole("original_max_position_embeddings", high=2**31 - 1))
 
 
 def _yarn(group: Fields, plain: Frequencies, theta: float, max_positions: int) -> ScaledRope:

@@ -197,7 +197,7 @@ def _joined(weights: list[_Weight]) -> list[_Weight]:
         held = [weight for weight in weights if weight.key == key]
         values = whole([weight.piece for weight in held])
         for weight in held:
-            part = values[weight.piece.index]
+            part = values[weight.piece.place]
             if not np.array_equal(_bits(part), _bits(weight.values)):
                 raise WeightError(f"weight {quote(key)} is in two leaves of the model, and their values differ")
         same = all(weight.original is not None for weight in held)

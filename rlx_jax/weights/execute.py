@@ -294,7 +294,7 @@ class Piece(NamedTuple):
     sliced: Sliced | Strided | None = None
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def place(self) -> tuple[slice, ...]:
         """Where it stands in the stored tensor, as an index of NumPy."""
         if isinstance(self.sliced, Strided):
             return self.sliced.index

@@ -96,4 +96,5 @@ def decoded(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.nd
     nibbles = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
     with np.errstate(over="ignore"):
         wide = np.ldexp(NIBBLES[nibbles], scales.astype(np.int32)[..., None, None] - 127)
-    return wide.reshape(*scales.shape[:-1], -1).astype(BF16)
+    found: np.ndarray[Any, Any] = wide.reshape(*scales.shape[:-1], -1).astype(BF16)
+    return found
