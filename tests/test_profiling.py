@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructio
 from rlx_jax.runtime.block_times import IDLE, NOT_ATTRIBUTED, SMALL, BlockTime, BlockTimes, KernelTime, block_times
 from rlx_jax.runtime.tracing import MARK, Kernel, Trace, read_trace
 from tests import divided
+from tests.oracles import mtp_drafts
 
 HLO = """HloModule jit_function, is_scheduled=true
 
@@ -201,6 +203,15 @@ def test_a_draft_has_rows_of_its_own() -> None:
     times = lm.profile([[1, 2, 3]], 8, speculative=lm)
     paths = {row.path for row in times.rows if row.program.startswith("verify")}
     assert {"draft.layers.0.self_attn", "layers.0.self_attn", "sampler"} <= paths and whole(times)
+
+
+@pytest.mark.slow
+def test_programs_of_a_draft_are_told_apart(tmp_path: Path) -> None:
+    """Of a module of the checkpoint, whose programs are not the model's."""
+    lm = rlx.load(mtp_drafts.checkpoint(tmp_path / "mtp", 1, planted=4.0))
+    times = lm.profile([[1, 2, 3]], 6, speculative="mtp")
+    kinds = {row.program.partition(" of ")[0] for row in times.rows}
+    assert {"", "prefill", "verify", "draft: prefill"} <= kinds and whole(times)
 
 
 ENCODERS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import jax
 
 from rlx_jax.compiler.executable import RunsOthers
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, module_id
+from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.tracing import trace_of
@@ -17,7 +17,7 @@ from rlx_jax.runtime.tracing import trace_of
 
 def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
     """Time by block of `run`, which runs once before, so that everything is compiled, and then `runs` times traced.
-    `models`: those whose programs it runs.
+    `models`: the one that is asked, and others whose programs it runs: those that draft.
 
     Raises:
         RequestError, UnsupportedError: as `trace_of`. Others as `run`.
@@ -31,13 +31,17 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
     trace = trace_of(repeated)
     seen = {(kernel.program, kernel.module) for kernel in trace.kernels}
     found: dict[tuple[int, str], tuple[str, Mapping[str, Instruction]]] = {}
-    for key, executable in (entry for programs in models for entry in programs.executables.items()):
+    beside = [found.programs for model in models for found in model.beside.values()]
+    own, *drafting = dict.fromkeys((*models, *beside))
+    entries = [("", *entry) for entry in own.executables.items()]
+    entries += [(f"{DRAFTING}: ", *entry) for programs in drafting for entry in programs.executables.items()]
+    for role, key, executable in entries:
         for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
             name = (module_id(module.as_serialized_hlo_module_proto()), module.name)
             if name in seen:
                 others = key.around.beside().values() if isinstance(key.around, RunsOthers) else ()
                 paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *others)))
-                found[name] = key.text, instructions(executable.call.as_text() or "", paths)
+                found[name] = role + key.text, instructions(executable.call.as_text() or "", paths)
     return block_times(trace, found, runs, jax.default_backend())
 
 
