@@ -30,7 +30,7 @@ LATER = frozenset(
 
 LATER_VALUES = {
     "fusion.target": ("metal", "mlx", "wgpu"),
-    "precision.weights": ("int8", "int4"),
+    "precision.weights": ("i8", "int8", "i4", "int4"),
     "attention.implementation": ("pallas",),
 }
 """Values that are known and not supported."""

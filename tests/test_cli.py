@@ -467,6 +467,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     reader.join(60)
+    process.stdout.close()
     assert shown[0].count("> ") >= 4 and len(re.findall(r"answer 6 tokens, [\d.,]+/s; first text", shown[0])) >= 2
     assert "Traceback" not in shown[0]
     os.close(seen)

@@ -1051,9 +1051,15 @@ MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "a field": (lambda t: t.lm.stream([1], temprature=1.0), "CausalLM.stream.*did you mean 'temperature'"),
     "prefill": (lambda t: t.lm.prefill(IDS, max_length=9), "did you mean 'max_len'"),
-    "compile": (lambda t: rlx.compile(mlp(), W, profil="auto"), "compile.*did you mean 'profile'"),
+    "compile": (
+        lambda t: rlx.compile(mlp(), W, profil="auto"),  # type: ignore[call-arg]
+        "compile.*did you mean 'profile'",
+    ),
     "load": (lambda t: rlx.load(LLAMA, dtpye="f32"), "load.*did you mean 'dtype'"),
-    "a model": (lambda t: rlx.CausalLM(*tokens(), eos_id=1), "CausalLM.__init__.*did you mean 'eos_ids'"),
+    "a model": (
+        lambda t: rlx.CausalLM(*tokens(), eos_id=1),  # type: ignore[call-arg]
+        "CausalLM.__init__.*did you mean 'eos_ids'",
+    ),
     "embed": (lambda t: t.enc.embed(["a"], max_token=3), "Encoder.embed.*did you mean 'max_tokens'"),
     "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'$"),
 }

@@ -365,6 +365,6 @@ def test_misuse_is_a_graph_error(misuse: str) -> None:
 
 def test_a_profile_hook_takes_a_profile() -> None:
     with pytest.raises(errors.ProfileError, match="expected a CompileProfile"):
-        rlx.Llama32Flow(CONFIG).profile(3)
+        rlx.Llama32Flow(CONFIG).profile(3)  # type: ignore[arg-type]
     with pytest.raises(errors.ProfileError, match="no preset 'fast', and no file"):
         rlx.Llama32Flow(CONFIG).profile("fast")
