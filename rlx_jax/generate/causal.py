@@ -22,16 +22,8 @@ from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
 from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
 from rlx_jax.generate.request_inputs import request_inputs
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
-from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
-from rlx_jax.generate.scoring import (
-    Score,
-    check_scores,
-    perplexity_of,
-    perplexity_windows,
-    score_all,
-    score_sizes,
-    warm_scores,
-)
+from rlx_jax.generate.scored_texts import scored_tokens
+from rlx_jax.generate.scoring import perplexity_of, perplexity_windows, scores_of, warm_scores
 from rlx_jax.generate.serving import (
     asked_slots,
     check_samplers,
@@ -346,7 +338,7 @@ class CausalLM:
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._speaker, texts)
-        scores = self._scores(items)
+        scores = scores_of(self._speaker, items)
         return scores[0] if single else scores
 
     @suggests()
@@ -365,13 +357,7 @@ class CausalLM:
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
         """
         windows = perplexity_windows(self._speaker, text, stride, context)
-        return perplexity_of(windows, self._scores([window.tokens for window in windows]))
-
-    def _scores(self, items: Sequence[ScoredTokens]) -> list[Score]:
-        check_scores(self.model)
-        longest = max((item.width for item in items), default=1)
-        sizes = score_sizes(self.model.settings.target, self.buckets, self.max_positions, longest)
-        return score_all(self.model, items, sizes)
+        return perplexity_of(windows, scores_of(self._speaker, [window.tokens for window in windows]))
 
     # -- chat --------------------------------------------------------------------------------
 

@@ -213,6 +213,18 @@ def check_scores(model: CompiledModel) -> None:
     model.programs.any_template(model.name, "prefill")  # what is proved before one is derived
 
 
+def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> list[Score]:
+    """The score of each item, in order.
+
+    Raises:
+        RequestError, DeriveError: as `check_scores`. RecompileError: as `score_sizes`. NumericsError: as `score_all`.
+    """
+    check_scores(speaker.model)
+    longest = max((item.width for item in items), default=1)
+    target = speaker.model.settings.target
+    return score_all(speaker.model, items, score_sizes(target, speaker.buckets, speaker.max_positions, longest))
+
+
 def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockSizes) -> list[Score]:
     """The score of each item, in order.
 
