@@ -26,7 +26,7 @@ import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 SHAPES = {
-    "small": Sizes(layers=6, hidden=288, heads=6, kv_heads=6, head_dim=48, ffn=768, vocab=32000, theta=1e4),
+    "small": Sizes(layers=4, hidden=192, heads=4, kv_heads=4, head_dim=48, ffn=512, vocab=8192, theta=1e4),
     "tiny": Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, theta=1e4),
 }
 POSITIONS = 2048
