@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, as_line
 from rlx_jax.cli.terminal import in_bytes
-from rlx_jax.errors import ConfigError, DTypeError, WeightDTypeError, quote
+from rlx_jax.errors import ConfigError, DTypeError, RlxNumericsWarning, WeightDTypeError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.reading import WeightSource
@@ -81,7 +82,8 @@ def told(source: WeightSource, entry: Entry, session: Session, done: int, total:
 
     def values() -> Any:
         session.status("convert", done, total)
-        with np.errstate(over="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RlxNumericsWarning)  # what gets infinite is an error below
             array = entry.values()
         if is_float(array.dtype) and np.isinf(array).any() and not np.isinf(source.read(entry.key)).any():
             held = short_name(array.dtype)
