@@ -239,7 +239,13 @@ class GemmaDecodeLayerSpec:
     def of(
         style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6, use_custom_mask: bool = False
     ) -> GemmaDecodeLayerSpec:
-        """The decode form of the layer around `attention`."""
+        """The decode form of the layer around `attention`.
+
+        Raises:
+            GraphError: no layer of Gemma has what `attention` has.
+        """
+        if lost := [name for name in ("sinks_key", "gated", "n_rot") if getattr(attention, name)]:
+            raise GraphError(f"GemmaDecodeLayerSpec has no {', '.join(lost)}: make the layer with decoder_layer")
         return GemmaDecodeLayerSpec(
             style=style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,
             attention_bias=attention.biases is not None,
