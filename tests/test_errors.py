@@ -595,7 +595,13 @@ REQUESTS: dict[str, Row] = {
     "top_p": request(lambda t: rlx.Sampler(top_p=1.5), SamplingParamError, "top_p", "1.5"),
     "logits of NaN": request(
         lambda t: rlx.CausalLM(tokens()[0], {**tokens()[1], "h": np.full((11, 4), 3e38, np.float32)}).generate([[1]]),
-        NumericsError, "step 0", "rows [0]",
+        NumericsError, "not finite of prompts[0]", "behind 0 new tokens",
+    ),
+    "logits of NaN, of several answers": request(
+        lambda t: rlx.CausalLM(
+            tokens()[0], {**tokens()[1], "h": np.full((11, 4), 3e38, np.float32)},
+        ).generate([[1], [2]], n=2, temperature=1.0, seed=0),
+        NumericsError, "prompts[0] (answer 0), prompts[0] (answer 1), prompts[1] (answer 0)", "behind 0 new tokens",
     ),
     "lengths": request(lambda t: t.lm.logits(IDS, lengths=[1, 4]), SequenceLengthError, "lengths", "1 to 3", "[1, 4]"),
     "lengths of another batch": request(

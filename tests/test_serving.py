@@ -410,12 +410,12 @@ def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
     lm = copy.copy(plain)
     table = lm.model.params["model.embed_tokens.weight"].at[bad].set(np.nan)
     lm.model = lm.model.replace(params={**lm.model.params, "model.embed_tokens.weight": table})
-    with pytest.raises(errors.NumericsError, match=rf"rows \[0\], first at step {at};") as caught:
+    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first behind {at} new tokens;") as caught:
         lm.generate(PROMPTS, max_new_tokens=12)
     assert caught.value.rows == {0: at}
     assert caught.value.outputs == [want[0][:at], want[1], want[2]]
     pieces, stream = [], lm.stream(PROMPTS[0], max_new_tokens=12)
-    with pytest.raises(errors.NumericsError, match=rf"rows \[0\], first at step {at};") as caught:
+    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first behind {at} new tokens;") as caught:
         for piece in stream:
             pieces.append(piece)
     assert caught.value.outputs == [want[0][:at]] == [pieces]

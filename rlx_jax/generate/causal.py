@@ -290,7 +290,7 @@ class CausalLM:
         for _ in blocks(speaker, request, new):
             pass
         outputs = grouped(outputs_of(speaker, request, new, asked.texts is not None, logprobs), n)
-        new.check(outputs)
+        new.check(outputs, n)
         return outputs[0] if asked.single else outputs
 
     @suggests(*SAMPLING)

@@ -289,17 +289,20 @@ class NewTokens:
         self.failed.pop(row, None)
         self.ended.append(row)
 
-    def check(self, outputs: Sequence[Any]) -> None:
+    def check(self, outputs: Sequence[Any], n: int | None = None) -> None:
         """Raise the error for rows that failed, with what there is of all of them: `outputs`.
 
         Raises:
             NumericsError.
         """
         if self.failed:
+            answers = n or 1
+            which = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
+            more = f" and {len(which) - 8} more" if len(which) > 8 else ""
             raise NumericsError(
-                f"the logits, after logit_bias if any, are not finite in rows {[*self.failed][:8]}, first at "
-                f"step {min(self.failed.values())}; `outputs` of this error has what came before, and the "
-                "other rows whole",
+                f"the logits, after logit_bias if any, are not finite of {', '.join(which[:8])}{more}, first behind "
+                f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
+                "answers whole",
                 self.failed,
                 outputs,
             )
