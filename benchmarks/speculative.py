@@ -6,7 +6,8 @@
 All goes through `lm.generate`. Layers have random weights, and random weights copy nothing: the head's rows are those
 of the embedding in another order, so that the likeliest token follows from the last one, and a text never repeats.
 First figure: a step that reads k drafts, none of which hold, against a plain step. Second: prompts that hold the text
-to come, one token in ten wrong, as an edit would have them. Exits with 1 if a goal is missed.
+to come, one token in ten wrong, as an edit would have them. Third: the module of a Qwen 3.5 checkpoint, in the shape of
+the 0.8B model, whose weights are made so that it is right, and so that it never is. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from report import Goals, emit, interleaved, table
 
 import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
 
 WRONG = 0.1
 
@@ -51,6 +53,23 @@ SHAPES = {
         Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512), "f32", 64, 9, 49, None
     ),
 }  # fmt: skip
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Configs of Qwen 3.5 with a module for drafts, for each shape; the first has the published sizes, with a head of its
+own."""
 
 
 def followers(vocab: int) -> np.ndarray[Any, Any]:
@@ -79,9 +98,31 @@ def build(shape: Shape) -> rlx.CausalLM:
     return rlx.CausalLM(Llama32Flow(config), cast, profile=profile, max_positions=4096)
 
 
-def chains(shape: Shape, rows: int) -> np.ndarray[Any, Any]:
+def build_with_module(config: dict[str, Any], dtype: str, right: bool) -> rlx.CausalLM:
+    """A Qwen 3.5 that writes such texts. Its module reads the token that it is given, and is `right`, or the hidden
+    state alone, and says that token again."""
+    c = Qwen35Config.from_hf(config | {"model_type": "qwen3_5_text"})
+    rng, kind = np.random.default_rng(0), jnp.dtype("float32" if dtype == "f32" else "bfloat16")
+
+    def draw(key: str, size: tuple[int, ...]) -> Any:
+        norm = "norm" in key  # zero-centred: they multiply with 1 + w
+        return np.zeros(size, kind) if norm else (rng.standard_normal(size, np.float32) * np.float32(0.02)).astype(kind)
+
+    shapes = Qwen35Flow(c).shapes() | Qwen35MtpFlow(c).shapes()
+    weights = {key: draw(key, spec.shape) for key, spec in shapes.items()}
+    table = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = table[np.argsort(followers(len(table)))]
+    weights["model.embed_tokens.weight"] = table * kind.type(100)
+    halves = [np.eye(c.hidden_size, dtype=np.float32) * 10, np.zeros((c.hidden_size,) * 2, np.float32)]
+    weights["mtp.fc.weight"] = np.concatenate(halves if right else halves[::-1], 1).astype(kind)
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": dtype})
+    return rlx.CausalLM(Qwen35Flow(c), weights, profile=profile)
+
+
+def chains(shape: Shape, rows: int, vocab: int | None = None) -> np.ndarray[Any, Any]:
     """Texts as the model writes them `[rows, n]`, each from a place of its own."""
-    after, vocab = followers(shape.sizes.vocab), shape.sizes.vocab
+    vocab = vocab or shape.sizes.vocab
+    after = followers(vocab)
     text = np.empty((rows, shape.prompt + shape.long), np.int64)
     text[:, 0] = np.linspace(0, vocab, rows, endpoint=False).astype(int)
     for i in range(1, text.shape[1]):
@@ -104,8 +145,8 @@ def edited(shape: Shape, rows: int) -> list[list[int]]:
     return prompts
 
 
-def options(drafts: int) -> dict[str, Any]:
-    return {"speculative": "prompt", "draft_tokens": drafts} if drafts else {}
+def options(drafts: int, source: str) -> dict[str, Any]:
+    return {"speculative": source, "draft_tokens": drafts} if drafts else {}
 
 
 def step_times(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, float]:
@@ -128,8 +169,10 @@ def step_times(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...
     return ms
 
 
-def caller(lm: rlx.CausalLM, prompts: list[list[int]], new: int, drafts: int) -> Callable[[], Any]:
-    return lambda: lm.generate(prompts, max_new_tokens=new, **options(drafts))
+def caller(
+    lm: rlx.CausalLM, prompts: list[list[int]], new: int, drafts: int, source: str = "prompt"
+) -> Callable[[], Any]:
+    return lambda: lm.generate(prompts, max_new_tokens=new, **options(drafts, source))
 
 
 def copying(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, Any]:
@@ -158,6 +201,37 @@ def copying(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], 
     return figures
 
 
+def modules(shape: Shape, config: dict[str, Any], rows: int, counts: tuple[int, ...], rounds: int) -> list[list[str]]:
+    """Lines of a table: of a module that is right and of one that is not, by how many drafts a step reads, tokens a
+    second of whole calls, times as fast as plain, share of drafts that held, tokens a row and step, and the share of
+    tokens that are those of plain decoding."""
+    lines = []
+    for right in (True, False):
+        lm = build_with_module(config, shape.dtype, right)
+        prompts = chains(shape, rows, config["vocab_size"])[:, : shape.prompt].tolist()
+        calls = {str(k): caller(lm, prompts, shape.long, k, "mtp") for k in counts}
+        texts, held = {}, {}
+        for k in counts:
+            for _ in range(2):
+                texts[k] = np.array(calls[str(k)]())
+            found = lm.report().speculative if k else None
+            held[k] = (found.accepted / found.drafted, (shape.long - 1) / found.steps) if found else (1.0, 1.0)
+        times = interleaved(calls, rounds)
+        for k in counts:
+            rate = rows * shape.long / statistics.median(times[str(k)])
+            faster = statistics.median(a / b for a, b in zip(times["0"], times[str(k)], strict=True))
+            same = float((texts[k] == texts[0]).mean())
+            emit(
+                job=f"module, {rows} rows",
+                right=right,
+                drafts=k,
+                figures=[round(x, 3) for x in (rate, faster, *held[k], same)],
+            )
+            name = f"{rows} rows, {k} drafts, {'right' if right else 'wrong'}"
+            lines.append([name, f"{rate:,.0f}", f"{faster:.2f}", *(f"{x:.2f}" for x in held[k]), f"{same:.3f}"])
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="drafts from the text against plain decoding")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, which checks this script")
@@ -166,6 +240,9 @@ def main() -> None:
     shape, counts, goals = SHAPES["tiny" if args.tiny else "1b"], (0, 4, 8), Goals()
     rounds = 3 if args.tiny else args.rounds
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {shape.dtype}")
+    config, modelled = MODULES["tiny" if args.tiny else "1b"], list[list[str]]()
+    for rows in (1, 8):
+        modelled += modules(shape, config, rows, (0, 1, 2, 4), rounds)
     lm = build(shape)
     costs, copies = [], []
     for rows in (1, 8):
@@ -179,7 +256,8 @@ def main() -> None:
             copies.append([f"{rows} rows, {k} drafts", *line])
     print(table(["a step, nothing holds", "ms", "of a plain one"], costs), end="\n\n")
     head = ["a copied text, 1 in 10 edited", "tokens/s", "times plain", "drafts held", "tokens a step", "same", "goal"]
-    print(table(head, copies))
+    print(table(head, copies), end="\n\n")
+    print(table(["a module that drafts", *head[1:-1]], modelled))
     goals.exit()
 
 

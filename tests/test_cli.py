@@ -89,6 +89,8 @@ def test_drafts(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == CASE["text"] + "\n"
     assert cli.main([*words, "--draft-tokens", "3"]) == 1
     assert "draft_tokens=3 without speculative=" in capsys.readouterr().err
+    assert cli.main([*words, "--speculative", "mtp"]) == 1
+    assert "has no module that predicts several tokens" in capsys.readouterr().err
 
 
 def screen(written: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import errors
+from rlx_jax import cli, errors
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.asking import begin
 from rlx_jax.generate.drafting import draft_plan
@@ -100,10 +101,17 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     assert lm.report().compiles == compiled
 
 
+def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
+    """The embedding and the head; the model holds nothing of the module."""
+    plan: Any = draft_plan("mtp", DRAFTS, lm._speaker)
+    own, shared = lm.model.params, plan.params()
+    assert {k for k, a in shared.items() if own.get(k) is a} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert not any(key.startswith("mtp.") for key in own) and plan.model.programs.layout.types().keys() == shared.keys()
+
+
 @pytest.mark.slow
 def test_warmed_up(lm: Any, directory: Path) -> None:
-    """Behind it nothing compiles, with drafts or without, and the tokens are the same. What was not asked for before is
-    refused, the programs of the module too."""
+    """Behind it nothing compiles, with drafts or without, and the tokens are the same."""
     profile = rlx.CompileProfile().replace(buckets=TABLES | {"on_recompile": "error"})
     warm: Any = rlx.load(directory, profile=profile)
     warm.warmup(samplers=rlx.Sampler(), speculative="mtp", draft_tokens=DRAFTS)
@@ -113,10 +121,6 @@ def test_warmed_up(lm: Any, directory: Path) -> None:
     assert (warm.report().compiles, warm.report().recompiles) == (compiled, 0)
     with pytest.raises(errors.RecompileError, match="no verify program is compiled"):
         warm.generate(PROMPTS, NEW, speculative="mtp", draft_tokens=DRAFTS + 1)
-    late: Any = rlx.load(directory, profile=profile)
-    late.warmup(samplers=rlx.Sampler())
-    with pytest.raises(errors.RecompileError, match="no (verify|prefill) program is compiled"):
-        with_drafts(late)
 
 
 @pytest.mark.slow
@@ -156,6 +160,31 @@ def read_in_parts(lm: Any, texts: list[list[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_over_a_mesh(directory: Path, lm: Any) -> None:
+    """The module is divided as its model is: the same tokens by as many drafts."""
+    grid = np.array(jax.devices()[:4]).reshape(2, 2)
+    ours: Any = rlx.load(directory, mesh=jax.sharding.Mesh(grid, ("data", "tensor")))
+    assert with_drafts(ours) == with_drafts(lm)
+    assert ours.report().speculative == lm.report().speculative
+
+
+@pytest.mark.slow
+def test_in_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--speculative mtp`: the same text."""
+    speaks = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
+    vocab = read_config(speaks)["vocab_size"]
+    where = mtp_drafts.checkpoint(tmp_path / "m", 1, {"vocab_size": vocab}, planted=30.0)
+    for file in speaks.glob("tokenizer*.json"):
+        shutil.copy(file, where)
+    words = ["generate", str(where), "--prompt", "a", "--max-new-tokens", "9"]
+    texts = []
+    for more in ([], ["--speculative", "mtp", "--draft-tokens", "2"]):
+        assert cli.main([*words, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
+@pytest.mark.slow
 def test_a_module_that_is_right_is_always_right(tmp_path: Path) -> None:
     """Where it says what the model says, all drafts are kept; where it looks at the other half of what it reads, none
     nearly."""
@@ -172,9 +201,9 @@ def test_a_module_that_is_right_is_always_right(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_greedy_texts_of_many_weights(directory: Path, tmp_path: Path) -> None:
-    """Ten sets of random weights of the model, some with what the module was made for, 60 tokens of each prompt."""
+    """Six sets of random weights of the model, some with what the module was made for, 60 tokens of each prompt."""
     first, accepted = rlx.load(directory), 0
-    for seed in range(10):
+    for seed in range(6):
         own = first.model.params
         params = first.model.init(seed) if seed % 2 else {k: a * (1 + 0.01 * seed) for k, a in own.items()}
         lm: Any = rlx.CausalLM(first.model.replace(params=params))
@@ -182,15 +211,15 @@ def test_greedy_texts_of_many_weights(directory: Path, tmp_path: Path) -> None:
         assert lm.generate(PROMPTS, 60, speculative="mtp", draft_tokens=2) == want
         assert lm.generate(PROMPTS[:1], 60, speculative="mtp", draft_tokens=1) == want[:1]
         accepted += lm.report().speculative.accepted
-    assert accepted > 100
+    assert accepted > 60
 
 
 @pytest.mark.slow
 def test_drawn_texts_have_the_models_distribution(directory: Path) -> None:
     """Texts of three tokens, of which the last two are drafted, against the probabilities of the logits."""
-    lm, sampler, prompt, rows = rlx.load(directory), rlx.Sampler(temperature=4.0, top_k=3), PROMPTS[2], 5000
+    lm, sampler, prompt, rows = rlx.load(directory), rlx.Sampler(temperature=4.0, top_k=3), PROMPTS[2], 3000
     counts, accepted = np.zeros((37,) * 3), 0
-    for seed in range(6):
+    for seed in range(5):
         got = lm.generate([prompt] * rows, 3, sampler=sampler, seed=seed, speculative="mtp", draft_tokens=2)
         np.add.at(counts, tuple(np.array(got).T), 1)
         accepted += lm.report().speculative.accepted

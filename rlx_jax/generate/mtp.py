@@ -171,18 +171,16 @@ def mtp_plan(speaker: Speaker, tokens: int) -> MtpPlan:
     """The plan for the module of a model's own checkpoint, which is read when it is first asked for.
 
     Raises:
-        UnsupportedError: it has none, or is over a mesh. GraphError: what there is does not fit the model. Others, of
+        UnsupportedError: it has none. GraphError: what there is does not fit the model. Others, of
             weights that are missing or have another shape, as the family's recipe raises them.
     """
-    model, use = speaker.model, "use 'prompt' or another CausalLM"
+    model = speaker.model
     make = mtp_of(model.flow)
     if make is None:
         raise UnsupportedError(
             f"speculative='mtp': {model.name} has no module that predicts several tokens (MTP); only Qwen 3.5 has one "
-            f"here: {use}"
+            "here: use 'prompt' or another CausalLM"
         )
-    if model.programs.division is not None:
-        raise UnsupportedError(f"speculative='mtp': {model.name} is over a mesh; on one device it can: {use}")
     module = model_beside(model, make)
     check_module(module, model)
     return MtpPlan(module, tokens)
