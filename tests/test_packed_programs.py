@@ -13,7 +13,6 @@ from rlx_jax.errors import (
     WeightDTypeError,
     WeightShapeError,
 )
-from rlx_jax.ir.boxes import slices
 from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Dequantized,
@@ -95,10 +94,9 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
 
     assert list(stored_keys(program)) == list(stored_keys(declared)), "logical types"
     assert dict(packed_keys(program)) == {k: VALUES[k].scheme for k in keys_of(declared)}
-    for stored, piece, part in pieces(program, want):
-        whole = STORED[stored.key]
-        np.testing.assert_array_equal(piece, whole if part is None else whole[slices(part.place)])
-        assert stored.type.dtype == np.float32
+    for piece in pieces(program, want):
+        np.testing.assert_array_equal(piece.values, STORED[piece.key.key][piece.place])
+        assert piece.key.type.dtype == np.float32
 
 
 def test_join_decodes() -> None:
