@@ -19,6 +19,7 @@ from jax import lax
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
 from rlx_jax.ir.region import Repeat
@@ -136,6 +137,9 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         run = functools.partial(IMPLEMENTATIONS[choice.implementation], op)
     if isinstance(op, ExpertFfn) and op.roles and env.division is not None:
         return (over_devices(op, run, env.division, operands),)
+    if isinstance(op, TopK) and op.roles and env.division is not None:
+        rows = env.division.value(op.roles, operands[0].shape).spec
+        run = jax.shard_map(run, mesh=env.division.mesh, in_specs=rows, out_specs=(rows, rows))
     out = run(*operands)
     return out if isinstance(out, tuple) else (out,)
 

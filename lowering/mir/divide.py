@@ -10,6 +10,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Roles
@@ -25,6 +26,10 @@ def divide(graph: Graph, division: Division, types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(node.op, RopeTable):  # every device makes its own
             return b.add(node.op, *(b(Shard((None,) * b.type(v).rank), v) for v in inputs))
+        if isinstance(node.op, TopK):  # of each row where it is: XLA would bring all rows together
+            roles = list(of_dims(b.type(inputs[0])))
+            roles[node.op.axis] = None
+            return b.add(replace(node.op, roles=tuple(roles)), *inputs) if any(roles) else None
         if isinstance(node.op, ExpertFfn):  # each token is whole where its row is
             rows = of_dims(b.type(inputs[0]))[:-1]
             return (b(Shard((*rows, None)), b(replace(node.op, roles=rows), *inputs)),)

@@ -71,7 +71,8 @@ class Sort(Mir):
 class TopK(Mir):
     """The `k` largest entries along `axis`, or the smallest, the foremost first: values, and where they stand (int32).
 
-    Of equal entries the one that stands first comes first.
+    Of equal entries the one that stands first comes first. `roles` are what the other axes of x are
+    (`rlx_jax.ir.roles`), where a pass divided the program over a mesh.
     """
 
     traits = replace(REDUCTION, widens=False)
@@ -79,6 +80,7 @@ class TopK(Mir):
     k: int
     axis: int = -1
     largest: bool = True
+    roles: tuple[str | None, ...] = ()
 
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
