@@ -351,7 +351,12 @@ def test_a_device_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Parameters are put there."""
     models: list[Any] = []
     load = rlx.load
-    monkeypatch.setattr(rlx, "load", lambda *given, **named: models.append(load(*given, **named)) or models[0])
+
+    def kept(*given: Any, **named: Any) -> Any:
+        models.append(load(*given, **named))
+        return models[0]
+
+    monkeypatch.setattr(rlx, "load", kept)
     assert cli.main(["score", str(BASE), "It was", "--device", "cpu:3"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"-[\d.]+\t[\d.]+\tIt was", line)
@@ -404,7 +409,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert found["versions"]["jax"] == importlib.metadata.version("jax") and len(found["devices"]) == 8
     assert found["missing"]["train"] == []
     version = importlib.metadata.version
-    gone = {"optax": "no-such-package"}
+    gone: Any = {"optax": "no-such-package"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: version(gone.get(name, name)))
     assert cli.main(["doctor"]) == 0
     assert "extra train    missing optax: pip install 'rlx-jax[train]'" in capsys.readouterr().out
@@ -462,7 +467,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     want = f"{first}\n{second}\n{first}\n".encode()
     got = b""
     while len(got) < len(want):
-        part = process.stdout.read1()
+        part = os.read(process.stdout.fileno(), 4096)
         assert part, got
         got += part
     assert got == want
