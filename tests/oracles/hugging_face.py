@@ -464,6 +464,7 @@ def random_gemma(family: str, seed: int) -> Checkpoint:
         config |= {"rope_parameters": rope, "attn_logit_softcapping": draw.choice([None, 1.5, 6.0])}
         return Checkpoint("Gemma2ForCausalLM", config, seed=seed, **storage)
     config |= {"sliding_window_pattern": draw.choice([2, 3, 6])}
+    rope.pop("truncate", None)  # which this class does not read
     local = {"rope_theta": draw.choice([10000.0, 50.0]), "rope_type": "default"}
     config |= {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     return Checkpoint("Gemma3ForCausalLM", config, seed=seed, **storage)
