@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import MissingWeightError, WeightDTypeError, WeightShapeError, listing, quote
 from rlx_jax.flow import ModelRecipe
-from rlx_jax.ir.types import short_name
 from rlx_jax.weights.safetensors import close_names
-from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.source import WeightSource, short_name
 
 MAX_KEYS_BUILT = 4000
 """Weights of a flow that is built only to name a block in a message: a config with a thousand layers may be a lie."""
