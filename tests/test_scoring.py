@@ -149,7 +149,7 @@ def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-@pytest.mark.parametrize("positions", [1, 63, 64, 65, 512, 1024, 8192, 9000, 32768, 131072, 262144, None])
+@pytest.mark.parametrize("positions", [1, 63, 64, 65, 512, 1024, 2048, 4096, 8192, 9000, 32768, 131072, 262144, None])
 def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
     """And every text has one row of one call, in a block that there is, wide enough."""
     sizes = scoring.score_sizes(target, Buckets(), positions, positions or 100_000)

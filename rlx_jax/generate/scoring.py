@@ -37,7 +37,7 @@ AHEAD = 8
 """Calls whose results are not fetched yet."""
 AIM = "aim"
 """The input that has the token after each token."""
-SHORT, LONG = (64, 128, 256, 512, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
+SHORT, LONG = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
 """Widths of rows, for models of up to 8192 positions and for others."""
 ALONE = (64, 512)
 """Widths of programs of one row, beside those of full calls: for what is left over, and for a text alone."""
