@@ -177,13 +177,13 @@ FAULTS: dict[str, tuple[bytes, type[RlxError], str]] = {
     "out of bounds": (one(data_offsets=[0, 5]), SafetensorsError, "ends at 5, but the file has 4 bytes of data"),
     "cut short": (one(b"123"), SafetensorsError, "ends at 4, but the file has 3 bytes of data; a download"),
     # sizes against offsets
-    "too small": (one(shape=[2]), SafetensorsError, "shape [2] of float32 takes 8 bytes, data_offsets give 4"),
+    "too small": (one(shape=[2]), SafetensorsError, "shape [2] of f32 takes 8 bytes, data_offsets give 4"),
     "too small, later": (
         frame({"a": ENTRY, "b": entry("U8", [2], 4, 7)}, b"1234567"),
         SafetensorsError,
-        "tensor 'b': shape [2] of uint8 takes 2 bytes, data_offsets give 3",
+        "tensor 'b': shape [2] of u8 takes 2 bytes, data_offsets give 3",
     ),
-    "too large": (one(shape=[0]), SafetensorsError, "shape [0] of float32 takes 0 bytes, data_offsets give 4"),
+    "too large": (one(shape=[0]), SafetensorsError, "shape [0] of f32 takes 0 bytes, data_offsets give 4"),
     "wraps to 0": (one(b"", shape=[2**31 - 1] * 3, data_offsets=[0, 0]), LimitError, "elements, the limit is fewer"),
     "wraps modulo 2^64": (one(shape=[2**62 + 1]), LimitError, "dimension 4611686018427387905 is over the limit"),
     "dimension 2^31": (one(shape=[2**31]), LimitError, "dimension 2147483648 is over the limit of 2147483647"),

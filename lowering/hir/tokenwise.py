@@ -53,7 +53,7 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
     >>> token_wise(jax.nn.softmax, [x], "seq")
     Verdict(token_wise=True, reason='', out_axes=(1,))
     >>> token_wise(lambda x: x - x.sum(1, keepdims=True), [x], "seq").reason
-    "reduce_sum reduces over 'seq' (axis 1 of float32[batch,seq,64])"
+    "reduce_sum reduces over 'seq' (axis 1 of f32[batch,seq,64])"
     """
     symbol = _Dim(dim)
     leaves = jax.tree.leaves(list(avals))
@@ -188,7 +188,7 @@ class _Equation:
         self.where = next((aval for aval in places if dim.axes(aval)), None)
 
     def mixes(self, verb: str) -> _Mixed:
-        """`NAME VERB 'seq' (axis 1 of float32[batch,seq,64])`"""
+        """`NAME VERB 'seq' (axis 1 of f32[batch,seq,64])`"""
         place = _text(self.outputs[0])
         if self.where is not None:
             place = f"axis {self.dim.axes(self.where)[0]} of {_text(self.where)}"

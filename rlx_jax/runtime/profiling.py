@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from rlx_jax.compiler.executable import RunsOthers
+from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times
@@ -42,7 +43,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
                 others = key.around.beside().values() if isinstance(key.around, RunsOthers) else ()
                 paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *others)))
                 found[name] = role + key.text, instructions(executable.call.as_text() or "", paths)
-    return block_times(trace, found, runs, jax.default_backend())
+    return block_times(trace, found, runs, running_device().name)
 
 
 def check_runs(runs: Any) -> int:

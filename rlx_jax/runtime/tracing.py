@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, UnsupportedError
 from rlx_jax.ir.graph import first_line
 
@@ -74,7 +75,7 @@ def read_trace(data: Any) -> Trace:
             devices.add(stats.get("device_ordinal", 0))
     if not kernels:
         raise UnsupportedError(
-            f"profile: the trace of {jax.default_backend()} names no kernel of a compiled program; jax.profiler.trace "
+            f"profile: the trace of {running_device().name} names no kernel of a compiled program; jax.profiler.trace "
             "writes what there is, for xprof"
         )
     return Trace(start, end, len(devices), tuple(kernels))
