@@ -75,7 +75,7 @@ def test_what_is_no_mxfp4() -> None:
         {"_blocks": parts["_blocks"].astype(np.int32)},
     ):  # fmt: skip
         wrong = Mxfp4Source(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
-        with pytest.raises(errors.WeightShapeError, match=r"'w'.*MXFP4 is blocks uint8 \[E, out, in/32, 16\]"):
+        with pytest.raises(errors.WeightShapeError, match=r"'w'.*MXFP4 is blocks u8 \[E, out, in/32, 16\]"):
             wrong.spec("w")
     parts["_scales"][1, 1, 1], parts["_blocks"][1, 1, 1] = 255, 0x77
     with pytest.raises(errors.WeightError, match="'w'.*over the range of bf16"):

@@ -41,6 +41,7 @@ from rlx_jax.blocks import (
     GdnScan,
     GeluFfn,
     GemmaDecodeLayerSpec,
+    GemmaRmsNorm,
     GemmaStyle,
     LayerNorm,
     Linear,
@@ -57,6 +58,7 @@ from rlx_jax.blocks import (
     MaskKind,
     MoeFfn,
     MoeSpec,
+    MtpMerge,
     Named,
     Qwen3DecodeLayer,
     Qwen3DecodeLayerSpec,
@@ -305,6 +307,11 @@ CASES = {
         {"x": X, "ids": IDS},
         (GatherFromInput("ids", "e"), LmHead.separate("head", V, H)),
         {"e": (V, H), "head": (V, H)},
+    ),
+    "tokens beside hidden states": Case(
+        {"x": X, "hidden": 0.7 - X[:, ::-1]},
+        (MtpMerge(RmsNorm("e"), GemmaRmsNorm("h"), "fc"),),
+        {"e": (H,), "h": (H,), "fc": (H, 2 * H)},
     ),
     "a step along the tokens": Case(
         {"x": X},

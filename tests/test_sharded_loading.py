@@ -298,7 +298,7 @@ def test_a_box_is_checked_as_the_whole(recwarn: pytest.WarningsRecorder) -> None
     """Integers against the range of a narrower dtype, also behind other steps."""
     large = MappingSource({"ids": np.full((4, 2), 300, np.int32)})
     program = cast(Transposed(Key("ids", tensor_type((4, 2), "i32", "ids"))), np.dtype(np.int8))
-    with pytest.raises(WeightDTypeError, match="weight 'ids' .*: values 300 … 300 do not fit int8"):
+    with pytest.raises(WeightDTypeError, match="weight 'ids' .*: values 300 … 300 do not fit i8"):
         load(program, large, spread(P(None, "model")))
 
 

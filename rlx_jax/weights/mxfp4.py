@@ -11,6 +11,7 @@ import numpy as np
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.types import short_name
 from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.manifest import close
 
@@ -61,9 +62,9 @@ class Mxfp4Source:
         fits = len(shape) == 4 and shape[3] == SIZE // 2 and tuple(scales.shape) == shape[:3]
         if not fits or {np.dtype(blocks.dtype), np.dtype(scales.dtype)} != {np.dtype(np.uint8)}:
             raise WeightShapeError(
-                f"weight {quote(key)} ({self.where(key)}): MXFP4 is blocks uint8 [E, out, in/{SIZE}, {SIZE // 2}] and "
-                f"scales uint8 [E, out, in/{SIZE}], got {blocks.dtype} {list(shape)} and {scales.dtype} "
-                f"{list(scales.shape)}"
+                f"weight {quote(key)} ({self.where(key)}): MXFP4 is blocks u8 [E, out, in/{SIZE}, {SIZE // 2}] and "
+                f"scales u8 [E, out, in/{SIZE}], got {short_name(blocks.dtype)} {list(shape)} and "
+                f"{short_name(scales.dtype)} {list(scales.shape)}"
             )
         return jax.ShapeDtypeStruct((shape[0], shape[2] * SIZE, shape[1]), BF16)
 
