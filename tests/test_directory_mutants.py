@@ -214,7 +214,7 @@ def bench(kind: str, here: Path) -> tuple[Callable[[random.Random], bytes], Call
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutants(kind: str, tmp_path: Path) -> None:
-    run(kind, 50 if kind.endswith(SLIDING) else 150, seed_of("fixed"), *bench(kind, tmp_path))
+    run(kind, 30 if kind.endswith(SLIDING) else 80, seed_of("fixed"), *bench(kind, tmp_path))
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.soak)])

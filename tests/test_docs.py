@@ -25,13 +25,17 @@ ROOT = Path(__file__).parents[1]
 SLOW = {
     "adding-a-family",
     "devices",
+    "diffusion",
     "editing",
+    "embedding",
     "generation",
+    "performance",
     "programs",
     "recipes",
     "recurrence",
     "scoring",
     "training",
+    "vision",
 }  # they compile many programs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 HUB = "meta-llama/Llama-3.2-1B-Instruct"

@@ -85,7 +85,7 @@ def alone(ids: Any, added: Callable[[int], Any], causal: bool, window: int = 40)
 
 
 @pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in BIASES), ("alibi", 4)])
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
+@pytest.mark.parametrize("policy", ["direct", pytest.param("fusable", marks=pytest.mark.slow)])
 def test_a_model_that_generates(kind: str, window: int | None, policy: str) -> None:
     """Forward is the formula, and prefill and extend are forward, for rows of several lengths, in a ring too."""
     bias, added = BIASES[kind]
