@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.models.lora_files import open_adapter
 from tests.oracles import adapters, checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -179,6 +180,28 @@ def test_misuse_is_told(case: str) -> None:
         call()
 
 
+NAMES = {
+    "v_proj": 2,
+    "v.proj": 2,
+    "layers.1.self_attn.v_proj": 7,
+    "_proj": 7,
+    "^v_proj": 7,
+    "^model.layers.0.self.attn.v_proj": 2,
+}
+"""For these names in `alpha_pattern` layer 0's v_proj has alpha 2, as in PEFT's `get_pattern_key`, or keeps 7."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_alphas_are_matched_as_peft_matches_them(name: str, tmp_path: Path) -> None:
+    """The end of a path, behind a dot; a dot within is any character."""
+    directory = tmp_path / "adapter"
+    shutil.copytree(adapters.ADAPTER, directory)
+    config = json.loads((directory / CONFIG).read_text("utf-8"))
+    (directory / CONFIG).write_text(json.dumps(config | {"alpha_pattern": {name: 2}}), "utf-8")
+    sizes, _ = open_adapter(directory)
+    assert sizes.scales["model.layers.0.self_attn.v_proj"] == NAMES[name] / 3
+
+
 FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = {
     "dora": ({"use_dora": True}, lambda t: t, "'use_dora' is 'True'; it may change"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, lambda t: t, "modules_to_save"),
@@ -187,6 +210,7 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = 
     "a new field": ({"surprise": 1}, lambda t: t, "'surprise'"),
     "rank": ({"r": 4}, lambda t: t, "the rank is 4, and its tensors have 3"),
     "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
+    "no names": ({"rank_pattern": [3]}, lambda t: t, "'rank_pattern' is .*expected numbers by modules' names"),
     "embedding": (
         {},
         lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((2, 2), "f4")},

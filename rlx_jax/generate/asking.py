@@ -46,7 +46,7 @@ class Speaker:
             RequestError: there is none.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids to generate")
+            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids")
         return self.tokenizer
 
     def decode(self, ids: list[int]) -> str:

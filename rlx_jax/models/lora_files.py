@@ -93,7 +93,10 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
 def _pattern(fields: Fields, name: str) -> dict[str, float]:
     """Numbers by the names of modules, or the ends of names."""
     found: dict[str, float] = {}
-    for key, value in fields.raw(name, {}).items():
+    given = fields.raw(name, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{fields.where}: field {quote(name)} is {shown(given)}; expected numbers by modules' names")
+    for key, value in given.items():
         if not re.fullmatch(r"\^?[\w.-]+", key):
             raise UnsupportedError(
                 f"{fields.where}: {name}: {quote(key)} is a regular expression; expected a module's name"
@@ -103,9 +106,10 @@ def _pattern(fields: Fields, name: str) -> dict[str, float]:
 
 
 def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The number of a module: that of the first name that is its own or its end; with `^`, its own alone."""
+    """The number of a module: that of the first name that is its own or its end; with `^`, its own alone. PEFT takes
+    names for expressions, so that a dot is any character."""
     for key, value in pattern.items():
-        if module == key.removeprefix("^") or (module.endswith(f".{key}") and not key.startswith("^")):
+        if re.fullmatch(rf"(.*\.)?({key})", module):
             return value
     return default
 
