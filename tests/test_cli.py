@@ -317,6 +317,7 @@ def test_results_as_json(
         assert s["perplexity"] == pytest.approx(np.exp(-np.mean(s["log_probs"])), rel=1e-6)
     (pair,) = lines(capsys, "score", BASE, " was", "--context", "It")
     assert pair["tokens"] == list(lm.score(("It", " was")).tokens) and pair["context"] == "It"
+    assert lines(capsys, "score", BASE, "--context", "It", " was") == [pair]  # options may come first
 
 
 def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPL
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    args = parser().parse_args(arguments)
+    args = parsed(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
     try:
@@ -81,6 +81,21 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
     finally:
         status.clear()
     session.say()
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for; texts may stand before, between and behind options.
+
+    Before Python 3.13 argparse takes texts of the first place that may have some, which is right behind the directory.
+    """
+    top = parser()
+    args, rest = top.parse_known_args(arguments)
+    texts = [word for word in rest if hasattr(args, "text") and not word.startswith("-")]
+    if unknown := [word for word in rest if word not in texts]:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if texts:
+        args.text = [*args.text, *texts]
+    return args
 
 
 def parser() -> argparse.ArgumentParser:
