@@ -77,7 +77,10 @@ class SelectedBlocks(Generic[T]):
 def _numbers(by: Any) -> Constant:
     if isinstance(by, FlowValue):
         raise GraphError("scale: a value of a flow scales inside of it: wrap(lambda emit, x, inner: inner(x) * value)")
-    return constant(read_numbers(by, "scale"), np.float32)
+    factor = constant(read_numbers(by, "scale"), np.float32)
+    if not np.isfinite(factor.array).all():
+        raise GraphError("scale: the factor has numbers that are not finite")
+    return factor
 
 
 # -- what stands in the place of a block ---------------------------------------------------------

@@ -396,6 +396,8 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         np.testing.assert_array_equal(rounded.read(key), source.read(key).astype(ml_dtypes.bfloat16))
     assert json.loads((second / "config.json").read_text())["dtype"] == "bfloat16"
     assert rlx.load(second, dtype="f32").tokenizer is not None
+    assert cli.main(["convert", str(first), f"{first}/"]) == 1
+    assert "is the checkpoint that is read; write to another directory" in capsys.readouterr().err
     assert cli.main(["convert", str(first), str(second)]) == 1
     assert "TargetExistsError" in capsys.readouterr().err
     high = tmp_path / "high.safetensors"

@@ -247,6 +247,7 @@ MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
     "other width": (lambda f: f.at("two").replace(blocks.Custom(lambda emit, x: x[:, :3])), r"f32\[batch,3\]"),
     "taken": (lambda f: f.custom(other_output).at("two").capture(), "the flow has a side output 'two' already"),
     "no numbers": (lambda f: f.at("two").scale(object()), "scale: expected numbers"),
+    "not finite": (lambda f: f.at("two").scale([1.0, np.nan]), "numbers that are not finite"),
     "unknown input": (lambda f: f.at("two").scale("mask"), "no input 'mask' is declared"),
     "of": (lambda f: f.at("two").scale(2, of="outputs"), "of is 'output' or 'input', got 'outputs'"),  # type: ignore[arg-type]
     "heads": (lambda f: f.at("two").scale([1, 1, 1], heads=3), "not whole in 3 heads"),

@@ -62,6 +62,20 @@ def test_inits() -> None:
     np.testing.assert_array_equal(ramp, np.arange(54).reshape(9, 6))
 
 
+def test_of_no_weights_all_are_drawn() -> None:
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(lambda emit, x: x * emit.param("new", (8,), init="ones"))
+    nothing: list[dict[str, Any] | None] = [{}, None]
+    for weights in nothing:
+        assert rlx.compile(flow, weights, missing="init", key=0).report().initialised == ("new",)
+
+
+def test_one_axis_is_not_orthogonal() -> None:
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8))
+    flow = flow.custom(lambda emit, x: x * emit.param("new", (8,), init="orthogonal"))
+    with pytest.raises(errors.WeightShapeError, match=r"'orthogonal' is of 2 axes or more; the weight is \[8\]"):
+        rlx.compile(flow, {}, missing="init", key=0)
+
+
 @pytest.mark.slow
 def test_a_config_alone_is_a_random_model() -> None:
     """All weights are drawn, as `CompiledModel.init` draws them."""

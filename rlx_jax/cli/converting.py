@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, as_line
 from rlx_jax.cli.terminal import in_bytes
-from rlx_jax.errors import ConfigError, DTypeError, RlxNumericsWarning, WeightDTypeError, quote
+from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightDTypeError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.reading import WeightSource
@@ -31,6 +31,8 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write the checkpoint SRC into the new directory DST: the weights under the same keys, config and tokenizer beside
     them. A narrower dtype rounds. Tensors are read one by one, as they are written; orbax takes them together."""
     dtype = None if args.dtype is None else floating(args.dtype)
+    if os.path.realpath(args.source) == os.path.realpath(args.target):
+        raise RequestError(f"{quote(args.target)} is the checkpoint that is read; write to another directory")
     is_file = os.path.isfile(args.source)
     folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
     source = open_weights(args.source, revision=args.revision)

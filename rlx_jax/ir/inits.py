@@ -45,8 +45,10 @@ def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Arr
     """The weight, in the dtype that it is stored in.
 
     Raises:
-        WeightShapeError: the function made another shape.
+        WeightShapeError: the function made another shape, or the weight has one axis and is to be orthogonal.
     """
+    if init == "orthogonal" and len(stored.shape) < 2:
+        raise WeightShapeError(f"{where}: init 'orthogonal' is of 2 axes or more; the weight is {list(stored.shape)}")
     made = jnp.asarray((INITS[init] if isinstance(init, str) else init)(key, stored.shape, jnp.float32))
     if made.shape != stored.shape:
         raise WeightShapeError(f"{where}: its init made {list(made.shape)}; expected {list(stored.shape)}")

@@ -10,6 +10,7 @@ import jax
 
 from rlx_jax.errors import GraphError, RequestError, shown
 from rlx_jax.flow import ModelFlow
+from rlx_jax.ir.reading import shapes_only
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import random_key
@@ -38,12 +39,12 @@ def drawing(flow: Buildable) -> Buildable:
 
 
 def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
-    """The weights that a source has no numbers of, by key; none where there are no numbers at all, as those of the
-    whole model are drawn where they are to lie."""
+    """The weights that a source has no numbers of, by key; none where there is no source, or one of shapes alone: those
+    of the whole model are drawn where they are to lie."""
     found: dict[str, jax.Array] = {}
     for built in builts:
         lacking = {name for name in built.params if not has_numbers(built.source, name)} - set(found)
-        if lacking and len(lacking) < len(built.params):
+        if lacking and built.source is not None and not shapes_only(built.source):
             graph = expand_composites(built.hir, built.types)
             found |= initial_weights(graph, lacking, key, built.inits)
     return found

@@ -25,7 +25,10 @@ class BesideSource:
     def __init__(self, source: WeightSource, more: WeightSource) -> None:
         self.source, self.more = source, more
         if both := [key for key in more.keys() if source.has(key)]:
-            raise WeightError(f"weights that are added have keys that the others have already: {listing(both)}")
+            raise WeightError(
+                f"weights that are added have keys that the others have already: {listing(both)}; a checkpoint that "
+                "was saved with them needs the recipe without (no adapter=, no add_weights)"
+            )
 
     @property
     def shapes_only(self) -> bool:
