@@ -141,13 +141,13 @@ def test_random_graphs() -> None:
     assert not fuzz(80, 40, forms=1, same=True).rare(1, 0)
 
 
-@pytest.mark.slow
-def test_many_random_graphs(capsys: pytest.CaptureFixture[str]) -> None:
-    """1,100 graphs; each op, function and pass many times. Other graphs with RLX_FUZZ_SEED=new."""
-    seen = fuzz(850, 250, forms=2, same=os.environ.get("RLX_FUZZ_SEED") != "new")
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
+def test_many_random_graphs(capsys: pytest.CaptureFixture[str], times: int) -> None:
+    """550 graphs, or three times as many; each op, function and pass often. Others with RLX_FUZZ_SEED=new."""
+    seen = fuzz(425 * times, 125 * times, forms=2, same=os.environ.get("RLX_FUZZ_SEED") != "new")
     with capsys.disabled():
         print("\nops:", dict(seen.ops.most_common()), "\npasses:", dict(seen.fired))
-    assert not seen.rare(8, 3)
+    assert not seen.rare(4 * times, 1 * times)
 
 
 # -- what they found ---------------------------------------------------------------------------
