@@ -71,13 +71,18 @@ def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32
         raise StorageError(f"--output {quote(path)}: {getattr(cause, 'strerror', None) or cause}") from cause
 
 
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    """The model, and the texts that it reads."""
+    add_json(parser)
+    add_model(parser)
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+
+
 def embed_options(parser: argparse.ArgumentParser) -> None:
     """Of `embed`."""
     add_compute(parser)
     parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
-    add_json(parser)
-    add_model(parser)
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+    add_texts(parser)
 
 
 EMBED = Command("embed", "vectors of texts", embed_options, embed)
@@ -115,9 +120,7 @@ def score_options(parser: argparse.ArgumentParser) -> None:
     """Of `score`."""
     add_compute(parser)
     parser.add_argument("--context", metavar="TEXT", help="what stands before each text, and is not scored itself")
-    add_json(parser)
-    add_model(parser)
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+    add_texts(parser)
 
 
 SCORE = Command("score", "how likely a model finds texts", score_options, score)
