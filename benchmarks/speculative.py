@@ -175,60 +175,48 @@ def caller(
     return lambda: lm.generate(prompts, max_new_tokens=new, **options(drafts, source))
 
 
-def copying(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, Any]:
+def measured(
+    lm: rlx.CausalLM, prompts: list[list[int]], new: int, counts: tuple[int, ...], rounds: int, source: str
+) -> dict[int, tuple[float, ...]]:
     """By how many drafts a step reads: tokens a second of whole calls, times as fast as plain, share of drafts that
     held, tokens a row and step, and the share of tokens that are those of plain decoding."""
-    prompts = edited(shape, rows)
-    calls = {str(drafts): caller(lm, prompts, shape.long, drafts) for drafts in counts}
+    calls = {str(drafts): caller(lm, prompts, new, drafts, source) for drafts in counts}
     texts, held = {}, {}
     for drafts in counts:
         for _ in range(2):
             texts[drafts] = np.array(calls[str(drafts)]())
         found = lm.report().speculative if drafts else None
-        held[drafts] = (found.accepted / found.drafted, (shape.long - 1) / found.steps) if found else (1.0, 1.0)
+        held[drafts] = (found.accepted / found.drafted, (new - 1) / found.steps) if found else (1.0, 1.0)
     times = interleaved(calls, rounds)
-    plain = times["0"]
-    figures = {
+    return {
         drafts: (
-            rows * shape.long / statistics.median(times[str(drafts)]),
-            statistics.median(a / b for a, b in zip(plain, times[str(drafts)], strict=True)),
+            len(prompts) * new / statistics.median(times[str(drafts)]),
+            statistics.median(a / b for a, b in zip(times["0"], times[str(drafts)], strict=True)),
             *held[drafts],
             float((texts[drafts] == texts[0]).mean()),
         )
         for drafts in counts
     }
+
+
+def copying(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, Any]:
+    """`measured`, of drafts from the prompts."""
+    figures = measured(lm, edited(shape, rows), shape.long, counts, rounds, "prompt")
     emit(job=f"copy, {rows} rows", figures={str(k): [round(x, 3) for x in v] for k, v in figures.items()})
     return figures
 
 
 def modules(shape: Shape, config: dict[str, Any], rows: int, counts: tuple[int, ...], rounds: int) -> list[list[str]]:
-    """Lines of a table: of a module that is right and of one that is not, by how many drafts a step reads, tokens a
-    second of whole calls, times as fast as plain, share of drafts that held, tokens a row and step, and the share of
-    tokens that are those of plain decoding."""
+    """Lines of a table: `measured` of a module that is right and of one that is not."""
     lines = []
     for right in (True, False):
         lm = build_with_module(config, shape.dtype, right)
         prompts = chains(shape, rows, config["vocab_size"])[:, : shape.prompt].tolist()
-        calls = {str(k): caller(lm, prompts, shape.long, k, "mtp") for k in counts}
-        texts, held = {}, {}
-        for k in counts:
-            for _ in range(2):
-                texts[k] = np.array(calls[str(k)]())
-            found = lm.report().speculative if k else None
-            held[k] = (found.accepted / found.drafted, (shape.long - 1) / found.steps) if found else (1.0, 1.0)
-        times = interleaved(calls, rounds)
-        for k in counts:
-            rate = rows * shape.long / statistics.median(times[str(k)])
-            faster = statistics.median(a / b for a, b in zip(times["0"], times[str(k)], strict=True))
-            same = float((texts[k] == texts[0]).mean())
-            emit(
-                job=f"module, {rows} rows",
-                right=right,
-                drafts=k,
-                figures=[round(x, 3) for x in (rate, faster, *held[k], same)],
-            )
-            name = f"{rows} rows, {k} drafts, {'right' if right else 'wrong'}"
-            lines.append([name, f"{rate:,.0f}", f"{faster:.2f}", *(f"{x:.2f}" for x in held[k]), f"{same:.3f}"])
+        for drafts, found in measured(lm, prompts, shape.long, counts, rounds, "mtp").items():
+            emit(job=f"module, {rows} rows", right=right, drafts=drafts, figures=[round(x, 3) for x in found])
+            rate, faster, held, tokens, same = found
+            name = f"{rows} rows, {drafts} drafts, {'right' if right else 'wrong'}"
+            lines.append([name, f"{rate:,.0f}", f"{faster:.2f}", f"{held:.2f}", f"{tokens:.2f}", f"{same:.3f}"])
     return lines
 
 
