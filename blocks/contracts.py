@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Node
-from rlx_jax.ir.types import DimLike, TensorType, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # -- what a stage leaves -------------------------------------------------------------------------

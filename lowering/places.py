@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlx_jax.ir.graph import Graph, Node
-from rlx_jax.ir.types import path_text
+from rlx_jax.ir.paths import path_text
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Constant, constant
-from rlx_jax.ir.types import as_name, is_static, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import as_name, is_static
 from rlx_jax.trace.editing import BlockEdit, BlockWrapper, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
 from rlx_jax.trace.selecting import BlockPattern

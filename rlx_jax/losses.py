@@ -33,7 +33,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import TensorType, is_static, path_text, short_name, symbols_of
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import TensorType, is_static, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.heads import behind_product, head_operands

@@ -12,8 +12,9 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
+from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.reading import WeightSource
-from rlx_jax.ir.types import TensorType, bind_path, path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.profiles import CompileProfile
 

@@ -13,7 +13,7 @@ import rlx_jax as rlx
 from rlx_jax import GraphModule, blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, Repeat, RmsNorm, RopeTables, Sequence
 from rlx_jax.ir.graph import Graph, Leaf
-from rlx_jax.ir.types import path_text
+from rlx_jax.ir.paths import path_text
 
 H = 4
 X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)

@@ -29,7 +29,7 @@ from rlx_jax.errors import (
     UnexpectedWeightError,
     WeightShapeError,
 )
-from rlx_jax.ir.types import path_text
+from rlx_jax.ir.paths import path_text
 from rlx_jax.program import InputDecl
 from tests.opening import opened
 

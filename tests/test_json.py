@@ -22,7 +22,8 @@ from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
-from rlx_jax.ir.types import LayerIndex, as_dtype, tensor_type
+from rlx_jax.ir.paths import LayerIndex
+from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lower import expand_composites

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
-from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.slices import Asked, differing, dims_of, try_together
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function

@@ -24,9 +24,10 @@ from rlx_jax.errors import DeriveError, did_you_mean
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat, unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
-from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir import continued, packed
 from rlx_jax.lowering.hir.alone import try_slices, why_not_alone
 from rlx_jax.lowering.hir.explicit import Behind

@@ -20,9 +20,10 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, StateLeaf, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.attention import Overwrite
 from rlx_jax.ir.param import Roles
+from rlx_jax.ir.paths import Path
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.rewrite import rewrite
-from rlx_jax.ir.types import Path, TensorType, is_static, terms_of
+from rlx_jax.ir.types import TensorType, is_static, terms_of
 
 Keep = Callable[[Builder, Path, str, TensorType, Roles], tuple[StateLeaf, Value]]
 """How a leaf of the state is made: `Derivation.state`."""

@@ -17,8 +17,9 @@ from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
+from rlx_jax.ir.paths import Path
 from rlx_jax.ir.plugins import derive_rule
-from rlx_jax.ir.types import Path, TensorType, symbol
+from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import continued, packed
 from rlx_jax.lowering.hir.alone import prove
 from rlx_jax.lowering.hir.explicit import Behind

@@ -10,7 +10,8 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, Graph, Input, Node, Value
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Narrow, Reshape, Slice, Transpose
-from rlx_jax.ir.types import MAX_DIM, DimLike, is_float, is_static, path_text, symbol
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import MAX_DIM, DimLike, is_float, is_static, symbol
 from rlx_jax.lowering.hir.explicit import POSITION_IDS
 from rlx_jax.lowering.hir.packed import POSITIONS
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param
 from rlx_jax.ir.param import Padded, Program
-from rlx_jax.ir.types import LayerIndex, Path, TensorType, path_text
+from rlx_jax.ir.paths import LayerIndex, Path, path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.inspect.costs import Cost
 from rlx_jax.lowering.mir.dce import live
 

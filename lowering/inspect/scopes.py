@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Leaf
-from rlx_jax.ir.types import bind_path, path_text
+from rlx_jax.ir.paths import bind_path, path_text
 
 CONTAINERS = frozenset({"while", "conditional", "call"})
 """Instructions that run others: their time is that of the ones inside."""

@@ -17,7 +17,8 @@ from rlx_jax.device import Device
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.types import path_text, short_name
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any

@@ -22,8 +22,8 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack
+from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import bind_path, path_text
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 from rlx_jax.lowering.lir.experts import over_devices

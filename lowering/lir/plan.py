@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from rlx_jax.ir.graph import EVERY, Graph, StateRead
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import attentions
 from rlx_jax.lowering.lir.choices import XLA, Call, Choice, call_of
 from rlx_jax.lowering.lir.products import products

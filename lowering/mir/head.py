@@ -14,7 +14,8 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
-from rlx_jax.ir.types import TensorType, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.dce import dce
 
 OPERANDS = ("hidden", "weight", "bias")

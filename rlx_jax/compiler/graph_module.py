@@ -31,11 +31,12 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCach
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, keys_of, packed_keys, stored_keys
+from rlx_jax.ir.paths import Path, free_path, path_text
 from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
-from rlx_jax.ir.types import DimLike, Path, as_dim, as_name, as_names, device_dtype, free_path, path_text, tensor_type
+from rlx_jax.ir.types import DimLike, as_dim, as_name, as_names, device_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan

@@ -23,8 +23,9 @@ import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
 from rlx_jax.ir.param import Program, Roles
+from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
-from rlx_jax.ir.types import Path, TensorType, bind_path, check_elements, path_text
+from rlx_jax.ir.types import TensorType, check_elements
 
 T = TypeVar("T")
 

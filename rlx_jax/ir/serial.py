@@ -48,8 +48,9 @@ from rlx_jax.ir.graph import (
 )
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.token_scan import TokenScan
+from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, path_text, short_name, spelled, tensor_type
+from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, short_name, spelled, tensor_type
 
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16

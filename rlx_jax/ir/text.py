@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
 from rlx_jax.ir.param import Padded, Program, Stack, leaf_name
-from rlx_jax.ir.types import Path, TensorType, path_text
+from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.ir.types import TensorType
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlx_jax.errors import GraphError, NameCollisionError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
-from rlx_jax.ir.types import Path, path_text
+from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.selecting import BlockSelector

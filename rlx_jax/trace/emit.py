@@ -35,12 +35,12 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, 
 from rlx_jax.ir.inits import Init, check_init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast, stored_keys
+from rlx_jax.ir.paths import Path
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import (
     Dim,
     DimLike,
-    Path,
     TensorType,
     as_dtype,
     device_dtype,

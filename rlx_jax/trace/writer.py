@@ -31,7 +31,8 @@ from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, loc
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, as_dim, is_static, path_text
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, as_dim, is_static
 from rlx_jax.trace.checks import check_attributes, items_of
 from rlx_jax.trace.weight_part import WeightKey, WeightStack
 

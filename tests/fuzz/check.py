@@ -14,8 +14,8 @@ import numpy as np
 from rlx_jax.compiler.passes import PIPELINE, Job
 from rlx_jax.compiler.settings import plain
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.paths import bind_path
 from rlx_jax.ir.region import Repeat, roll
-from rlx_jax.ir.types import bind_path
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.hir.merge import merge_linears, merge_ropes
 from rlx_jax.lowering.lir.interpret import Env, interpret

@@ -41,9 +41,10 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, FullLike, Unary, W
 from rlx_jax.ir.ops.reduce import Reduce
 from rlx_jax.ir.ops.shape import Concat, Expand, Narrow, RepeatHeads, Reshape, Shard, Slice, SplitLast, Transpose
 from rlx_jax.ir.param import Key
+from rlx_jax.ir.paths import LayerIndex, Path
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import LayerIndex, Path, TensorType, as_dtype, is_float, is_static, symbol
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, is_static, symbol
 from tests.fuzz import meaning
 from tests.fuzz.meaning import Array, Feeds
 
