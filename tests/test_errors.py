@@ -648,6 +648,10 @@ REQUESTS: dict[str, Row] = {
         lambda t: t.enc.hidden_states(IDS, atention_mask=IDS), UnboundInputError, "'atention_mask'",
         "did you mean 'attention_mask'",
     ),
+    "an argument that is taken for an input": request(
+        lambda t: t.enc.hidden_states(IDS, lenghts=[3, 3]), UnboundInputError, "no input 'lenghts'",
+        "did you mean 'lengths'",
+    ),
 }  # fmt: skip
 
 CALLS: dict[str, Row] = {
@@ -1067,6 +1071,16 @@ MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
         "CausalLM.__init__.*did you mean 'eos_ids'",
     ),
     "embed": (lambda t: t.enc.embed(["a"], max_token=3), "Encoder.embed.*did you mean 'max_tokens'"),
+    "logits": (lambda t: t.lm.logits(IDS, lenght=[3, 3]), "CausalLM.logits.*did you mean 'lengths'"),
+    "extend": (lambda t: t.lm.extend(None, IDS, logit="last"), "CausalLM.extend.*did you mean 'logits'"),
+    "score": (lambda t: t.lm.score(text=["a"]), "CausalLM.score.*did you mean 'texts'"),
+    "perplexity": (lambda t: t.lm.perplexity("a", strides=3), "CausalLM.perplexity.*did you mean 'stride'"),
+    "time by block": (lambda t: t.enc.profile(["a"], max_token=3), "Encoder.profile.*did you mean 'max_tokens'"),
+    "its tokens": (lambda t: t.lm.profile([1], max_new_token=3), "CausalLM.generate.*did you mean 'max_new_tokens'"),
+    "images": (
+        lambda t: rlx.VisionEncoder.hidden_states(t.enc, pixel_value=X),  # type: ignore[call-arg]
+        "VisionEncoder.hidden_states.*did you mean 'pixel_values'",
+    ),
     "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'$"),
 }
 

@@ -107,6 +107,7 @@ class DualEncoder:
         """What compiling the tower of texts cost, and its last program's needs; `images.report()` is the other's."""
         return self.texts.report()
 
+    @suggests()
     def profile(self, texts: Any, images: Any) -> BlockTimes:
         """Time by block of `similarity(texts, images)`, which runs twice: the second time under `jax.profiler`."""
         return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))

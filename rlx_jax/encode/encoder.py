@@ -33,7 +33,7 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.block_times import BlockTimes
-from rlx_jax.runtime.inputs import as_host_array
+from rlx_jax.runtime.inputs import as_host_array, check_input_names
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.programs import ProgramKey
@@ -123,6 +123,7 @@ class Encoder:
         block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block.shape, low=1)
+        check_input_names(inputs, [d.name for d in self.model.flow.inputs], self.model.name, ["lengths"])
         inputs = {name: value for name, value in inputs.items() if value is not None}
         refuse_consumed({}, inputs)
         for name, value in inputs.items():
@@ -381,6 +382,7 @@ class Encoder:
             how = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(), embedding=how, request=self._read)
 
+    @suggests()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
         """Time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
         given = [*texts] if isinstance(texts, Iterator) else texts

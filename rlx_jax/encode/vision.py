@@ -71,6 +71,7 @@ class VisionEncoder:
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None
 
+    @suggests()
     def hidden_states(self, pixel_values: Any) -> jax.Array:
         """The last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
 
@@ -180,6 +181,7 @@ class VisionEncoder:
         """What compiling cost, and the last program's needs."""
         return replace(self.model.report(), request=self._read)
 
+    @suggests()
     def profile(self, images: Any) -> BlockTimes:
         """Time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
         given = [*images] if isinstance(images, Iterator) else images

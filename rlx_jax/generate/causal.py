@@ -132,6 +132,7 @@ class CausalLM:
 
     # -- programs ----------------------------------------------------------------------------
 
+    @suggests()
     def logits(
         self, tokens: Any, lengths: Any = None, attention_mask: Any = None, *, inputs: Inputs = None
     ) -> jax.Array:
@@ -179,6 +180,7 @@ class CausalLM:
         state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner, beside.given)
         return (out if logits == "last" else self._moved_back(out, starts)), state
 
+    @suggests()
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
     ) -> tuple[jax.Array, DecodeState]:
@@ -322,6 +324,7 @@ class CausalLM:
 
     # -- scores ------------------------------------------------------------------------------
 
+    @suggests()
     def score(self, texts: Any) -> Any:
         """How likely texts are: a `Score` for each, in order, or one for one; nothing is generated.
 

@@ -6,7 +6,7 @@ jax.Arrays and tracers are taken as they are (checking them would wait for the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,11 +42,8 @@ def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[s
     if len(args) > len(names):
         raise UnboundInputError(f"{flow}: takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
     given = dict(zip(names, args, strict=False))
+    check_input_names(named, names, flow)
     for name, value in named.items():
-        if name not in names:
-            raise UnboundInputError(
-                f"{flow}: has no input {quote(name)}; its inputs are {listing(names)}{did_you_mean(name, names)}"
-            )
         if name in given:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
         given[name] = value
@@ -55,6 +52,20 @@ def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[s
     if missing:
         raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
     return given
+
+
+def check_input_names(given: Iterable[str], names: Sequence[str], flow: str, beside: Sequence[str] = ()) -> None:
+    """What a call gives by name are inputs of the flow. `beside`: other arguments of the function, which may be meant.
+
+    Raises:
+        UnboundInputError: one is none, with a suggestion.
+    """
+    for name in given:
+        if name not in names:
+            raise UnboundInputError(
+                f"{flow}: has no input {quote(name)}; its inputs are {listing(names)}"
+                f"{did_you_mean(name, [*names, *beside])}"
+            )
 
 
 def host_value(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
