@@ -314,6 +314,12 @@ def one_line(text: str) -> str:
     return _printable(text).replace("\n", "\\n")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, with its type."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
 def number(value: int) -> str:
     """An integer as it may stand in a message. Python refuses to print one of thousands of digits.
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.ir.graph import Op, TypeCache, first_line
+from rlx_jax.errors import first_line
+from rlx_jax.ir.graph import Op, TypeCache
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function
 

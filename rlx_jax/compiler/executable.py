@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from rlx_jax.errors import GraphError, ProfileError, RlxWarning
-from rlx_jax.ir.graph import first_line
+from rlx_jax.errors import GraphError, ProfileError, RlxWarning, first_line
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
 from rlx_jax.lowering.lir.plan import Lir

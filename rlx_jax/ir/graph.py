@@ -1,4 +1,4 @@
-"""The graph that HIR and MIR share: nodes, values, the builder, shape inference and `rewrite`.
+"""The graph that HIR and MIR share: nodes, values, ops, the builder and its cache of types.
 
     graph  ::= inputs, nodes, outputs, writes
     node   ::= op(value, ...) : type, ...        origin = block path, label, pass
@@ -21,7 +21,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import numpy as np
 
-from rlx_jax.errors import ArityError, GraphError, RlxError, ShapeError
+from rlx_jax.errors import ArityError, GraphError, RlxError
+from rlx_jax.ir.inference import arity, misfit, types_of
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
@@ -400,34 +401,10 @@ class TypeCache:
         except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
-            raise _misfit(op, operands, error) from error
+            raise misfit(op.text(), operands, error) from error
         for result in results:
             check_elements(result.shape, op.text())
         return results
-
-
-READS_NUMBERS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
-def _misfit(op: Op, operands: tuple[TensorType, ...], error: Exception) -> GraphError:
-    """What jax raised while `op` was traced, as one of our errors."""
-    given, what = ", ".join(map(str, operands)), first_line(error)
-    if isinstance(error, READS_NUMBERS):
-        return GraphError(
-            f"{op.text()} on ({given}) branches on numbers or reads them, and there are none while the flow is "
-            f"traced: use jnp.where, jax.lax.cond or jax.lax.select. {what}"
-        )
-    if type(error).__name__ == "InconclusiveDimensionOperation" or "_DimExpr" in str(error):
-        return ShapeError(
-            f"{op.text()} on ({given}) branches on a symbolic size or counts with it, and one program serves every "
-            f"size: declare the input with a static size to specialise. {what}"
-        )
-    return ShapeError(f"{op.text()} does not fit operands ({given}): {what}")
 
 
 class Builder:
@@ -515,24 +492,3 @@ def located(origin: Origin) -> Iterator[None]:
 def as_values(result: Value | tuple[Value, ...]) -> tuple[Value, ...]:
     """One value or several, as a tuple."""
     return (result,) if isinstance(result, Value) else result
-
-
-def types_of(result: Any) -> tuple[TensorType, ...]:
-    """Tensor types of what `jax.eval_shape` returned: an array or a flat tuple or list of arrays."""
-    leaves = jax.tree.leaves(result)
-    return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
-
-
-def arity(fn: Callable[..., Any]) -> str:
-    """How many operands a function takes, in words."""
-    parameters = inspect.signature(fn).parameters.values()
-    least = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in parameters)
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return f"{least} or more"
-    return str(least) if least == len(parameters) else f"{least} to {len(parameters)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with its type."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

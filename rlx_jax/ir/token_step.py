@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from rlx_jax.errors import GraphError, RlxError, shown
+from rlx_jax.errors import GraphError, RlxError, first_line, shown
 from rlx_jax.ir.captured import is_consumed
-from rlx_jax.ir.graph import READS_NUMBERS, TypeCache, first_line
+from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir.inference import READS_NUMBERS
 from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 

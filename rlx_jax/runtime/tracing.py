@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import RequestError, UnsupportedError
-from rlx_jax.ir.graph import first_line
+from rlx_jax.errors import RequestError, UnsupportedError, first_line
 
 MARK = "rlx_jax.profile"
 """What stands in the trace around the run."""

@@ -26,12 +26,13 @@ from rlx_jax.errors import (
     WeightDTypeError,
     WeightShapeError,
     did_you_mean,
+    first_line,
     listing,
     quote,
     shown,
 )
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, first_line, located
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
 from rlx_jax.ir.inits import Init, check_init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast, stored_keys

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, shown
+from rlx_jax.errors import DTypeError, GraphError, first_line, shown
 from rlx_jax.ir.captured import MAX_CAPTURED, is_consumed
-from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant, first_line, types_of
+from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
+from rlx_jax.ir.inference import types_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.traits import Types, product_traits
 from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_whole, short_name
