@@ -10,7 +10,8 @@ from rlx_jax.errors import GraphError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.param import Parts, stored_keys
+from rlx_jax.ir.param import Parts
+from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 

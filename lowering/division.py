@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlx_jax.errors import UnsupportedError, listing
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph
-from rlx_jax.ir.param import Program, Role, Roles, Stack, leaf_name
+from rlx_jax.ir.param import Program, Role, Roles, Stack
+from rlx_jax.ir.param_keys import leaf_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.roles import of_dims, of_program
 from rlx_jax.ir.types import DimLike, TensorType, is_static

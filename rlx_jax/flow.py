@@ -36,7 +36,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
-from rlx_jax.ir.param import keys_of
+from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params

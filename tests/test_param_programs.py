@@ -27,12 +27,11 @@ from rlx_jax.ir.param import (
     Strided,
     Transposed,
     cast,
-    leaf_name,
-    narrows,
     padded,
     sliced,
     strided,
 )
+from rlx_jax.ir.param_keys import leaf_name, narrows
 from rlx_jax.ir.reading import read_from
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.lir.layout import layout_of

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
-from rlx_jax.ir.param import Stack, leaf_name
+from rlx_jax.ir.param import Stack
+from rlx_jax.ir.param_keys import leaf_name
 from rlx_jax.ir.traits import nothing
 
 ALIGNMENT = 64

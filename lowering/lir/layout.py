@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Param
-from rlx_jax.ir.param import Program, Stack, leaf_name, stored_keys
+from rlx_jax.ir.param import Program, Stack
+from rlx_jax.ir.param_keys import leaf_name, stored_keys
 from rlx_jax.ir.types import TensorType, short_name
 
 

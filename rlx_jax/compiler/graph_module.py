@@ -30,7 +30,8 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast, keys_of, packed_keys, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast
+from rlx_jax.ir.param_keys import keys_of, packed_keys, stored_keys
 from rlx_jax.ir.paths import Path, free_path, path_text
 from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params

@@ -395,34 +395,6 @@ Stored = Key | Sliced | Strided | Dequantized | Cut
 Program = Stored | Transposed | Permuted | Reshaped | Cast | Joined | Stack | Zeros | Padded
 
 
-def stored_keys(program: Program) -> Iterator[Key]:
-    """The stored tensors a program reads, in order. Of a packed one the type is the logical one."""
-    if isinstance(program, Dequantized):
-        program = program.logical
-    if isinstance(program, Key):
-        yield program
-    for part in program.parts:
-        yield from stored_keys(part)
-
-
-def keys_of(program: Program) -> Iterator[str]:
-    """The checkpoint keys a program reads, in order."""
-    return (stored.key for stored in stored_keys(program))
-
-
-def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
-    """The packed tensors a program reads, in order: the key and the scheme of each."""
-    if isinstance(program, Dequantized):
-        yield from ((key, program.scheme) for key in keys_of(program))
-    for part in program.parts:
-        yield from packed_keys(part)
-
-
-def narrows(program: Program) -> bool:
-    """Whether running `program` may lose bits of a float."""
-    return program.lossy or any(narrows(part) for part in program.parts)
-
-
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
     """`program` in `dtype`; casts that undo each other's widening collapse.
 
@@ -513,14 +485,3 @@ def _slices(program: Program) -> Iterator[Sliced]:
 def _is_whole(key: Key, cuts: Sequence[Sliced]) -> bool:
     """Whether parts of keys have all of `key` among them, none of it twice."""
     return side_by_side(key.type.shape, [cut.place for cut in cuts if cut.stored == key]) is not None
-
-
-def leaf_name(program: Program) -> str:
-    """The printed name of a leaf: `model.layers.{0..3}.self_attn.{q,k,v}_proj.weight`. Never parsed.
-
-    >>> from rlx_jax.ir.types import tensor_type
-    >>> t = tensor_type((2, 2), "f32", "doc")
-    >>> leaf_name(Joined((Key("a.q_proj.weight", t), Key("a.k_proj.weight", t)), 0))
-    'a.{q,k}_proj.weight'
-    """
-    return program.name(*map(leaf_name, program.parts))

@@ -35,7 +35,8 @@ from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
 from rlx_jax.ir.inits import Init, check_init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
+from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.ir.paths import Path
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, quote
-from rlx_jax.ir.param import keys_of
+from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.selecting import BlockPattern
 
