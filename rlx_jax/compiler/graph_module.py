@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import NoneType
 from typing import Any
 
 import jax
 
+from rlx_jax.compiler import module_json
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
-from rlx_jax.compiler.settings import plain
-from rlx_jax.errors import (
-    ArtifactFormatError,
-    DanglingRefError,
-    GraphError,
-    LevelError,
-    NameCollisionError,
-    VersionMismatchError,
-    did_you_mean,
-    quote,
-    shown,
-)
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.compiler.settings import FUSION_POLICIES, plain
+from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, did_you_mean, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Roles, cast
-from rlx_jax.ir.param_keys import keys_of, packed_keys, stored_keys
+from rlx_jax.ir.param import Dequantized, Key, Roles, cast
+from rlx_jax.ir.param_keys import key_kinds, keys_of
 from rlx_jax.ir.paths import Path, free_path, path_text
 from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params
-from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import DimLike, as_dim, as_name, as_names, device_dtype, tensor_type
 from rlx_jax.ir.verify import verify
@@ -48,9 +35,6 @@ from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.emit import input_type
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 from rlx_jax.weights.source import open_weights
-
-POLICIES = ("direct", "fusable")
-FORMAT, VERSION = "rlx_jax.graph", 1
 
 
 @dataclass(eq=False)
@@ -164,9 +148,9 @@ class GraphModule(Builders[Value]):
             stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, where))
         else:
             stored = as_stored(name, PackedSpec(sizes, dtype, packed), where)
-        declared = dict(_kinds(stored))[name]
+        declared = dict(key_kinds(stored))[name]
         for node in self.builder.nodes:
-            for key, kind in _kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
+            for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
                 if key == name and kind != declared:
                     raise NameCollisionError(f"{where} is {kind} and {declared}")
         program = cast(stored, device_dtype(stored.type.dtype))
@@ -276,8 +260,8 @@ class GraphModule(Builders[Value]):
         """
         if self.stage != GraphStage.HIR:
             raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
-        if policy not in POLICIES:
-            raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(POLICIES)}")
+        if policy not in FUSION_POLICIES:
+            raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(FUSION_POLICIES)}")
         self.policy = policy
         return self
 
@@ -438,9 +422,7 @@ class GraphModule(Builders[Value]):
         Raises:
             UnsupportedError: it calls a Python function of the user (`emit.jax`); the message names the block.
         """
-        plan = None if self.plan is None else encode(self.plan)
-        head = {"format": FORMAT, "version": VERSION, "level": str(self.stage), "policy": self.policy, "plan": plan}
-        return json.dumps(head | {"graph": encode_graph(self.finish())}, ensure_ascii=False, allow_nan=False)
+        return module_json.written(self.finish(), self.stage, self.policy, self.plan)
 
     @staticmethod
     def from_json(text: str | bytes) -> GraphModule:
@@ -450,22 +432,8 @@ class GraphModule(Builders[Value]):
             ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
             VersionMismatchError: written by another version of the format.
         """
-        if not isinstance(text, str | bytes):
-            raise ArtifactFormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
-        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-        data = parse_object(raw, "graph JSON", ArtifactFormatError)
-        one_of("graph JSON: format", data.get("format"), (FORMAT,))
-        if data.get("version") != VERSION or isinstance(data["version"], bool):
-            found = shown(data.get("version"))
-            raise VersionMismatchError(
-                f"graph JSON: version is {found}; this release reads version {VERSION}, a number"
-            )
-        head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
-        stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
-        policy = one_of("graph JSON: policy", head["policy"], POLICIES)
-        plan = decode(Plan if stage == GraphStage.LIR else NoneType, head["plan"], "plan")
-        types = TypeCache()
-        return GraphModule.of(decode_graph(head["graph"], types), stage, types, policy, plan)
+        read = module_json.read(text)
+        return GraphModule.of(read.graph, read.stage, read.types, read.policy, read.plan)
 
     # -- as a flow ---------------------------------------------------------------------------
 
@@ -497,13 +465,6 @@ class GraphModule(Builders[Value]):
             self.name, graph, source, profile, types, self, tuple(keys), left, stage=stage, plan=self.plan,
             captured=captured or Captured(),
         )  # fmt: skip
-
-
-def _kinds(program: Program) -> Iterator[tuple[str, str]]:
-    """The keys that a program reads, and in words what each is."""
-    packed = dict(packed_keys(program))
-    for stored in stored_keys(program):
-        yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Pre
 from rlx_jax.profiles.check import field_types
 from rlx_jax.program import Buildable, Built
 
+FUSION_POLICIES = ("direct", "fusable")
+"""How blocks become tensor ops: by the better rule of an op where there is one, or by its own expansion."""
+
 CLEANING = ("cse", "constant_folding", "dce")
 """The passes that the profile's table `passes` switches."""
 

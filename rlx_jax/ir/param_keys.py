@@ -30,6 +30,13 @@ def packed_keys(program: Program) -> Iterator[tuple[str, str]]:
         yield from packed_keys(part)
 
 
+def key_kinds(program: Program) -> Iterator[tuple[str, str]]:
+    """The keys that a program reads, and in words what each is: `f32[8,4]`, and how it is packed."""
+    packed = dict(packed_keys(program))
+    for stored in stored_keys(program):
+        yield stored.key, f"{stored.type} packed as {packed[stored.key]}" if stored.key in packed else str(stored.type)
+
+
 def narrows(program: Program) -> bool:
     """Whether running `program` may lose bits of a float."""
     return program.lossy or any(narrows(part) for part in program.parts)
