@@ -21,7 +21,8 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compiling import compile_together
-from rlx_jax.runtime.programs import ProgramKey, open_programs
+from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.programs import ProgramKey
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.test_ring import VOCAB as RING_VOCAB

@@ -25,7 +25,7 @@ from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained, open_pretrained
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import open_programs
+from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
 from rlx_jax.text.tokenizer import load_tokenizer

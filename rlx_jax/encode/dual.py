@@ -19,8 +19,8 @@ from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
-from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.padding import bucket, padded_to
 from rlx_jax.text.tokenizer import Tokenizer

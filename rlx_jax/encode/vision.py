@@ -23,8 +23,8 @@ from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
-from rlx_jax.runtime.programs import open_programs
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import check_untouched, primary
 from rlx_jax.text.padding import bucket

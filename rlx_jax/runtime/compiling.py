@@ -18,7 +18,8 @@ from rlx_jax.ir.reading import shapes_only
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import Programs, open_programs
+from rlx_jax.runtime.opening import open_programs
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.execute import load_leaves
 
 

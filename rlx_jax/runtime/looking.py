@@ -34,7 +34,15 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
 
 
 def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
-    """Every program that is kept, what took longest to compile first."""
+    """Every program that is kept, of flows beside the model's too, what took longest to compile first."""
+    found = _own_programs(programs, len(programs.flows) > 1)
+    for other in programs.beside.values():
+        found += _own_programs(other.programs, True)
+    return tuple(sorted(found, key=lambda r: (-r.seconds, r.program)))
+
+
+def _own_programs(programs: Programs, named: bool) -> list[ProgramReport]:
+    """Those of its own flows, with the flow's name where they are `named`."""
     reports: list[ProgramReport] = []
     counted: set[ProgramKey] = set()  # programs of other sizes share what is made before there are sizes
     for key, made in programs.executables.items():
@@ -44,7 +52,7 @@ def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
         needs, memory = made.needs, cast(Any, made.call.memory_analysis())
         reports.append(
             ProgramReport(
-                key.text if len(programs.flows) == 1 else f"{key.flow}: {key.text}",
+                f"{key.flow}: {key.text}" if named else key.text,
                 prove=shared.get("derive", 0.0) + seconds["prove"],
                 lower=sum(s for name, s in shared.items() if name != "derive") + seconds["plan"],
                 trace=seconds["trace"],
@@ -56,7 +64,7 @@ def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:
                 cache_bytes=state_bytes(template, key),
             )
         )
-    return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
+    return reports
 
 
 def state_bytes(template: Template, key: ProgramKey | None) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from rlx_jax.compiler.effects import warn_without_effect
 from rlx_jax.compiler.executable import (
     Around,
     Arrays,
@@ -29,34 +27,27 @@ from rlx_jax.compiler.executable import (
     guarded,
     on_device,
 )
-from rlx_jax.compiler.meshes import divide_model
-from rlx_jax.compiler.pipeline import Template, facts_of, make_function, make_lir, make_template
-from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
+from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template
+from rlx_jax.compiler.settings import Settings, choose_settings, divided
 from rlx_jax.errors import (
-    GraphError,
-    ProfileError,
     RecompileError,
     RequestError,
     RlxWarning,
-    UnexpectedWeightError,
     UnsupportedError,
     listing,
     quote,
-    shown,
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.reading import WeightSource
-from rlx_jax.lowering.division import Division, check_divides
-from rlx_jax.lowering.lir.layout import Layout, layout_of
+from rlx_jax.lowering.division import Division
+from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
-from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.program import Buildable, Built, Weights
-from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.heads import with_hidden
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
 from rlx_jax.runtime.state import EmptyState
-from rlx_jax.weights.beside import with_drawn
 
 
 @dataclass(frozen=True)
@@ -392,163 +383,6 @@ class Programs:
         self.surprises.append(what)
 
 
-def open_programs(
-    flows: Sequence[Any],
-    weights: Weights,
-    profile: ProfileLike | None,
-    strict: bool,
-    merge: bool,
-    program: str = "forward",
-    progress: Progress | None = None,
-    max_positions: int | None = None,
-    serves: tuple[str, ...] = (),
-    mesh: Any = None,
-    missing: str = "error",
-    key: Any = None,
-) -> Programs:
-    """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
-
-    `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
-    `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
-    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`. `missing`, `key`: see `compile`.
-
-    Raises:
-        GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
-        ProfileError: the flows' own profiles say different things.
-    """
-    profile = None if profile is None else CompileProfile.of(profile)
-    if not isinstance(strict, bool):
-        raise RequestError(f"strict is {shown(strict)}; expected True or False")
-    if progress is not None and not callable(progress):
-        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
-    seed = check_missing(missing, key)
-    named = by_name([as_flow(flow) if seed is None else drawing(as_flow(flow)) for flow in flows])
-    builds: dict[str, tuple[Built, float]] = {}
-    for name, flow in named.items():
-        start = time.perf_counter()
-        with paused_gc():
-            built = flow.build(weights)
-        builds[name] = built, time.perf_counter() - start
-        weights = built.source if weights is not None else None  # opened once
-    fresh: dict[str, jax.Array] = {}
-    if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
-        drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
-        builds = {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}
-    source = check_sources([built for built, _ in builds.values()], strict)
-    settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
-    division = divide_model(mesh, [built for built, _ in builds.values()], settings, program, serves)
-    settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
-    first = program if program in ("train", "explicit") else "forward"
-    templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
-    layout = layout_of([t.hir for t in templates.values()], settings.scan)
-    if len(named) > 1 and settings.merge and layout.repeated():
-        # Merged in one flow and not in another, a weight would be stored twice.
-        settings = replace(settings, merge=False)
-        templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
-        layout = layout_of([t.hir for t in templates.values()], settings.scan)
-    if division is not None:
-        check_divides(division, layout.leaves.values())
-    captured = {name: built.captured for name, (built, _) in builds.items()}
-    programs = Programs(named, source, settings, layout, captured, progress)
-    programs.opened = merge, program
-    programs.initialised = tuple(fresh)
-    warn_without_effect(
-        [
-            facts_of(t, choose_profile(t.built, profile), settings, serves or (program,), bool(serves))
-            for t in templates.values()
-            if t.built.plan is None
-        ]
-    )
-    for name, flow in named.items():
-        check_inputs(settings.donate_inputs, flow)
-        programs.builds.put((name, frozenset()), builds[name])
-        programs.templates.put(ProgramKey(name, first), templates[name])
-    return programs
-
-
 def named_function(function: Callable[..., Any]) -> str:
     """The name of a function, or of what is called as one."""
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:
-    """Flows by name.
-
-    Raises:
-        GraphError: none, or two of one name.
-    """
-    named = {flow.name: flow for flow in flows}
-    if not named or len(named) < len(flows):
-        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flows])}")
-    return named
-
-
-def one_settings(found: Mapping[str, Settings]) -> Settings:
-    """The settings of all flows.
-
-    Raises:
-        ProfileError: they differ; the fields are named.
-    """
-    (name, first), *others = found.items()
-    for other, settings in others:
-        differ = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(first, f.name)]
-        if differ:
-            raise ProfileError(
-                f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
-                "profile="
-            )
-    return first
-
-
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
-    """No garbage collection inside: a build allocates thousands of small objects that all live on, and looking
-    at them again and again takes a third of the time of a deep model."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def as_flow(flow: Any) -> Buildable:
-    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built."""
-    if isinstance(flow, Buildable):
-        return flow
-    if isinstance(getattr(flow, "programs", None), Programs):
-        raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
-    if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
-        raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
-    if callable(getattr(flow, "assemble", None)):
-        return as_flow(flow.assemble())
-    if callable(flow):
-        return as_flow(flow())
-    raise GraphError(f"compile takes a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}")
-
-
-def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
-    """Where all flows read their weights. Every key of it is read by one of them, or left on purpose.
-
-    Raises:
-        GraphError: more than one place.
-        UnexpectedWeightError: lists keys that nothing reads; a warning if not `strict`.
-    """
-    name, source = ", ".join(b.name for b in builts), builts[0].source
-    if any(b.source is not source for b in builts):
-        raise GraphError(f"{name}: flows of one model read the same weights; pass weights=")
-    if source is None:
-        return None
-    read = {key for b in builts for key in b.keys_read}
-    left = [key for b in builts for key in b.left_keys]
-    unread = [
-        key for key in source.keys()
-        if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
-    ]  # fmt: skip
-    if unread:
-        message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
-        if strict:
-            raise UnexpectedWeightError(f"{message}; check the flow, or pass strict=False")
-        warnings.warn(message, RlxWarning, stacklevel=2)
-    return source

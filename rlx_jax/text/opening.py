@@ -23,7 +23,7 @@ from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import open_programs
+from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.requests import whole_number
 from rlx_jax.text.tokenizer import Tokenizer
 

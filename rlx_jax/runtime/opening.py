@@ -1,0 +1,204 @@
+"""What a model's programs are opened with: its flows built once, one profile, one layout of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from rlx_jax.compiler.effects import warn_without_effect
+from rlx_jax.compiler.executable import Progress
+from rlx_jax.compiler.meshes import divide_model
+from rlx_jax.compiler.pipeline import Template, facts_of, make_template
+from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
+from rlx_jax.errors import GraphError, ProfileError, RequestError, RlxWarning, UnexpectedWeightError, listing, shown
+from rlx_jax.ir.reading import WeightSource
+from rlx_jax.lowering.division import check_divides
+from rlx_jax.lowering.lir.layout import Layout, layout_of
+from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.program import Buildable, Built, Weights
+from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
+from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.weights.beside import with_drawn
+
+
+def open_programs(
+    flows: Sequence[Any],
+    weights: Weights,
+    profile: ProfileLike | None,
+    strict: bool,
+    merge: bool,
+    program: str = "forward",
+    progress: Progress | None = None,
+    max_positions: int | None = None,
+    serves: tuple[str, ...] = (),
+    mesh: Any = None,
+    missing: str = "error",
+    key: Any = None,
+) -> Programs:
+    """Build each flow once, resolve the profile and choose one layout for all. Reads shapes, no data.
+
+    `program` decides how layers run and are stored; every program of the model shares it, and takes no more than
+    `max_positions` tokens. `serves`: the programs of a model that takes requests of every size; else calls run
+    `program` alone. `mesh`: the devices that it is divided over, see `divide_model`. `missing`, `key`: see `compile`.
+
+    Raises:
+        GraphError: two flows of one name, or no flow at all, or flows that read their weights from different places.
+        ProfileError: the flows' own profiles say different things.
+    """
+    profile = None if profile is None else CompileProfile.of(profile)
+    if not isinstance(strict, bool):
+        raise RequestError(f"strict is {shown(strict)}; expected True or False")
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
+    seed = check_missing(missing, key)
+    named = by_name([as_flow(flow) if seed is None else drawing(as_flow(flow)) for flow in flows])
+    builds = build_flows(named, weights)
+    fresh: dict[str, jax.Array] = {}
+    if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
+        drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
+        builds = {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}
+    builts = [built for built, _ in builds.values()]
+    source = check_sources(builts, strict)
+    settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
+    division = divide_model(mesh, builts, settings, program, serves)
+    settings = replace(settings if division is None else divided(settings, division), max_positions=max_positions)
+    plan = plan_layout(builds, settings, program if program in ("train", "explicit") else "forward")
+    if division is not None:
+        check_divides(division, plan.layout.leaves.values())
+    captured = {name: built.captured for name, (built, _) in builds.items()}
+    programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
+    programs.opened = merge, program
+    programs.initialised = tuple(fresh)
+    warn_without_effect(
+        [
+            facts_of(t, choose_profile(t.built, profile), plan.settings, serves or (program,), bool(serves))
+            for t in plan.templates.values()
+            if t.built.plan is None
+        ]
+    )
+    for name, flow in named.items():
+        check_inputs(plan.settings.donate_inputs, flow)
+        programs.builds.put((name, frozenset()), builds[name])
+        programs.templates.put(ProgramKey(name, plan.first), plan.templates[name])
+    return programs
+
+
+def build_flows(named: Mapping[str, Buildable], weights: Weights) -> dict[str, tuple[Built, float]]:
+    """Each flow built, with the seconds that it took; the weights are opened once."""
+    builds: dict[str, tuple[Built, float]] = {}
+    for name, flow in named.items():
+        start = time.perf_counter()
+        with paused_gc():
+            built = flow.build(weights)
+        builds[name] = built, time.perf_counter() - start
+        weights = built.source if weights is not None else None
+    return builds
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """The layout that all flows share, with the settings that it goes by and each flow's program `first`."""
+
+    settings: Settings
+    layout: Layout
+    first: str
+    templates: Mapping[str, Template]
+
+
+def plan_layout(builds: Mapping[str, tuple[Built, float]], settings: Settings, first: str) -> LayoutPlan:
+    """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not."""
+    templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
+    layout = layout_of([t.hir for t in templates.values()], settings.scan)
+    if len(builds) > 1 and settings.merge and layout.repeated():
+        return plan_layout(builds, replace(settings, merge=False), first)
+    return LayoutPlan(settings, layout, first, templates)
+
+
+def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:
+    """Flows by name.
+
+    Raises:
+        GraphError: none, or two of one name.
+    """
+    named = {flow.name: flow for flow in flows}
+    if not named or len(named) < len(flows):
+        raise GraphError(f"flows of one model have names of their own; got {listing([f.name for f in flows])}")
+    return named
+
+
+def one_settings(found: Mapping[str, Settings]) -> Settings:
+    """The settings of all flows.
+
+    Raises:
+        ProfileError: they differ; the fields are named.
+    """
+    (name, first), *others = found.items()
+    for other, settings in others:
+        differ = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(first, f.name)]
+        if differ:
+            raise ProfileError(
+                f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
+                "profile="
+            )
+    return first
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """No garbage collection inside: a build allocates thousands of small objects that all live on, and looking
+    at them again and again takes a third of the time of a deep model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def as_flow(flow: Any) -> Buildable:
+    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built."""
+    if isinstance(flow, Buildable):
+        return flow
+    if isinstance(getattr(flow, "programs", None), Programs):
+        raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
+    if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
+        raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
+    if callable(getattr(flow, "assemble", None)):
+        return as_flow(flow.assemble())
+    if callable(flow):
+        return as_flow(flow())
+    raise GraphError(f"compile takes a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}")
+
+
+def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
+    """Where all flows read their weights. Every key of it is read by one of them, or left on purpose.
+
+    Raises:
+        GraphError: more than one place.
+        UnexpectedWeightError: lists keys that nothing reads; a warning if not `strict`.
+    """
+    name, source = ", ".join(b.name for b in builts), builts[0].source
+    if any(b.source is not source for b in builts):
+        raise GraphError(f"{name}: flows of one model read the same weights; pass weights=")
+    if source is None:
+        return None
+    read = {key for b in builts for key in b.keys_read}
+    left = [key for b in builts for key in b.left_keys]
+    unread = [
+        key for key in source.keys()
+        if key not in read and not any(key == k or (k.endswith(".") and key.startswith(k)) for k in left)
+    ]  # fmt: skip
+    if unread:
+        message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
+        if strict:
+            raise UnexpectedWeightError(f"{message}; check the flow, or pass strict=False")
+        warnings.warn(message, RlxWarning, stacklevel=2)
+    return source
