@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,11 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.ir.types import short_name
+
+
+def is_traced(arrays: Iterable[Any]) -> bool:
+    """Whether one of them is traced, by `jax.grad`, `jax.jit` or the like."""
+    return any(isinstance(a, jax.core.Tracer) for a in arrays)
 
 
 def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = None) -> None:

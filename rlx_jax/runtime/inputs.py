@@ -68,6 +68,19 @@ def check_input_names(given: Iterable[str], names: Sequence[str], flow: str, bes
             )
 
 
+def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
+    """`host_value`; what only describes an array, a `ShapeDtypeStruct`, as it is.
+
+    Raises:
+        DTypeError: it is of another dtype. Others: as `host_value`.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        if value.dtype != declared.dtype:
+            raise DTypeError(f"input {name}: expected {declared}, got {short_name(value.dtype)}")
+        return value
+    return host_value(name, value, declared, rows)
+
+
 def host_value(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
     """One input as an array of its declared dtype. `rows`: the table that integer ids index.
 

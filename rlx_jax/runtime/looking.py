@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
-from rlx_jax.compiler.pipeline import Template
+import jax
+
+from rlx_jax.compiler.executable import Arrays
+from rlx_jax.compiler.pipeline import Template, make_function, make_plan
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.errors import GraphError
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
 from rlx_jax.lowering.inspect.text import dump_lir
+from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.runtime.report import ProgramReport, Report, mesh_facts
 
@@ -31,6 +35,15 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
             f"inputs: text({level!r}, x)"
         )
     return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
+
+
+def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
+    """A program with symbolic sizes as JAX traces it; `params` are shapes."""
+    mir = template.mir
+    lir = Lir(mir, make_plan(programs.settings))
+    state = {name: t.spec for name, t in template.state.items()}
+    inputs = {i.input: i.type.spec for i in mir.inputs}
+    return jax.make_jaxpr(make_function(lir, programs.layout))(params, state, inputs)
 
 
 def programs_of(programs: Programs) -> tuple[ProgramReport, ...]:

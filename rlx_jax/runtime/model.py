@@ -1,9 +1,9 @@
-"""`rlx_jax.compile` and what it returns."""
+"""`CompiledModel`: what `rlx_jax.compile` returns. It checks a call, finds the program for its sizes, and runs it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,10 @@ import jax
 
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
-from rlx_jax.compiler.pipeline import Template, make_function, make_plan, text_after
+from rlx_jax.compiler.pipeline import Template, text_after
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.device import check_fits, check_space, out_of_memory
 from rlx_jax.errors import (
-    DTypeError,
     GraphError,
     MissingWeightError,
     RequestError,
@@ -26,16 +25,14 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import DimLike, TensorType, as_dim, bound, short_name
+from rlx_jax.ir.types import DimLike, as_dim, bound
 from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.inspect.outline import Outline
-from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.program import Buildable, InputDecl
-from rlx_jax.runtime.arguments import check_leaves, check_params, refuse_consumed, refuse_shared
+from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import (
     as_row,
@@ -44,12 +41,12 @@ from rlx_jax.runtime.inputs import (
     check_length,
     check_new_tokens,
     check_rows,
-    host_value,
     random_key,
+    value_or_spec,
 )
-from rlx_jax.runtime.looking import report_of, text_of
+from rlx_jax.runtime.looking import jaxpr_of, report_of, text_of
 from rlx_jax.runtime.placing import at_home, own_mesh
-from rlx_jax.runtime.profiling import check_runs, profile_run
+from rlx_jax.runtime.profiling import check_runs, profile_calls
 from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
 from rlx_jax.runtime.report import Report
 from rlx_jax.runtime.state import (
@@ -57,10 +54,9 @@ from rlx_jax.runtime.state import (
     FromEmpty,
     State,
     as_state,
-    check_empty,
     check_room,
-    check_state,
     empty_state,
+    given_state,
 )
 from rlx_jax.weights.execute import by_key
 from rlx_jax.weights.initial import initial_params
@@ -260,13 +256,13 @@ class CompiledModel:
         declared = {i.input: i.type for i in template.mir.inputs}
         bounds = template.bounds
         one_row = {d.name for d in known if d.rows_optional}
-        values = {n: _value(n, given[n], t, bounds) for n, t in declared.items()}
+        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n)) for n, t in declared.items()}
         values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == declared[n].rank - 1}
         values = at_home(values, self.programs.division)
         sizes = bind_sizes(declared, values, flow.name)
         check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
         check_rows(values, bounds, sizes)
-        arrays = self._state_arrays(template.state, state, sizes)
+        arrays = given_state(self.program, template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:
             low = 1 if self.program == "prefill" else 0
             check_new_tokens(values["lengths"], sizes["seq"], low, sizes.get("context"))
@@ -283,21 +279,6 @@ class CompiledModel:
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
         return (*known, *(InputDecl(i.input, i.type) for i in added), *optional)
-
-    def _state_arrays(self, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]) -> StateArrays:
-        """The state's arrays, checked against the program; their sizes are added to the binding."""
-        if bool(types) != (state is not None):
-            raise GraphError(f"program {self.program} {'needs' if types else 'takes no'} state=; see init_state")
-        if state is None:
-            return {}
-        if not isinstance(state, State):
-            raise GraphError(f"state= is what init_state or an earlier call returned, got {type(state).__name__}")
-        state.check_alive()
-        arrays = state.arrays()
-        check_state(arrays, types, sizes)
-        if self.program == "prefill":
-            check_empty(state.length)
-        return arrays
 
     @property
     def flow(self) -> Buildable:
@@ -487,17 +468,10 @@ class CompiledModel:
         elif inputs or named:
             self.lower(*inputs, **named)
         if level == "jaxpr":
-            return str(self._jaxpr())
+            return str(jaxpr_of(self.programs, template, self.param_specs()))
         if self.last is None:
             raise GraphError(f"text({level!r}) needs sizes: call the model first, or give inputs: text({level!r}, x)")
         return text_of(self.programs, self.last, level)
-
-    def _jaxpr(self) -> Any:
-        mir = self._template().mir
-        lir = Lir(mir, make_plan(self.settings))
-        state = {k: t.spec for k, t in self._template().state.items()}
-        inputs = {i.input: i.type.spec for i in mir.inputs}
-        return jax.make_jaxpr(make_function(lir, self.programs.layout))(self.param_specs(), state, inputs)
 
     def outline(self) -> Outline:
         """The table of its blocks, which `print(model)` prints and a notebook shows: path, what leaves it, parameters,
@@ -547,29 +521,9 @@ class CompiledModel:
             RequestError: a trace is being taken already, or `runs` is no number over 0. UnsupportedError: this device's
             traces name no kernels. Others as a call.
         """
-        count = check_runs(runs)
         self.refuse_traced()
-        consumed = self.settings.donate_inputs
-
-        def fresh(name: str, value: Any) -> Any:
-            return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
-
         given = bind_names(self.inputs, inputs, named, self.flow.name)
-        copies = [
-            ({name: fresh(name, value) for name, value in given.items()}, None if state is None else state.copy())
-            for _ in range(count + 1)
-        ]
-
-        def run() -> Any:
-            values, held = copies.pop()
-            return self(**values) if held is None else self(**values, state=held)
-
-        return profile_run([self.programs], run, count)
-
-
-def is_traced(arrays: Iterable[Any]) -> bool:
-    """Whether one of them is traced, by `jax.grad`, `jax.jit` or the like."""
-    return any(isinstance(a, jax.core.Tracer) for a in arrays)
+        return profile_calls(self.programs, self, given, state, check_runs(runs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -588,12 +542,3 @@ class BoundProgram:
         self.model.refuse_traced()
         run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
         return run(self.key, self.model.require_params("generation"), state, inputs)
-
-
-def _value(name: str, value: Any, declared: TensorType, bounds: Bounds) -> Any:
-    """A host value checked; tracers and shapes as they are."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        if value.dtype != declared.dtype:
-            raise DTypeError(f"input {name}: expected {declared}, got {short_name(value.dtype)}")
-        return value
-    return host_value(name, value, declared, bounds.ids.get(name))

@@ -13,6 +13,7 @@ from rlx_jax.errors import RequestError, shown
 from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.state import State
 from rlx_jax.runtime.tracing import trace_of
 
 
@@ -44,6 +45,32 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
                 paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *others)))
                 found[name] = role + key.text, instructions(executable.call.as_text() or "", paths)
     return block_times(trace, found, runs, running_device().name)
+
+
+def profile_calls(
+    programs: Programs, call: Callable[..., Any], given: Mapping[str, Any], state: State | None, runs: int
+) -> BlockTimes:
+    """Time by block of `call(**given)`, with `state=` where there is one. Each of the calls gets copies of its own of
+    what it consumes.
+
+    Raises:
+        RequestError, UnsupportedError: as `trace_of`. Others as a call.
+    """
+    consumed = programs.settings.donate_inputs
+
+    def fresh(name: str, value: Any) -> Any:
+        return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
+
+    copies = [
+        ({name: fresh(name, value) for name, value in given.items()}, None if state is None else state.copy())
+        for _ in range(runs + 1)
+    ]
+
+    def run() -> Any:
+        values, held = copies.pop()
+        return call(**values) if held is None else call(**values, state=held)
+
+    return profile_run([programs], run, runs)
 
 
 def check_runs(runs: Any) -> int:

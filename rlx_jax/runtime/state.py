@@ -124,6 +124,29 @@ def as_state(arrays: StateArrays) -> State:
     return State(arrays.get(LENGTH), {k: v for k, v in arrays.items() if k != LENGTH})
 
 
+def given_state(
+    program: str, types: Mapping[str, TensorType], state: State | None, sizes: dict[str, int]
+) -> StateArrays:
+    """The arrays of the state that a call of `program` brings, checked; their sizes are added to `sizes`.
+
+    Raises:
+        GraphError: the program takes none, or one that is not given. SessionStateError, BatchMismatchError: it does not
+            fit.
+    """
+    if bool(types) != (state is not None):
+        raise GraphError(f"program {program} {'needs' if types else 'takes no'} state=; see init_state")
+    if state is None:
+        return {}
+    if not isinstance(state, State):
+        raise GraphError(f"state= is what init_state or an earlier call returned, got {type(state).__name__}")
+    state.check_alive()
+    arrays = state.arrays()
+    check_state(arrays, types, sizes)
+    if program == "prefill":
+        check_empty(state.length)
+    return arrays
+
+
 def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dict[str, int]) -> None:
     """A state has the leaves of its program; their sizes are added to `sizes`.
 
