@@ -57,7 +57,8 @@ class Hub:
     """Repositories by name, each with its files; `revisions` of all lead to `COMMIT`.
 
     `faults` answer requests whose path ends so, `token` is what private repositories want, `asked` what was asked for:
-    method, path and the header of authorization.
+    method, path and the header of authorization. `ranges` and `sent`: by path, what parts were asked for, and how many
+    bytes went out.
     """
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -66,6 +67,8 @@ class Hub:
     token: str | None = None
     endpoint: str = ""
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    ranges: dict[str, list[str]] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, directory: Path) -> None:
         """A repository with the files of a directory."""
@@ -93,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         token = self.headers.get("authorization")
         self.hub.asked.append((self.command, path, token))
+        inside = path.partition("/resolve/")[2].partition("/")[2]
+        self.hub.ranges.setdefault(inside, []).append(self.headers.get("Range", ""))
         content, headers, refusal = self.look_up(path)
         for ending, fault in self.hub.faults.items():
             if path.endswith(ending):
@@ -136,9 +141,12 @@ class Handler(BaseHTTPRequestHandler):
         """The bytes, or the rest of them from where a range begins."""
         asked = self.headers.get("Range", "")
         if status == 200 and asked:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
-            headers = headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-            content, status = content[start:], 206
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), int(last or len(content) - 1)
+            headers = headers | {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
+            content, status = content[start : end + 1], 206
+        inside = urllib.parse.unquote(self.path).partition("/resolve/")[2].partition("/")[2]
+        self.hub.sent[inside] = self.hub.sent.get(inside, 0) + len(content)
         self.begin(status, headers | {"Content-Length": str(len(content))})
         if self.command != "HEAD":
             self.wfile.write(content)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rlx_jax.errors import (
     UnsupportedError,
     WeightError,
 )
+from rlx_jax.io import transfer
 from rlx_jax.io.folder import open_folder
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, serving, sharded
@@ -87,6 +90,33 @@ def test_what_the_family_needs(server: Hub, tmp_path: Path, kind: str) -> None:
     assert [path for _, path, _ in server.asked[asked:]] == ["/api/models/org/m/revision/main"]
     rlx.load("org/m", revision=COMMIT)
     assert len(server.asked) == asked + 1
+
+
+def header_of(content: bytes) -> int:
+    """The bytes of a safetensors file before its data."""
+    return 8 + int.from_bytes(content[:8], "little")
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_inspect_reads_headers(server: Hub, capsys: pytest.CaptureFixture[str], shards: bool) -> None:
+    """Of each file of weights eight bytes and the header; and it says of a model of the Hub what it says of a copy."""
+    if shards:
+        server.files["org/m"] = sharded(LLAMA)
+    files = {name: data for name, data in server.files["org/m"].items() if name.endswith(".safetensors")}
+    needs = [] if shards else ["--batch", "2"]
+    assert cli.main(["inspect", "org/m", *needs, "--json"]) == 0
+    told = capsys.readouterr().out
+    for name, content in files.items():
+        end = header_of(content)
+        assert server.ranges[name] == ["bytes=0-7", f"bytes=8-{end - 1}"] and server.sent[name] == end < len(content)
+    whole = set(server.fetched()) - set(files)
+    assert whole == {*TEXT_FILES, *([INDEX] if shards else [])}
+    assert cli.main(["inspect", str(LLAMA), *needs, "--json"]) == 0
+    assert capsys.readouterr().out == told
+    open_folder("org/m").bring_all(files)
+    asked = len(server.asked)
+    assert cli.main(["inspect", "org/m", *needs, "--json"]) == 0  # what is in the cache is read there
+    assert capsys.readouterr().out == told and len(server.asked) == asked + 1
 
 
 def test_every_opener(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +182,35 @@ def test_what_is_here_wins(server: Hub, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="no such file or directory"):
         rlx.open_weights("org/x")  # as a step of a run would be: org is a directory here
     assert len(server.asked) == asked
+
+
+def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at a time, and no more than `AT_ONCE`; progress is one line for all of them."""
+    names = [f"model-{i}.safetensors" for i in range(5)]
+    server.files["org/m"] = {name: bytes([i]) * 100_000 for i, name in enumerate(names)}
+    running, most, lock = [0], [0], threading.Lock()
+    meeting = threading.Barrier(2, timeout=20)
+
+    def slow(handler: Handler, content: bytes) -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        if handler.path.endswith(("model-0.safetensors", "model-1.safetensors")):
+            meeting.wait()  # one after the other they would wait for ever
+        time.sleep(0.05)
+        with lock:
+            running[0] -= 1
+        handler.send(content, {})
+
+    monkeypatch.setattr(transfer, "AT_ONCE", 3)
+    server.faults[".safetensors"] = slow
+    told: list[tuple[str, int, int]] = []
+    folder = open_folder("org/m", progress=lambda what, done, total: told.append((what, done, total)))
+    folder.bring_all([*names, "no.safetensors"])
+    assert 2 <= most[0] <= 3 and sorted(server.fetched()) == names
+    assert {what for what, _, _ in told} == {"download 5 files"} and {total for *_, total in told} == {500_000}
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and told[-1][1] == 500_000
+    assert all((folder.path / name).read_bytes() == server.files["org/m"][name] for name in names)
 
 
 def test_progress(server: Hub) -> None:
@@ -230,9 +289,36 @@ def test_no_connection(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_weights_that_are_read(server: Hub) -> None:
     """Pickles are named, not fetched."""
     server.files["org/m"]["pytorch_model.bin"] = server.files["org/m"].pop("model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"'org/m/pytorch_model.bin'.*pickle"):
+    with pytest.raises(UnsupportedError, match=r"'org/m/pytorch_model.bin'.*pickle.*revision='refs/pr/1'"):
         rlx.load("org/m")
     assert server.fetched() == ["config.json"]
+
+
+FORMS: dict[str, tuple[list[str], str]] = {
+    "GGUF": (
+        ["README.md", "m.Q4_K_M.gguf", "m.Q8_0.gguf"],
+        r"'org/m': no config.json; it has 'm.Q4_K_M.gguf', 'm.Q8_0.gguf': GGUF is not read yet; take the model that it",
+    ),
+    "pickles": (["pytorch_model.bin"], r"'org/m': no config.json; it has 'pytorch_model.bin': it is a pickle"),
+    "an adapter": (
+        ["adapter_config.json", "adapter_model.safetensors"], r"'org/m': an adapter of PEFT .*lora\(recipe, adapter=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_no_model(server: Hub, tmp_path: Path, form: str) -> None:
+    """Is named for what it is, here as on the Hub, and not fetched."""
+    names, message = FORMS[form]
+    server.files["org/m"] = dict.fromkeys(names, b"x")
+    with pytest.raises(UnsupportedError, match=message):
+        rlx.load("org/m")
+    assert server.fetched() == []
+    (tmp_path / "here").mkdir()
+    for name in names:
+        (tmp_path / "here" / name).write_bytes(b"x")
+    with pytest.raises(UnsupportedError, match=message.replace("org/m", str(tmp_path / "here"), 1)):
+        rlx.load(tmp_path / "here")
 
 
 @pytest.mark.parametrize("how", ["token", "HF_TOKEN"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +21,11 @@ import huggingface_hub.constants
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import rlx_jax as rlx
 from rlx_jax.errors import (
+    HubError,
     HubUnreachableError,
     IntegrityError,
     LimitError,
@@ -29,9 +34,13 @@ from rlx_jax.errors import (
     PathEscapeError,
     RlxError,
     RlxWarning,
+    SafetensorsError,
+    StorageError,
 )
 from rlx_jax.io import files, limits, transfer
 from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.io.hub_listing import Listed
+from rlx_jax.weights.source import open_headers
 from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, sharded
 
 CACHED = "hub/models--org--m"
@@ -179,6 +188,106 @@ def test_lies(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch, case
     assert rlx.recipe_for("org/m").config.vocab_size == 389
 
 
+def whole(handler: Handler, content: bytes) -> None:
+    """Of a server that knows no ranges."""
+    del handler.headers["Range"]
+    handler.send(content, {})
+
+
+def another_part(handler: Handler, content: bytes) -> None:
+    handler.begin(206, {"Content-Length": "8", "Content-Range": f"bytes 8-15/{len(content)}"})
+    handler.wfile.write(content[8:16])
+
+
+def cut_parts(handler: Handler, content: bytes, times: list[int]) -> None:
+    """Half of a part, twice."""
+    first, _, last = handler.headers["Range"][6:].partition("-")
+    rest = content[int(first) : int(last) + 1]
+    if not times or len(rest) < 2:
+        return handler.send(content, {})
+    times.pop()
+    span = f"bytes {first}-{last}/{len(content)}"
+    handler.begin(206, {"Content-Length": str(len(rest)), "Content-Range": span, "Connection": "close"})
+    handler.wfile.write(rest[: len(rest) // 2])
+    handler.close_connection = True
+
+
+PARTS: dict[str, tuple[Callable[[Handler, bytes], None], tuple[type[RlxError], str] | None]] = {
+    "no ranges": (whole, None),
+    "cut": (partial(cut_parts, times=[0, 0]), None),
+    "another part": (another_part, (IntegrityError, "asked for the bytes from 0 on, got 'bytes 8-15/")),
+    "refused": (refusing(416), (HubError, "model.safetensors': .* answers 416")),
+    "a header of another length": (
+        lambda h, c: h.send(b"\xff" * len(c), {}), (SafetensorsError, r"header says 18446744073709551615 bytes"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_go_wrong(server: Hub, hub_home: Path, case: str) -> None:
+    """Headers are those of the file, or there are none; nothing of them is in the cache."""
+    fault, wrong = PARTS[case]
+    server.faults["model.safetensors"] = fault
+    if wrong is None:
+        source = open_headers(open_folder("org/m"))
+        want = rlx.open_weights(LLAMA)
+        assert {key: source.spec(key) for key in source.keys()} == {key: want.spec(key) for key in want.keys()}
+        with pytest.raises(StorageError, match="'model.norm.weight': only the header of the file was fetched"):
+            source.read("model.norm.weight")
+    else:
+        with pytest.raises(wrong[0], match=wrong[1]):
+            open_headers(open_folder("org/m"))
+    assert [p for p in hub_home.rglob("*") if "safetensors" in p.name or p.parent.name == "blobs"] == []
+
+
+def test_headers_of_what_is_not_there(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that the Hub lacks; a file of a length that it does not say; no connection."""
+    server.files["org/m"] = sharded(LLAMA)
+    lacking = next(name for name in server.files["org/m"] if re.match(r"model-\d", name))
+    server.files["org/n"] = {name: data for name, data in server.files["org/m"].items() if name != lacking}
+    with pytest.raises(MissingWeightError, match=f"1 of 2 shards are missing, with 10 tensors: '{lacking}'"):
+        open_headers(open_folder("org/n"))
+    folder = open_folder("org/m")
+    assert folder.snapshot is not None
+    bare = replace(folder.snapshot, files={name: Listed(None, None) for name in folder.snapshot.files})
+    with pytest.raises(IntegrityError, match="does not say how long it is"):
+        open_headers(replace(folder, snapshot=bare))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubUnreachableError, match="model-00001-of-00002.safetensors' is not in the cache"):
+        open_headers(open_folder("org/m"))
+
+
+def test_one_that_fails_ends_the_others(server: Hub, hub_home: Path) -> None:
+    """At once, by its own error; nothing is left, and the next time what came is not asked for again."""
+    names = [f"model-{i}.safetensors" for i in range(9)]
+    server.files["org/m"] = {name: bytes([i]) * 60_000 for i, name in enumerate(names)}
+    ended = threading.Event()
+
+    def waits(handler: Handler, content: bytes) -> None:
+        handler.begin(200, {"Content-Length": str(len(content)), "Connection": "close"})
+        try:
+            for at in range(0, len(content), 100):  # a second for all of it
+                handler.wfile.write(content[at : at + 100])
+                time.sleep(1 / 600)
+        except OSError:
+            ended.set()
+        handler.close_connection = True
+
+    def fails(handler: Handler, content: bytes) -> None:
+        time.sleep(0.2)
+        changed(handler, content)
+
+    server.faults |= {"model-0.safetensors": waits, "model-1.safetensors": fails}
+    with pytest.raises(IntegrityError, match="'org/m/model-1.safetensors': what came has the digest"):
+        open_folder("org/m").bring_all(names)
+    assert ended.wait(5) and list(hub_home.rglob("*.incomplete")) == []
+    server.faults.clear()
+    before = server.fetched()
+    there = {p.name for p in hub_home.rglob("model-*.safetensors")}
+    open_folder("org/m").bring_all(names)
+    assert sorted([*server.fetched()[len(before) :], *there]) == names
+
+
 def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the limits of files that are read whole, and the room on the disk. Without a length, as it comes."""
     monkeypatch.setattr(limits, "MAX_CONFIG_BYTES", 100)
@@ -194,6 +303,29 @@ def test_sizes_are_looked_at_before_anything_comes(server: Hub, monkeypatch: pyt
     server.faults["revision/main"] = lambda handler, _: handler.send(bare, {})
     with pytest.raises(LimitError, match="MAX_CONFIG_BYTES"):
         rlx.load("org/m")
+
+
+def test_room_is_that_of_all_shards(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would fit; what is there already is not counted."""
+    server.files["org/m"] = sharded(LLAMA)
+    first, second = (name for name in server.files["org/m"] if re.match(r"model-\d", name))
+    sizes = [len(server.files["org/m"][name]) for name in (first, second)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(sum(sizes) - 1))
+    with pytest.raises(NoSpaceError, match=f"'org/m': 2 files: {sum(sizes)} bytes to fetch, {sum(sizes) - 1} are free"):
+        rlx.load("org/m")
+    assert not [name for name in server.fetched() if name in (first, second)]
+    assert open_folder("org/m").bring(first)
+    assert rlx.load("org/m").vocab_size == 389
+
+
+def test_weights_over_max_bytes_are_not_fetched(server: Hub) -> None:
+    """By the headers: exactly the bytes of the tensors are let in, and of more nothing comes."""
+    total = sum(a.nbytes for a in load_file(LLAMA / "model.safetensors").values())
+    for call in (rlx.load, rlx.recipe_for, rlx.open_weights):
+        with pytest.raises(LimitError, match=f"the size of all weights in bytes is {total}, over the limit max_bytes"):
+            call("org/m", max_bytes=total - 1)
+    assert all(part.startswith("bytes=") for part in server.ranges["model.safetensors"])
+    assert rlx.load("org/m", max_bytes=total).vocab_size == 389
 
 
 class _Usage:

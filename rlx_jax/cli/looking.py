@@ -23,13 +23,13 @@ from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
-from rlx_jax.models.families import Pretrained, open_pretrained
+from rlx_jax.models.families import Pretrained, bound, family_of
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
 from rlx_jax.text.tokenizer import load_tokenizer
-from rlx_jax.weights.source import open_weights
+from rlx_jax.weights.source import open_headers
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     folder = open_folder(args.directory, args.revision, progress=session.status)
     pipeline = load_pipeline(folder)
     folder = folder.below(pipeline.transformer) if pipeline else folder
-    pretrained = open_pretrained(folder)
+    config_json, family = family_of(folder)
+    source = open_headers(folder)
+    pretrained = bound(folder, config_json, family, source)
     recipe: Any = pretrained.recipe
-    source = open_weights(folder.path)
     specs = [source.spec(key) for key in source.keys()]
     tokenizer = load_tokenizer(folder)
     rows = {

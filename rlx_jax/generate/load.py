@@ -52,7 +52,7 @@ def load(
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
         progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
-            `progress("download model.safetensors", bytes, bytes in all)` and
+            `progress("download model.safetensors", bytes, bytes in all)`, of shards `"download 4 files"`, and
             `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
             `rlx_jax.compiler.executable.Progress`.
         options: of `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.hub import Snapshot, Told, is_name, open_snapshot
+from rlx_jax.io.hub_listing import Listed
 from rlx_jax.io.strict_json import parse_object
 
 CONFIG = "config.json"
@@ -52,7 +54,9 @@ class Folder:
 
     def where(self, name: str) -> str:
         """A file's path for messages; of a model of the Hub, beginning with its name."""
-        return quote(self.path / name) if self.snapshot is None else quote(f"{self.snapshot.name}/{self._inside(name)}")
+        if self.snapshot is None:
+            return quote(self.path / name)
+        return quote(f"{self.snapshot.name}/{self._inside(name)}".rstrip("/"))
 
     def names(self, below: str = "") -> list[str]:
         """The names in this directory, or in one below it; none if there is no such directory.
@@ -82,6 +86,29 @@ class Folder:
             return False
         self.snapshot.fetch(self._inside(name), limit, limit_name)
         return True
+
+    def bring_all(self, names: Iterable[str]) -> None:
+        """Have those of several files that there are; of a model of the Hub they are fetched several at a time.
+
+        Raises:
+            As `Snapshot.fetch_all`.
+        """
+        if self.snapshot is not None:
+            inside = [self._inside(name) for name in names]
+            self.snapshot.fetch_all([name for name in inside if self.snapshot.has(name)])
+
+    def listed(self, name: str) -> Listed | None:
+        """What the Hub lists of a file in this directory; None: it has none."""
+        return None if self.snapshot is None else self.snapshot.files.get(self._inside(name))
+
+    def part(self, name: str, first: int, count: int) -> bytes:
+        """Bytes of a file that the Hub lists, without fetching the rest of it.
+
+        Raises:
+            As `Snapshot.part`.
+        """
+        assert self.snapshot is not None
+        return self.snapshot.part(self._inside(name), first, count)
 
     def _inside(self, name: str) -> str:
         """A path in the snapshot."""

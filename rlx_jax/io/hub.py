@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
+import threading
 import time
 import urllib.parse
 import warnings
@@ -30,7 +30,6 @@ from typing import Any, BinaryIO
 from rlx_jax.errors import (
     HubUnreachableError,
     IntegrityError,
-    MissingFileError,
     NoSpaceError,
     RequestError,
     RlxError,
@@ -40,21 +39,17 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import check_name, read_whole
-from rlx_jax.io.strict_json import parse_object
-from rlx_jax.io.transfer import WAITS_S, Remote, fill, is_offline
+from rlx_jax.io.files import check_name, resolve
+from rlx_jax.io.hub_listing import Listed, cached_files, keep_files, list_files, listing_path
+from rlx_jax.io.transfer import WAITS_S, Remote, Text, Wanted, fill, is_offline, run_together
 
 Told = Callable[[str, int, int], None]
 """See `rlx_jax.compiler.executable.Progress`."""
 
 ABANDONED_S = 86_400
 """A transfer to which nothing was added for so many seconds is nobody's."""
-LISTING_S = 60
-"""Seconds that the list of a repository's files may take."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def is_name(path: object) -> bool:
@@ -66,14 +61,6 @@ def is_name(path: object) -> bool:
     if not isinstance(path, str) or not _NAME.fullmatch(path):
         return False
     return not ("--" in path or ".." in path or path.endswith((".", "-", ".git")))
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A file of a commit: its length, and the SHA-256 of its bytes (64 digits) or git's SHA-1 of it (40)."""
-
-    nbytes: int | None
-    digest: str | None
 
 
 @dataclass(frozen=True)
@@ -109,30 +96,119 @@ class Snapshot:
             HubError: the Hub refuses or cannot be reached. NoSpaceError, StorageError: the disk is full or refuses.
         """
         check_name(name)
-        listed, path, where = self.files[name], self.path / name, quote(f"{self.name}/{name}")
+        listed, where = self.files[name], self._where(name)
         if limit is not None and listed.nbytes is not None:
             limits.at_most(listed.nbytes, limit, limit_name, f"{where}: the size in bytes")
-        size = _size(path)
-        if size is not None and listed.nbytes in (None, size):
+        if self.is_here(name):
             return
+        self._check_online(name)
+        self._check_room([name])
+        with _shown(self.progress, name, listed.nbytes) as told:
+            self._fetch(name, limit, limit_name, told, threading.Event())
+
+    def fetch_all(self, names: Sequence[str]) -> None:
+        """As `fetch` of each, several at a time. What goes wrong with one of them ends the others.
+
+        Raises:
+            NoSpaceError: there is no room for all of them; nothing was fetched. Others: as `fetch`.
+        """
+        for name in names:
+            check_name(name)
+        lacking = [name for name in dict.fromkeys(names) if not self.is_here(name)]
+        if len(lacking) < 2:
+            for name in lacking:
+                self.fetch(name)
+            return
+        self._check_online(lacking[0])
+        self._check_room(lacking)
+        sizes = [self.files[name].nbytes for name in lacking]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        with _shown(self.progress, f"{len(lacking)} files", total) as told:
+            run_together(lambda name, stop: self._fetch(name, None, "", told, stop), lacking)
+
+    def part(self, name: str, first: int, nbytes: int) -> bytes:
+        """Bytes of a file, from `first` on, without the rest of it. No digest vouches for them; they are to look at.
+
+        Raises:
+            HubError: as `fetch`. IntegrityError: others came than were asked for.
+        """
+        check_name(name)
+        if self.is_here(name):
+            with self._cache_errors(name), open(resolve(os.fspath(self.path), name), "rb") as file:
+                file.seek(first)
+                return file.read(nbytes)
+        self._check_online(name)
+        sink = Text(lambda count: None)
+        fill(self.remote, Wanted(self._url(name), self._where(name), nbytes, first), sink, lambda count: None)
+        return bytes(sink.text)
+
+    def is_here(self, name: str) -> bool:
+        """Whether a file of the commit is in `path`, by its length."""
+        size, listed = _size(self.path / name), self.files[name]
+        return size is not None and listed.nbytes in (None, size)
+
+    def _where(self, name: str) -> str:
+        return quote(f"{self.name}/{name}")
+
+    def _url(self, name: str) -> str:
+        return f"{self.remote.endpoint}/{self.name}/resolve/{self.commit}/{urllib.parse.quote(name)}"
+
+    def _blob(self, name: str) -> Path | None:
+        """The file in the cache that a file of the commit leads to, if it is whole."""
+        listed = self.files[name]
+        if listed.digest is None or listed.nbytes is None:
+            return None
+        known = self.path.parent.parent / "blobs" / listed.digest
+        return known if _size(known) == listed.nbytes else None
+
+    def _check_online(self, name: str) -> None:
+        """Something can be fetched."""
         if self.offline:
-            found = "is not in the cache" if size is None else f"has {size} bytes in the cache, not {listed.nbytes}"
-            raise HubUnreachableError(f"{where} {found}, and {self.offline}: load it once with a connection")
-        url = f"{self.remote.endpoint}/{self.name}/resolve/{self.commit}/{urllib.parse.quote(name)}"
-        try:
+            size = _size(self.path / name)
+            found = (
+                "is not in the cache"
+                if size is None
+                else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
+            )
+            raise HubUnreachableError(
+                f"{self._where(name)} {found}, and {self.offline}: load it once with a connection"
+            )
+
+    def _check_room(self, names: Sequence[str]) -> None:
+        """The disk of the cache has room for files."""
+        with self._cache_errors(names[0]):
+            free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
+        needed = sum(self.files[name].nbytes or 0 for name in names if self._blob(name) is None)
+        if needed > free:
+            what = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
+            raise NoSpaceError(f"{what}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
+
+    def _fetch(
+        self, name: str, limit: int | None, limit_name: str, told: Callable[[int], None], stop: threading.Event
+    ) -> None:
+        """Have a file, which is not there yet."""
+        with self._cache_errors(name):
             blobs = self.path.parent.parent / "blobs"
             blobs.mkdir(parents=True, exist_ok=True)
-            known = None if listed.digest is None else blobs / listed.digest
-            if known is None or _size(known) is None or _size(known) != listed.nbytes:
+            known = self._blob(name)
+            if known is None:
                 _remove_abandoned(blobs)
-                known = _download(self, url, where, name, listed, blobs, limit, limit_name)
-            _link(known, path)
+                wanted = Wanted(self._url(name), self._where(name), self.files[name].nbytes, stop=stop)
+                known = _download(self, wanted, self.files[name], blobs, limit, limit_name, told)
+            _link(known, self.path / name)
+
+    @contextlib.contextmanager
+    def _cache_errors(self, name: str) -> Iterator[None]:
+        """What the system says of a file of the cache, as one of our errors."""
+        try:
+            yield
         except RlxError:
             raise
         except OSError as cause:
             full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
             error = NoSpaceError if full else StorageError
-            raise error(f"{where}: the cache {quote(self.remote.cache)}: {cause.strerror or cause}") from cause
+            where = f"{self._where(name)}: the cache {quote(self.remote.cache)}"
+            raise error(f"{where}: {cause.strerror or cause}") from cause
 
 
 def open_snapshot(
@@ -154,7 +230,7 @@ def open_snapshot(
     folder = Path(remote.cache) / f"models--{name.replace('/', '--')}"
     where = f"{quote(name)}: {beside}"
     try:
-        kept = _kept(folder, wanted)
+        kept = cached_files(folder, wanted)
     except IntegrityError:
         if is_offline():
             raise
@@ -170,17 +246,17 @@ def open_snapshot(
                 "set: load it once without, or name a local directory"
             )
         return snapshot(*kept, "HF_HUB_OFFLINE is set")
-    if kept is not None and kept[0] == wanted and _listing(folder, wanted).is_file():  # a commit does not change
+    if kept is not None and kept[0] == wanted and listing_path(folder, wanted).is_file():  # a commit does not change
         return snapshot(*kept)
     try:
-        commit, files = _list(remote, name, wanted, where, WAITS_S[:1] if kept is None else ())
+        commit, files = list_files(remote, name, wanted, where, WAITS_S[:1] if kept is None else ())
     except HubUnreachableError as cause:
         if kept is None:
             raise
         warnings.warn(f"{cause}; opening what the cache has, commit {kept[0]}", RlxWarning, stacklevel=2)
         return snapshot(*kept, f"{remote.endpoint} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
-        _keep(folder, wanted, commit, files)
+        keep_files(folder, wanted, commit, files)
     return snapshot(commit, files)
 
 
@@ -189,130 +265,6 @@ def _is_revision(revision: object) -> bool:
         return False
     parts = revision.split("/")
     return revision.isprintable() and "\\" not in revision and all(p and not p.startswith(".") for p in parts)
-
-
-# -- which files there are ---------------------------------------------------------------------
-
-
-class _Text:
-    """A list of files as it comes: no longer, and not for longer, than such a list may."""
-
-    def __init__(self, what: str, end: float) -> None:
-        self.text, self._what, self._end = bytearray(), what, end
-
-    @property
-    def count(self) -> int:
-        return len(self.text)
-
-    def write(self, chunk: bytes) -> None:
-        self.text += chunk
-        limits.at_most(self.count, limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", f"{self._what}: its files")
-        if time.monotonic() > self._end:
-            raise HubUnreachableError(f"{self._what}: the list of files took more than {LISTING_S} s")
-
-
-def _list(
-    remote: Remote, name: str, revision: str, where: str, waits: Sequence[float]
-) -> tuple[str, dict[str, Listed]]:
-    """The commit of a revision and its files, from the Hub."""
-    url = f"{remote.endpoint}/api/models/{name}/revision/{urllib.parse.quote(revision, safe='')}?blobs=true"
-    what = f"{where}revision {quote(revision)}"
-    raw = _Text(what, time.monotonic() + LISTING_S)
-    fill(remote, url, what, raw, None, lambda count: None, waits)
-    content = parse_object(bytes(raw.text), f"{what}: the list of files", IntegrityError)
-    commit, siblings = content.get("sha"), content.get("siblings")
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
-        raise IntegrityError(f"{what}: expected a commit ('sha') and its files ('siblings'); is this a Hub?")
-    if _COMMIT.fullmatch(revision) and commit != revision:
-        raise IntegrityError(f"{what}: the Hub gives the commit {commit} for it")
-    return commit, dict(_listed(entry, what) for entry in siblings)
-
-
-def _listed(entry: Any, what: str) -> tuple[str, Listed]:
-    """A file as the Hub lists it."""
-    name = entry.get("rfilename") if isinstance(entry, dict) else None
-    if not isinstance(name, str):
-        raise IntegrityError(f"{what}: an entry of 'siblings' has no 'rfilename'")
-    large = entry.get("lfs")
-    nbytes, digest = entry.get("size"), entry.get("blobId")
-    if isinstance(large, dict):
-        nbytes, digest = large.get("size", nbytes), large.get("sha256")
-    return name, _checked(nbytes, digest, f"{what}: {quote(name)}")
-
-
-def _checked(nbytes: Any, digest: Any, what: str) -> Listed:
-    if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
-        raise IntegrityError(f"{what}: size is {quote(nbytes)}; expected a number of bytes")
-    if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-        raise IntegrityError(f"{what}: digest is {quote(digest)}; expected SHA-256, or git's SHA-1")
-    if nbytes is None and digest is not None and len(digest) == 40:  # git's digest takes the length in
-        digest = None
-    return Listed(nbytes, digest)
-
-
-def _listing(folder: Path, commit: str) -> Path:
-    return folder / "rlx_jax" / f"{commit}.json"
-
-
-def _keep(folder: Path, revision: str, commit: str, files: Mapping[str, Listed]) -> None:
-    """Note in the cache which commit a revision is and what it has."""
-    rows = {name: [listed.nbytes, listed.digest] for name, listed in files.items()}
-    _write(_listing(folder, commit), json.dumps({"files": rows}).encode())
-    if revision != commit:
-        _write(folder / "refs" / revision, commit.encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        new.write_bytes(content)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _kept(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
-    """The commit and the files that the cache knows of a revision; None if there is no such commit.
-
-    Where only others filled the cache it is huggingface_hub's list; without one, the files that are there count as all.
-
-    Raises:
-        IntegrityError: our list in it is damaged.
-    """
-    commit = revision
-    if not _COMMIT.fullmatch(commit):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            commit = (folder / "refs" / revision).read_text("ascii").strip()
-    if not _COMMIT.fullmatch(commit):
-        return None
-    try:
-        path = _listing(folder, commit)
-        raw = read_whole(str(path), quote(path), limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", IntegrityError)
-        rows = parse_object(raw, quote(path), IntegrityError).get("files")
-        if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
-            raise IntegrityError(f"{quote(path)}: expected the files of a commit; delete it")
-        return commit, {n: _checked(row[0], row[1], f"{quote(path)}: {quote(n)}") for n, row in rows.items()}
-    except MissingFileError:
-        pass
-    if theirs := _listed_by_others(folder, commit):
-        return commit, theirs
-    root = folder / "snapshots" / commit
-    there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
-    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
-
-
-def _listed_by_others(folder: Path, commit: str) -> dict[str, Listed]:
-    """The names of a commit's files that huggingface_hub noted when it fetched all or some; none if it did not."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    name = folder.name.removeprefix("models--").replace("--", "/")
-    try:
-        tree = get_cached_repo_tree(name, revision=commit, cache_dir=folder.parent)
-    except CachedRepoTreeNotFoundError:
-        return {}
-    return {file.path: Listed(None, None) for file in tree}
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -335,19 +287,15 @@ def _remove_abandoned(blobs: Path) -> None:
 
 
 def _download(
-    snapshot: Snapshot, url: str, where: str, name: str, listed: Listed, blobs: Path, limit: int | None, limit_name: str
-) -> Path:
+    snapshot: Snapshot, wanted: Wanted, listed: Listed, blobs: Path, limit: int | None, limit_name: str,
+    told: Callable[[int], None],
+) -> Path:  # fmt: skip
     """The file of a digest, complete and checked. A transfer that stops goes on where it was."""
-    free = shutil.disk_usage(blobs).free
-    if listed.nbytes is not None and listed.nbytes > free:
-        raise NoSpaceError(
-            f"{where}: {listed.nbytes} bytes to fetch, {free} are free in {quote(snapshot.remote.cache)}"
-        )
-    new = blobs / f"{secrets.token_hex(8)}.incomplete"
+    where, new = wanted.where, blobs / f"{secrets.token_hex(8)}.incomplete"
     try:
-        with open(new, "xb") as file, _shown(snapshot.progress, name, listed.nbytes) as told:
+        with open(new, "xb") as file:
             hashed = _Hashed(file, listed, limit, f"{where}: the size in bytes", limit_name)
-            fill(snapshot.remote, url, where, hashed, listed.nbytes, told)
+            fill(snapshot.remote, wanted, hashed, told)
             file.flush()
             os.fsync(file.fileno())
         digest = hashed.digest()
@@ -383,23 +331,30 @@ class _Hashed:
 
 
 @contextlib.contextmanager
-def _shown(progress: Told | None, name: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
-    """Who is told of bytes as they come: the caller's progress, or a bar of huggingface_hub on a terminal."""
+def _shown(progress: Told | None, what: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
+    """Who is told of bytes as they come, from several threads one after the other: the caller's progress, or a bar of
+    huggingface_hub on a terminal. `what`: a file, or how many."""
+    done, one_by_one = 0, threading.Lock()
     if progress is not None:
-        done = 0
 
         def told(count: int) -> None:
             nonlocal done
-            done += count
-            progress(f"download {name}", done, max(nbytes or 0, done))
+            with one_by_one:
+                done += count
+                progress(f"download {what}", done, max(nbytes or 0, done))
 
         yield told
         return
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: Any
-    with tqdm(total=nbytes, desc=name, unit="B", unit_scale=True, disable=None) as bar:  # type: ignore[no-untyped-call]
-        yield lambda count: bar.update(count) and None
+    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=None) as bar:  # type: ignore[no-untyped-call]
+
+        def drawn(count: int) -> None:
+            with one_by_one:
+                bar.update(count)
+
+        yield drawn
 
 
 def _link(blob: Path, path: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from rlx_jax.errors import (
     RequestError,
     RlxError,
     one_line,
+    shown,
 )
 
 WAITS_S = (1, 2, 4, 8)
@@ -28,6 +31,9 @@ MAX_WAIT_S = 60
 """A server that asks for a longer wait is given up."""
 SLOW_S, SLOW_BYTES = 60, 2**16
 """A file of which fewer bytes arrive in so many seconds is given up."""
+
+AT_ONCE = 4
+"""Files that are fetched side by side."""
 
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
@@ -63,6 +69,10 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
+class GivenUp(Exception):
+    """A transfer that nobody waits for any more: another one of the same call failed."""
+
+
 class Sink(Protocol):
     """Where a body goes."""
 
@@ -73,16 +83,52 @@ class Sink(Protocol):
     def write(self, chunk: bytes) -> None: ...
 
 
+class Text:
+    """What comes, in memory; `check` is told how many bytes there are."""
+
+    def __init__(self, check: Callable[[int], None]) -> None:
+        self.text, self._check = bytearray(), check
+
+    @property
+    def count(self) -> int:
+        return len(self.text)
+
+    def write(self, chunk: bytes) -> None:
+        self.text += chunk
+        self._check(self.count)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for: all that is at `url`, which has `nbytes` if that is known; with `first`, `nbytes` from that
+    byte on. Messages begin with `where`; once `stop` is set nothing more is asked for."""
+
+    url: str
+    where: str
+    nbytes: int | None = None
+    first: int | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def range_from(self, count: int) -> str:
+        """The header of a request for what is missing behind `count` bytes; empty: all of it."""
+        if self.first is None:
+            return f"bytes={count}-" if count else ""
+        return f"bytes={self.first + count}-{self.first + (self.nbytes or 0) - 1}"
+
+
 def fill(
-    remote: Remote, url: str, where: str, sink: Sink, nbytes: int | None, told: Callable[[int], None],
-    waits: Sequence[float] | None = None,
-) -> None:  # fmt: skip
-    """Write the body at `url`, which has `nbytes` if that is known. What stops is asked for again from there on."""
+    remote: Remote, wanted: Wanted, sink: Sink, told: Callable[[int], None], waits: Sequence[float] | None = None
+) -> None:
+    """Write what is wanted. What stops is asked for again from there on.
+
+    Raises:
+        GivenUp: `wanted.stop` was set.
+    """
     waits, tries = WAITS_S if waits is None else waits, 0
     while True:
         before = sink.count
         try:
-            _receive(remote, url, where, sink, nbytes, told)
+            _receive(remote, wanted, sink, told)
             return
         except _Stopped as stopped:
             tries = 0 if sink.count - before >= SLOW_BYTES else tries
@@ -90,21 +136,29 @@ def fill(
             if tries >= len(waits) or wait is None or wait > MAX_WAIT_S:
                 raise HubUnreachableError(f"{stopped}; {sink.count} bytes came, and nothing is kept") from stopped
         tries += 1
-        time.sleep(wait)
+        if wanted.stop.wait(wait):
+            raise GivenUp
 
 
-def _receive(remote: Remote, url: str, where: str, sink: Sink, nbytes: int | None, told: Callable[[int], None]) -> None:
+def _receive(remote: Remote, wanted: Wanted, sink: Sink, told: Callable[[int], None]) -> None:
     """One transfer: what is still missing in `sink`."""
+    where, nbytes = wanted.where, wanted.nbytes
     since, at = time.monotonic(), sink.count
-    for chunk in _body(remote, url, where, sink.count):
+    for chunk in _body(remote, wanted, sink.count):
+        if wanted.stop.is_set():
+            raise GivenUp
         if nbytes is not None and sink.count + len(chunk) > nbytes:
-            raise IntegrityError(f"{where}: more came than the {nbytes} bytes that it has; nothing is kept")
+            if wanted.first is None:
+                raise IntegrityError(f"{where}: more came than the {nbytes} bytes that it has; nothing is kept")
+            chunk = chunk[: nbytes - sink.count]  # of a server without ranges, which sends all that is behind them
         sink.write(chunk)
         told(len(chunk))
         if (now := time.monotonic()) - since > SLOW_S:
             if sink.count - at < SLOW_BYTES:
                 raise HubUnreachableError(f"{where}: {sink.count - at} bytes came in {SLOW_S} s; given up")
             since, at = now, sink.count
+        if wanted.first is not None and sink.count == nbytes:
+            return
     if nbytes is not None and sink.count < nbytes:
         raise _Stopped(f"{where}: the transfer ended at byte {sink.count} of {nbytes}")
 
@@ -117,22 +171,31 @@ class _Stopped(HubUnreachableError):
         self.wait = wait
 
 
-def _body(remote: Remote, url: str, where: str, start: int) -> Iterator[bytes]:
-    """The bytes at `url` from `start` on.
+def _body(remote: Remote, wanted: Wanted, count: int) -> Iterator[bytes]:
+    """What is wanted, without the first `count` bytes of it.
 
     Raises:
         _Stopped: no connection, too slow, cut, or a server in trouble. HubError, MissingFileError: it refuses.
+        IntegrityError: another part came than was asked for.
     """
     from huggingface_hub import get_session
 
     timeout = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
     seconds = float(timeout) if timeout.isdigit() and int(timeout) else 10.0
-    headers = _headers(remote, where) | ({"Range": f"bytes={start}-"} if start else {})
+    where, asked, start = wanted.where, wanted.range_from(count), (wanted.first or 0) + count
+    headers = _headers(remote, where) | ({"Range": asked} if asked else {})
     try:
         # Redirects are followed; to another host they go without the token, and what comes is checked.
-        with get_session().stream("GET", url, headers=headers, timeout=seconds, follow_redirects=True) as response:
+        with get_session().stream(
+            "GET", wanted.url, headers=headers, timeout=seconds, follow_redirects=True
+        ) as response:
             if response.status_code not in (200, 206):
                 raise _refusal(response.status_code, response.headers, where, remote, "Authorization" in headers)
+            part = response.headers.get("Content-Range", "")
+            if wanted.first is not None and response.status_code == 206 and not part.startswith(f"bytes {start}-"):
+                raise IntegrityError(
+                    f"{where}: asked for the bytes from {start} on, got {shown(part)}"
+                )  # no digest tells
             skipped = start if response.status_code == 200 else 0  # a server without ranges begins again
             for chunk in response.iter_bytes():
                 rest, skipped = chunk[skipped:], max(0, skipped - len(chunk))
@@ -197,3 +260,21 @@ def _refusal(status: int, headers: Mapping[str, str], where: str, remote: Remote
     if status == 404:
         return MissingFileError(f"{where}: {host} has no such model ({status}): look at the name")
     return HubError(f"{where}: {host} answers {status}")
+
+
+def run_together(fetch: Callable[[str, threading.Event], None], names: Sequence[str]) -> None:
+    """`fetch(name, stop)` of each, `AT_ONCE` at a time. Where one raises, `stop` is set and the others are waited for.
+
+    Raises:
+        What the first one that failed raised.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(AT_ONCE, "rlx-download") as pool:
+        running = [pool.submit(fetch, name, stop) for name in names]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -51,7 +51,7 @@ from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow
-from rlx_jax.weights.directory import bring
+from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource, open_weights
 
 
@@ -239,6 +239,18 @@ def open_pretrained(
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
     folder = open_folder(path, revision, token, subfolder=subfolder)
+    config, family = family_of(folder)
+    return bound(folder, config, family, open_weights(folder, **options))
+
+
+def family_of(folder: Folder) -> tuple[Fields, Family | plugins.Opens]:
+    """The config of a checkpoint, and the family that it names.
+
+    Raises:
+        UnsupportedError: none that is built; or the directory is of another kind, such as GGUF files.
+        ConfigError: config.json is malformed. MissingFileError: there is none.
+    """
+    refuse_without_config(folder)
     config = read_config(folder)
     kind, name = architecture(config)
     family = FAMILIES.get(kind) or _of_plugins().get(kind)
@@ -252,8 +264,15 @@ def open_pretrained(
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
         raise UnsupportedError(f"config.json: architecture {quote(name)} is not built; of {kind} there are {known}")
-    bring(folder)
-    source = open_weights(folder.path, **options)
+    return config, family
+
+
+def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source: WeightSource) -> Pretrained:
+    """The recipe of a family for a config, bound to weights.
+
+    Raises:
+        As `open_pretrained`.
+    """
     try:
         opened: Pretrained = family.open(config, source)
         return opened

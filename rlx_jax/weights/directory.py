@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import unicodedata
 import warnings
 from collections import defaultdict
@@ -15,6 +16,7 @@ from rlx_jax.errors import (
     CheckpointFormatError,
     ConfigError,
     DuplicateWeightError,
+    IntegrityError,
     MissingFileError,
     MissingWeightError,
     RlxWarning,
@@ -25,16 +27,18 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, read_whole, resolve
-from rlx_jax.io.folder import Folder
+from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.transfer import run_together
 from rlx_jax.weights.manifest import NAME
-from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
+ADAPTER = "adapter_config.json"
 
 _PICKLE = "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`"
 _OTHER_FORMATS = {
-    ".gguf": "GGUF is not read yet; convert it to safetensors, or pass a mapping of arrays",
+    ".gguf": "GGUF is not read yet; take the model that it was made from, or convert it to safetensors",
     ".bin": _PICKLE,
     ".pt": _PICKLE,
     ".pth": _PICKLE,
@@ -71,24 +75,76 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
     return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
 
 
-def bring(folder: Folder) -> None:
+def bring(folder: Folder, max_bytes: int | None = None) -> None:
     """Fetch what `open_directory` opens of a model of the Hub, and what it is checked with; no other file of weights.
 
     Raises:
+        LimitError: tensors of more than `max_bytes`, by their headers; nothing of them was fetched.
         As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.fetch`.
     """
     if folder.snapshot is None:
         return
-    names = folder.names()
-    chosen = _choose(folder.where("").strip("'"), names)
+    chosen, index = _listed(folder)
+    if max_bytes is not None:
+        total = sum(info.nbytes for file in headers(folder) for info in file.tensors.values())
+        limits.at_most(total, max_bytes, "max_bytes", "the size of all weights in bytes")
     folder.bring(NAME, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")
+    folder.bring_all([chosen] if index is None else index.shards)  # what is lacking is named when the index is opened
+
+
+def headers(folder: Folder) -> list[HeaderAlone]:
+    """What `open_directory` would open of a model of the Hub, by headers alone: no weights are fetched.
+
+    Raises:
+        As `open_directory`, of the names that the Hub lists. HubError and others: as `Snapshot.part`.
+    """
+    chosen, index = _listed(folder)
+    shards = [chosen] if index is None else list(index.shards)
+    if index is not None:
+        _refuse_missing(index, [shard for shard in shards if folder.listed(shard) is None])
+    found: dict[str, HeaderAlone] = {}
+
+    def read(shard: str, stop: threading.Event) -> None:
+        where, listed = folder.where(shard), folder.listed(shard)
+        if listed is None or listed.nbytes is None:
+            raise IntegrityError(f"{where}: the Hub does not say how long it is, so that its header cannot be trusted")
+        header = read_header(lambda count, start, _: folder.part(shard, start, count), listed.nbytes, where)
+        found[shard] = HeaderAlone(shard, header.tensors, header.metadata)
+
+    run_together(read, shards)
+    if index is not None:
+        _compare(index, found, strict=True)
+    return [found[shard] for shard in shards]
+
+
+def _listed(folder: Folder) -> tuple[str, _Index | None]:
+    """The name of the file of weights in a model of the Hub; or of its index, which is fetched."""
+    where, names = folder.where("").strip("'"), folder.names()
+    pickles = ", or ask for a pull request of the Hub that has done so: revision='refs/pr/1'"
+    chosen = _choose(where, names, pickles)
     if not chosen.endswith(INDEX_SUFFIX):
-        folder.bring(chosen)
-        return
+        return chosen, None
     folder.bring(chosen, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
-    index = _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
-    for shard in index.shards:  # those that the Hub lacks are named when the index is opened
-        folder.bring(shard)
+    return chosen, _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
+
+
+def refuse_without_config(folder: Folder) -> None:
+    """Say what a directory without `config.json` is, where its names tell.
+
+    Raises:
+        UnsupportedError: it is an adapter, or has weights of another format; advice.
+    """
+    names = folder.names()
+    if CONFIG in names:
+        return
+    if ADAPTER in names:
+        raise UnsupportedError(
+            f"{folder.where('')}: an adapter of PEFT ({ADAPTER}) and no model: load the model that it was trained on, "
+            "and give this directory to rlx_jax.lora(recipe, adapter=)"
+        )
+    for suffix, advice in _OTHER_FORMATS.items():
+        if found := [name for name in names if name.lower().endswith(suffix)]:
+            raise UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(found, 3)}: {advice}")
 
 
 def holds_safetensors(directory: str) -> bool:
@@ -114,12 +170,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
             paths[shard] = resolve(directory, shard, links)
         except MissingFileError:
             missing.append(shard)
-    if missing:
-        count = sum(len(index.shards[shard]) for shard in missing)
-        total = len(index.shards)
-        raise MissingWeightError(
-            f"{quote(name)}: {len(missing)} of {total} shards are missing, with {count} tensors: {listing(missing)}"
-        )
+    _refuse_missing(index, missing)
     with ExitStack() as opened:
         files = {shard: opened.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
         _compare(index, files, strict)
@@ -127,21 +178,23 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
     return list(files.values())
 
 
-def refuse_other_format(path: str) -> None:
-    """Raise `UnsupportedError` with advice if the file name is that of another weight format."""
+def refuse_other_format(path: str, pickles: str = "") -> None:
+    """Raise `UnsupportedError` with advice if the file name is that of another weight format. `pickles`: more of it, of
+    those."""
     advice = _OTHER_FORMATS.get(os.path.splitext(path)[1].lower())
     if advice:
-        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
+        more = pickles if advice is _PICKLE else ""
+        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}{more}")
 
 
-def refuse_directory(directory: str, names: list[str]) -> NoReturn:
-    """Say that none of `names`, which are in a directory, holds weights that are read.
+def refuse_directory(directory: str, names: list[str], pickles: str = "") -> NoReturn:
+    """Say that none of `names`, which are in a directory, holds weights that are read. `pickles`: as above.
 
     Raises:
         UnsupportedError: advice for weights of another format. MissingFileError: there are none; lists what is there.
     """
     for name in names:
-        refuse_other_format(os.path.join(directory, name))
+        refuse_other_format(os.path.join(directory, name), pickles)
     raise MissingFileError(f"{quote(directory)}: no .safetensors file; there is {listing(names) or 'nothing'}")
 
 
@@ -154,8 +207,8 @@ class _Index:
     total_size: int | None
 
 
-def _choose(directory: str, names: list[str]) -> str:
-    """The name of the index or the file to open."""
+def _choose(directory: str, names: list[str], pickles: str = "") -> str:
+    """The name of the index or the file to open. `pickles`: as `refuse_directory`."""
     for name in ("model" + INDEX_SUFFIX, "model.safetensors"):
         if name in names:
             return name
@@ -168,7 +221,7 @@ def _choose(directory: str, names: list[str]) -> str:
             raise MissingFileError(
                 f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; name the one you mean"
             )
-    refuse_directory(directory, names)
+    refuse_directory(directory, names, pickles)
 
 
 def _read_index(path: str, where: str) -> _Index:
@@ -218,7 +271,16 @@ def _total_size(content: dict[str, Any], where: str) -> int | None:
     return int(size)
 
 
-def _compare(index: _Index, files: Mapping[str, SafetensorsFile], strict: bool) -> None:
+def _refuse_missing(index: _Index, missing: list[str]) -> None:
+    """Shards of an index that are not there, with what they hold."""
+    if missing:
+        count, total = sum(len(index.shards[shard]) for shard in missing), len(index.shards)
+        raise MissingWeightError(
+            f"{index.where}: {len(missing)} of {total} shards are missing, with {count} tensors: {listing(missing)}"
+        )
+
+
+def _compare(index: _Index, files: Mapping[str, SafetensorsFile | HeaderAlone], strict: bool) -> None:
     """Check the shards' own headers against the index."""
     holders: dict[str, list[str]] = defaultdict(list)
     for shard, file in files.items():

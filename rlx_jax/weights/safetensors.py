@@ -18,7 +18,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -35,7 +36,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.safetensors_header import Header, parse_header
+from rlx_jax.weights.safetensors_header import Header, TensorInfo, parse_header
 
 T = TypeVar("T")
 _RUN = 2**12  # bytes that are worth a call to the system of their own: a page, which a disk reads whole anyway
@@ -69,7 +70,7 @@ class SafetensorsFile:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             self._status = os.fstat(self._descriptor)
-            header = _read_header(self._descriptor, self._status.st_size, self._where)
+            header = read_header(functools.partial(_read_bytes, self._descriptor), self._status.st_size, self._where)
         except BaseException:
             self._close()
             raise
@@ -209,14 +210,38 @@ def close_names(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, likely[:1000])
 
 
-def _read_header(descriptor: int, size: int, where: str) -> Header:
+@dataclass(frozen=True)
+class HeaderAlone:
+    """What `SafetensorsFile` is, of a file whose data is not here."""
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    bytes_read: int = 0
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+        """Raises:
+        StorageError: always.
+        """
+        raise StorageError(f"{quote(self.name)}: tensor {quote(name)}: only the header of the file was fetched")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -> Header:
+    """The header of a file of `size` bytes; `read(count, start, where)` gives its bytes.
+
+    Raises:
+        As `SafetensorsFile`.
+    """
     if size < 8:
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
-    length = int.from_bytes(_read_bytes(descriptor, 8, 0, where), "little")
+    length = int.from_bytes(read(8, 0, where), "little")
     if length > size - 8:
         raise SafetensorsError(f"{where}: header says {length} bytes, file has {size - 8} after the length")
     limits.at_most(length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes")
-    return parse_header(_read_bytes(descriptor, length, 8, where), size - 8 - length, where)
+    return parse_header(read(length, 8, where), size - 8 - length, where)
 
 
 def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:

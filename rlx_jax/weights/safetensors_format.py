@@ -20,7 +20,7 @@ from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_dire
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import NAME, open_verified
-from rlx_jax.weights.safetensors import SafetensorsFile, find
+from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, find
 from rlx_jax.weights.safetensors_header import DTYPES
 
 HostArray = np.ndarray[Any, Any]
@@ -65,10 +65,10 @@ class SafetensorsSource:
         LimitError: more than `limits.MAX_TENSORS` tensors.
     """
 
-    def __init__(self, files: Sequence[SafetensorsFile], *, on_nonfinite: OnNonfinite = "error") -> None:
+    def __init__(self, files: Sequence[SafetensorsFile | HeaderAlone], *, on_nonfinite: OnNonfinite = "error") -> None:
         self.files = tuple(files)
         self._on_nonfinite = on_nonfinite
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self._file_of: dict[str, SafetensorsFile | HeaderAlone] = {}
         for file in self.files:
             for key in file.tensors:
                 if key in self._file_of:
@@ -131,7 +131,7 @@ class SafetensorsSource:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _file(self, key: str) -> SafetensorsFile:
+    def _file(self, key: str) -> SafetensorsFile | HeaderAlone:
         return find(self._file_of, key, f"{listing((f.name for f in self.files), 2)}, a checkpoint")
 
 

@@ -22,21 +22,22 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
-from rlx_jax.io.folder import open_folder
+from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.io.hub import is_name
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.reading import WeightSource as WeightSource
 from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.weights import formats
-from rlx_jax.weights.directory import bring, refuse_directory, refuse_other_format
+from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.manifest import Verify, close
 from rlx_jax.weights.orbax_tree import usable_steps
+from rlx_jax.weights.safetensors_format import SafetensorsSource
 
 
 def open_weights(
-    weights: str | os.PathLike[str] | Mapping[str, Any] | WeightSource,
+    weights: str | os.PathLike[str] | Folder | Mapping[str, Any] | WeightSource,
     *,
     strict: bool = True,
     on_nonfinite: OnNonfinite = "error",
@@ -53,7 +54,7 @@ def open_weights(
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
             `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` tells
             which of its files count); or a source, which is returned as it is. `"org/name"` is a model of the Hub,
-            if there is no such path and no directory `org`.
+            if there is no such path and no directory `org`. A `Folder` is one that is open.
         strict: a directory whose index and shards disagree about `total_size`, or whose shards hold tensors
             that the index does not list, is an error; otherwise a warning, and all tensors are there.
         on_nonfinite: `"error"`: a tensor with NaN is an error when it is read, one with infinity a warning;
@@ -61,7 +62,8 @@ def open_weights(
         links: `"follow"` links in the directory that stay inside it or inside its Hugging Face cache;
             `"refuse"` symbolic and hard links, for what came out of an archive. A path that you pass is
             followed wherever it leads.
-        max_bytes: refuse weights with more bytes than that, all tensors together. No limit unless given.
+        max_bytes: refuse weights with more bytes than that, all tensors together; those of the Hub by their headers,
+            before they are fetched. No limit unless given.
         verify: `"auto"`: what `rlx_jax.save` wrote is compared with its digests when it is read, and an orbax
             checkpoint without them is read with a warning; `"full"`: no digests are an error; `"metadata"`:
             digests are not looked at.
@@ -98,11 +100,15 @@ def open_weights(
         return weights
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
+        there = os.path.lexists(abandoned_old(path) or path) or os.path.isdir(os.path.dirname(path))
+        if is_name(path) and not there:
+            weights, revision = open_folder(path, revision, token), None
+    if isinstance(weights, Folder):
+        bring(weights, max_bytes)
+        weights = weights.path
+    if isinstance(weights, str | os.PathLike):
+        path = os.fsdecode(weights)
         weights = abandoned_old(path) or path
-        if is_name(path) and not os.path.lexists(weights) and not os.path.isdir(os.path.dirname(path)):
-            folder = open_folder(path, revision, token)
-            bring(folder)
-            weights, revision = os.fspath(folder.path), None
     if revision is not None:
         raise WeightError(f"revision={shown(revision)}: these weights are on this machine; it is for 'org/name'")
     found = next((row for row in formats.FORMATS if row.detect(weights)), None)
@@ -121,6 +127,15 @@ def open_weights(
     raise WeightError(
         f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{told}"
     )
+
+
+def open_headers(folder: Folder) -> WeightSource:
+    """A source that tells names, shapes and dtypes. Of a model of the Hub only headers are fetched: it reads none.
+
+    Raises:
+        As `open_weights`.
+    """
+    return open_weights(folder) if folder.snapshot is None else SafetensorsSource(headers(folder))
 
 
 def _refuse(path: str) -> NoReturn:
