@@ -286,12 +286,33 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 # -- the other commands ------------------------------------------------------------------------
 
 
+def documented() -> dict[str, set[str]]:
+    """The names of each kind of result in the page on the command: first column and second column of its table."""
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8").partition("| result | its names |")[2]
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", page.partition("\n\n")[0], re.MULTILINE)
+    return {result: set(re.findall(r"`(\w+)`", re.sub(r": [^`]*", "", names))) for result, names in rows}
+
+
+NAMES = documented()
+
+
 def lines(capsys: pytest.CaptureFixture[str], *words: object) -> list[Any]:
-    """What a command writes with `--json`, and nothing on stderr."""
+    """What a command writes with `--json`, and nothing on stderr; names are those of the page on the command."""
     assert cli.main([*map(str, words), "--json"]) == 0
     out, problems = capsys.readouterr()
     assert problems == ""
-    return [json.loads(line) for line in out.splitlines()]
+    found = [json.loads(line) for line in out.splitlines()]
+    known = [names for result, names in NAMES.items() if re.search(rf"`{words[0]}\b", result)]
+    assert known and all(set(line) in known for line in found), (found, known)
+    return found
+
+
+def test_every_result_is_documented() -> None:
+    """What `lines` looks up; a row for each command that writes JSON."""
+    for command in COMMANDS:
+        written = any(re.search(rf"`{command.name}\b", result) for result in NAMES)
+        assert written == (command.name != "completion"), command.name
+    assert {"compiled", "prompt", "seed"} < NAMES["a text of `generate`, a reply of `chat`"]
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +353,8 @@ def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a b\nc\n")))
     assert cli.main(["embed", str(directory)]) == 0
     np.testing.assert_array_equal(np.loadtxt(io.StringIO(capsys.readouterr().out), np.float32), want)
-    assert cli.main(["embed", str(directory), "a b", "c", "--output", str(tmp_path / "v.npy")]) == 0
+    (written,) = lines(capsys, "embed", directory, "a b", "c", "--output", tmp_path / "v.npy")
+    assert written["shape"] == list(want.shape)
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), want)
     assert cli.main(["embed", str(directory), "a", "--output", str(tmp_path / "none" / "v.npy")]) == 1
     assert "there is no directory" in capsys.readouterr().err
@@ -346,6 +368,18 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["prompt_tokens_per_second"] == pytest.approx(16 / found["seconds_to_first_token"], rel=0.05)
     if found["new_tokens_per_second"] is not None:  # a busy machine may take longer for the shorter request
         assert found["new_tokens_per_second"] == pytest.approx(2 / found["seconds_per_token"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_results_of_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Encoders measured, and replies: their names are in the page, too."""
+    encoder = FIXTURES / "sentence" / "base"
+    (found,) = lines(capsys, "bench", encoder, "--prompt-tokens", 5, "--batch", 2, "--runs", 1)
+    assert found["texts_per_second"] == pytest.approx(2 / found["seconds"], rel=0.05)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi\nAnd?\n")))
+    first, second = lines(capsys, "chat", format_checkpoint(tmp_path / "m", "qwen"), "--max-new-tokens", 4)
+    assert (first["prompt"], second["prompt"], second["new_tokens"]) == ("Hi", "And?", 4)
+    assert first["compiled"] > 0
 
 
 def test_a_device_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,15 +407,22 @@ def test_inspect_says_what_is_needed(
     (narrow,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64, "--dtype", "bf16")
     monkeypatch.setattr("rlx_jax.cli.looking.running_device", lambda: SimpleNamespace(memory=600_000))
     (small,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 128)
+    assert cli.main(["inspect", str(BASE), "--batch", "3", "--context", "128"]) == 0
+    assert re.search(
+        r"^bytes of the device +600.00 kB\nfits +no; a context of 64 would$", capsys.readouterr().out, re.M
+    )
     monkeypatch.undo()
+    (row,) = [names for result, names in NAMES.items() if result.startswith("`needs`")]
     lm, needs = language_model, found["needs"]
-    assert needs["parameter bytes"] == sum(p.nbytes for p in lm.model.params.values())
+    assert set(needs) == row
+    assert needs["parameter_bytes"] == sum(p.nbytes for p in lm.model.params.values())
     layers, heads, width = 2, 2, 14
-    assert needs["state bytes"] == 2 * layers * 3 * 64 * heads * width * 4 + 3 * 4
-    assert needs["fits"] == "yes"
-    assert narrow["needs"]["state bytes"] == (needs["state bytes"] - 12) // 2 + 12
-    assert narrow["needs"]["activation bytes, about"] < needs["activation bytes, about"]
-    assert small["needs"]["fits"] == "no; a context of 64 would"
+    assert needs["state_bytes"] == 2 * layers * 3 * 64 * heads * width * 4 + 3 * 4
+    assert needs["fits"] is True and (needs["context_that_fits"], needs["batch_that_fits"]) == (None, None)
+    assert needs["total_bytes"] == sum(needs[f"{what}_bytes"] for what in ("parameter", "state", "activation"))
+    assert narrow["needs"]["state_bytes"] == (needs["state_bytes"] - 12) // 2 + 12
+    assert narrow["needs"]["activation_bytes"] < needs["activation_bytes"]
+    assert (small["needs"]["fits"], small["needs"]["context_that_fits"]) == (False, 64)
 
 
 def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,6 +451,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     """Versions and devices; of an extra what is missing, and the command that gets it."""
     (found,) = lines(capsys, "doctor")
     assert found["versions"]["jax"] == importlib.metadata.version("jax") and len(found["devices"]) == 8
+    assert set(found["devices"][3]) == NAMES["`devices` of `doctor`, each"]
+    assert (found["devices"][3]["platform"], found["devices"][3]["id"]) == ("cpu", 3)
     assert found["missing"]["train"] == []
     version = importlib.metadata.version
     gone: Any = {"optax": "no-such-package"}
@@ -492,6 +535,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Config, weights and tokenizer of a checkpoint, from headers alone."""
     directory = checkpoint(tmp_path / "m", ["<|eot_id|>"], settings={"chat_template": "x"})
+    (found,) = lines(capsys, "inspect", directory)
+    assert (found["recipe"], found["kind"], found["parameters"]) == ("Llama32Flow", "causal", 34_112)
+    assert (found["tensors"], found["weight_bytes"], found["dtypes"]) == (20, 136_448, ["f32"])
+    assert (found["tokenizer_tokens"], found["chat_templates"], found["needs"]) == (362, ["default"], None)
+    assert (found["config"]["hidden_size"], found["config"]["tie_word_embeddings"]) == (32, True)
+    (nested,) = lines(capsys, "inspect", FIXTURES / "mamba2" / "groups_v5")
+    assert nested["config"]["mixer"]["state_size"] == 7  # a record is an object, not its text
     assert cli.main(["inspect", str(directory)]) == 0
     rows = dict(re.findall(r"^([\w ]+?) {2,}(.*)$", capsys.readouterr().out, re.MULTILINE))
     assert rows["recipe"] == "Llama32Flow, causal"

@@ -8,7 +8,6 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -24,17 +23,22 @@ _EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
 def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write versions, devices, and which extras are installed or missing. It downloads and changes nothing."""
     base, extras = requirements()
-    versions = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
-    versions |= {name: installed(name) or "missing" for name in base}
-    devices = [f"{d.device_kind} ({d.platform}:{d.id}), {memory(d)}" for d in jax.devices()]
+    versions: dict[str, str | None] = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
+    versions |= {name: installed(name) for name in base}
+    devices = [
+        {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": described(d).memory}
+        for d in jax.devices()
+    ]
     lacking = {extra: [n for n in names if installed(n) is None] for extra, names in extras.items()}
     advice = [*accelerator_advice(), *(base_advice(name) for name in base if installed(name) is None)]
     if args.json:
         yield as_line({"versions": versions, "devices": devices, "missing": lacking, "advice": advice})
         return
-    yield from table(versions)
+    yield from table({name: version or "missing" for name, version in versions.items()})
     yield "\n"
-    yield from (f"device  {line}\n" for line in devices)
+    for d in devices:
+        memory = "memory not known" if d["memory_bytes"] is None else in_bytes(d["memory_bytes"])
+        yield f"device  {d['kind']} ({d['platform']}:{d['id']}), {memory}\n"
     yield "\n"
     for extra, names in lacking.items():
         missing = f"missing {', '.join(names)}: pip install 'rlx-jax[{extra}]'" if names else "installed"
@@ -63,12 +67,6 @@ def installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def memory(device: Any) -> str:
-    """What is known of a device's memory."""
-    found = described(device).memory
-    return "memory not known" if found is None else in_bytes(found)
 
 
 def accelerator_advice() -> list[str]:

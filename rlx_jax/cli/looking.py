@@ -60,34 +60,57 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     recipe: Any = pretrained.recipe
     specs = [source.spec(key) for key in source.keys()]
     tokenizer = load_tokenizer(folder)
-    rows = {
-        "recipe": f"{type(recipe).__name__}, {pretrained.kind}",
-        "weights": f"{sum(spec.size for spec in specs):,} in {len(specs)} tensors, "
-        f"{in_bytes(sum(map(stored_bytes, specs)))}",
-        "dtypes": ", ".join(sorted({short_name(spec.dtype) for spec in specs})),
-        "tokenizer": "none" if tokenizer is None else f"{tokenizer.vocab_size:,} tokens",
-        "chat templates": ", ".join(tokenizer.chat_templates) if tokenizer and tokenizer.chat_templates else "none",
+    found: dict[str, Any] = {
+        "recipe": type(recipe).__name__,
+        "kind": pretrained.kind,
+        "parameters": sum(spec.size for spec in specs),
+        "tensors": len(specs),
+        "weight_bytes": sum(map(stored_bytes, specs)),
+        "dtypes": sorted({short_name(spec.dtype) for spec in specs}),
+        "tokenizer_tokens": None if tokenizer is None else tokenizer.vocab_size,
+        "chat_templates": list(tokenizer.chat_templates) if tokenizer else [],
+        "config": dict(vars(recipe.config)),
+        "needs": None,
     }
-    config = dict(vars(recipe.config))
-    asked = any(given is not None for given in (args.batch, args.context, args.profile, args.dtype))
-    needed = needs_rows(pretrained, args) if asked else {}
+    if any(given is not None for given in (args.batch, args.context, args.profile, args.dtype)):
+        found["needs"] = needs_of_batch(pretrained, args)
     session.status.clear()
-    if args.json:
-        needs = {"needs": needed} if needed else {}
-        yield as_line({**rows, **needs, "config": config})
-        return
-    shown = {
-        name: in_bytes(value) if isinstance(value, int) and not isinstance(value, bool) and "bytes" in name else value
-        for name, value in needed.items()
+    yield from [as_line(found)] if args.json else table(to_read(found))
+
+
+def to_read(found: dict[str, Any]) -> dict[str, Any]:
+    """What `inspect --json` writes, in words."""
+    tokens, size = found["tokenizer_tokens"], in_bytes(found["weight_bytes"])
+    rows = {
+        "recipe": f"{found['recipe']}, {found['kind']}",
+        "weights": f"{found['parameters']:,} in {found['tensors']} tensors, {size}",
+        "dtypes": ", ".join(found["dtypes"]),
+        "tokenizer": "none" if tokens is None else f"{tokens:,} tokens",
+        "chat templates": ", ".join(found["chat_templates"]) or "none",
+        **found["config"],
     }
-    yield from table({**rows, **config, **shown})
+    needs = found["needs"]
+    if needs is None:
+        return rows
+    longest, most = needs["context_that_fits"], needs["batch_that_fits"]
+    other = f"a context of {longest:,}" if longest else f"a batch of {most:,}" if most else ""
+    rows |= {"batch": needs["batch"], "context": needs["context"]}
+    rows |= {
+        "parameter bytes": in_bytes(needs["parameter_bytes"]), "state bytes": in_bytes(needs["state_bytes"]),
+        "activation bytes, about": in_bytes(needs["activation_bytes"]),
+        "bytes in all, about": in_bytes(needs["total_bytes"]),
+    }  # fmt: skip
+    if needs["fits"] is not None:
+        rows["bytes of the device"] = in_bytes(needs["device_bytes"])
+        rows["fits"] = "yes" if needs["fits"] else f"no; {other} would" if other else "no"
+    return rows
 
 
 # -- what it takes -----------------------------------------------------------------------------
 
 
-def needs_rows(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
-    """What is said of memory, by name.
+def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
+    """What `--batch` rows of `--context` tokens take, by name; whether they fit is None where the device does not say.
 
     Raises:
         RequestError: a model whose inputs are no tokens. SequenceLengthError: over its positions.
@@ -102,14 +125,13 @@ def needs_rows(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, An
     check_positions(context, pretrained.max_positions, "--context")
     model = without_weights(pretrained, args)
     found, memory = needs_of(model, batch, context), running_device().memory
-    rows: dict[str, Any] = {
-        "batch": batch, "context": context, "parameter bytes": found.parameters, "state bytes": found.state,
-        "activation bytes, about": found.activations, "bytes in all, about": found.total,
+    fits = None if memory is None else found.total <= memory
+    would = {} if fits or memory is None else fitting(model, batch, context, memory)
+    return {
+        "batch": batch, "context": context, "parameter_bytes": found.parameters, "state_bytes": found.state,
+        "activation_bytes": found.activations, "total_bytes": found.total, "device_bytes": memory, "fits": fits,
+        "context_that_fits": would.get("context"), "batch_that_fits": would.get("batch"),
     }  # fmt: skip
-    if memory is not None:
-        rows["bytes of the device"] = memory
-        rows["fits"] = "yes" if found.total <= memory else "no" + fitting(model, batch, context, memory)
-    return rows
 
 
 def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
@@ -140,16 +162,16 @@ def needs_of(model: CompiledModel, batch: int, context: int) -> Needs:
     return Needs(parameters, state, activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan))
 
 
-def fitting(model: CompiledModel, batch: int, context: int, memory: int) -> str:
-    """The longest context, by halves, that would fit, or else the largest batch."""
+def fitting(model: CompiledModel, batch: int, context: int, memory: int) -> dict[str, int]:
+    """The longest context, by halves, that would fit, or else the largest batch; by name, empty if neither does."""
     for name, halves in (
         ("context", [(batch, context >> i) for i in range(1, 30) if context >> i]),
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
         for rows, tokens in halves:
             if needs_of(model, rows, tokens).total <= memory:
-                return f"; a {name} of {tokens if name == 'context' else rows:,} would"
-    return ""
+                return {name: tokens if name == "context" else rows}
+    return {}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
