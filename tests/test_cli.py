@@ -461,25 +461,6 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "extra train    missing optax: pip install 'rlx-jax[train]'" in capsys.readouterr().out
 
 
-def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command and option in the text for each shell; bash completes by it."""
-    texts = {}
-    for shell in ("bash", "zsh", "fish"):
-        assert cli.main(["completion", shell]) == 0
-        texts[shell] = capsys.readouterr().out
-        for command in COMMANDS:
-            assert command.name in texts[shell] and command.help in texts[shell] or shell == "bash"
-    assert "--temperature[0, the default" in texts["zsh"] and "-l temperature -r -d '0, the default" in texts["fish"]
-    for words, want in (
-        (("sc",), "score"), (("generate", "--temp"), "--temperature"), (("convert", "--format", "o"), "orbax"),
-        (("completion", "z"), "zsh"), (("inspect", "--ba"), "--batch"),
-    ):  # fmt: skip
-        asked = " ".join(map(repr, ("rlx-jax", *words)))
-        script = f"{texts['bash']}\nCOMP_WORDS=({asked}); COMP_CWORD={len(words)}; _rlx_jax; echo ${{COMPREPLY[@]}}"
-        done = subprocess.run(["bash", "-c", script], capture_output=True, encoding="utf-8", timeout=30)
-        assert (done.stdout, done.stderr) == (want + "\n", "")
-
-
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     """Options that mean the same have the same name; `--json` is everywhere but where a shell reads."""
     for command in COMMANDS:

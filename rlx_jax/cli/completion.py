@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Option:
-    """An option as a shell sees it: `--json`, its help, what may follow it; `files` where no list says so."""
+    """An option as a shell sees it: `--json`, its help, whether a value follows it; one of `choices`, or where `files`, a
+    file. A number is neither."""
 
     name: str
     help: str
     values: bool
     choices: tuple[str, ...]
+    files: bool
 
 
 Known = dict[str, tuple[str, tuple[Option, ...]]]
@@ -36,7 +38,8 @@ def options_of(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
         said = parser._get_formatter()._expand_help(action) if action.help else ""
         choices = tuple(map(str, action.choices or ()))
         if names or choices:
-            found.append(Option(names[0] if names else "", said, action.nargs != 0, choices))
+            files = action.nargs != 0 and not choices and action.type is None
+            found.append(Option(names[0] if names else "", said, action.nargs != 0, choices, files))
     return tuple(found)
 
 
@@ -50,7 +53,7 @@ def bash(commands: Known) -> Iterator[str]:
     yield '    case "${COMP_WORDS[1]} $before" in\n'
     for name, (_, options) in commands.items():
         for option in options:
-            words = f'compgen -W "{" ".join(option.choices)}"' if option.choices else "compgen -f"
+            words = "compgen -f" if option.files else f'compgen -W "{" ".join(option.choices)}"'
             if option.values and option.name:
                 yield f'        "{name} {option.name}") COMPREPLY=($({words} -- "$word")); return ;;\n'
     yield '    esac\n    case "${COMP_WORDS[1]}" in\n'
@@ -73,7 +76,8 @@ def zsh(commands: Known) -> Iterator[str]:
         yield f"        {name}) shift words; (( CURRENT-- )); _arguments \\\n"
         for option in options:
             if option.name:
-                value = f":value:({' '.join(option.choices)})" if option.choices else ":value:_files"
+                value = f":value:({' '.join(option.choices)})" if option.choices else ":value:"
+                value += "_files" if option.files else "" if option.choices else " "
                 text = f"{option.name}[{_bracketed(option.help)}]{value if option.values else ''}"
                 yield f"            {_single(text)} \\\n"
         places = " ".join(choice for option in options if not option.name for choice in option.choices)
@@ -89,7 +93,7 @@ def fish(commands: Known) -> Iterator[str]:
         for option in options:
             what = f"-a {_single(' '.join(option.choices))}" if option.choices else ""
             if option.name:
-                needs = "-r" if option.values else ""
+                needs = "" if not option.values else "-r" if option.files else "-x"
                 line = f"complete -c rlx-jax {seen} -l {option.name[2:]} {needs} {what} -d {_single(option.help)}"
             else:
                 line = f"complete -c rlx-jax {seen} -f {what}"

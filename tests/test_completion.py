@@ -1,0 +1,110 @@
+"""`rlx-jax completion`: what bash, zsh and fish make of it, asked in the shells themselves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from rlx_jax import cli
+from rlx_jax.cli.entry import COMMANDS
+
+
+def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command and option in the text for each shell."""
+    texts = {}
+    for shell in ("bash", "zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        texts[shell] = capsys.readouterr().out
+        for command in COMMANDS:
+            assert command.name in texts[shell] and command.help in texts[shell] or shell == "bash"
+    assert "--temperature[0, the default" in texts["zsh"] and "-l temperature -x -d '0, the default" in texts["fish"]
+
+
+TYPED = {
+    "rlx-jax sc": "score", "rlx-jax generate --temp": "--temperature", "rlx-jax convert --format o": "orbax",
+    "rlx-jax completion z": "zsh", "rlx-jax inspect a.txt --ba": "--batch", "rlx-jax inspect a.": "a.txt",
+    "rlx-jax bench --profile a.": "a.txt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the shell itself makes of a word and a tab: commands, options, choices, files; no files for a number."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    assert cli.main(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "a.txt").touch()
+    if shell == "fish":
+        for typed, want in TYPED.items():
+            assert fish_offers(script, typed) == [want]
+        assert fish_offers(script, "rlx-jax convert --format ") == ["orbax", "safetensors"]
+        assert fish_offers(script, "rlx-jax bench --batch a") == []
+        return
+    start = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}[shell]
+    with Terminal(start, tmp_path) as terminal:
+        if shell == "zsh":
+            terminal.write("autoload -Uz compinit; compinit -u -D\n")
+        terminal.write(f"source {script}; echo rea''dy\n")
+        terminal.until("ready\r\n")
+        for typed, want in TYPED.items():
+            terminal.write(f"{typed}\t")
+            terminal.until(f"{typed.rpartition(' ')[0]} {want} ")
+            terminal.write("\x15")  # forget the line
+        terminal.write("rlx-jax bench --batch a\t\x15echo do''ne\n")
+        assert "a.txt" not in terminal.until("done\r\n")
+
+
+def fish_offers(script: Path, typed: str) -> list[str]:
+    """The words that fish would complete a line by."""
+    words = ["fish", "--no-config", "-c", f"source {script}; complete -C '{typed}'"]
+    done = subprocess.run(words, cwd=script.parent, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.stderr == ""
+    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
+
+
+class Terminal:
+    """A program in a terminal of its own: what is typed there, and what it shows."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._here, there = pty.openpty()
+        environment = {
+            "PATH": os.environ["PATH"],
+            "TERM": "dumb",
+            "PS1": "% ",
+            "HOME": str(folder),
+            "LC_ALL": "C.UTF-8",
+        }
+        self._process = subprocess.Popen(
+            words, stdin=there, stdout=there, stderr=there, cwd=folder, env=environment, start_new_session=True
+        )
+        os.close(there)
+
+    def write(self, text: str) -> None:
+        os.write(self._here, text.encode())
+
+    def until(self, text: str, seconds: float = 60) -> str:
+        """What is shown up to `text`; it fails where that does not come."""
+        seen, end = "", time.monotonic() + seconds
+        while text not in seen:
+            ready, _, _ = select.select([self._here], [], [], max(0.0, end - time.monotonic()))
+            assert ready, (text, seen)
+            seen += os.read(self._here, 4096).decode("utf-8", "replace")
+        return seen
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._here)
+        self._process.kill()
+        self._process.wait()
