@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Option:
-    """An option as a shell sees it: `--json`, its help, whether a value follows it; one of `choices`, or where `files`, a
-    file. A number is neither."""
+    """An option as a shell sees it: `--json`, its help, whether a value follows it: one of `choices`, or a file where
+    `files` says so. A number is neither."""
 
     name: str
     help: str
