@@ -91,7 +91,8 @@ def test_it_answers_as_the_hf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for a, b in zip(mine["samples"][name], wanted["samples"][name], strict=True):
             compare(a["resps"], b["resps"])
 
-    odd = [("", "blue"), ("The sky ", "is"), ("sky " * 200, " blue"), ("The", " sky" * 30)]
+    letters = [("The sky is blue and", letter) for letter in (" a", " b", "c")]
+    odd = [*letters, ("", "blue"), ("The sky ", "is"), ("sky " * 200, " blue"), ("The", " sky" * 30)]
     asked = [SimpleNamespace(args=pair) for pair in odd]
     compare(ours.loglikelihood(asked), theirs.loglikelihood(asked))  # greedy texts have the flag
     greedy = [

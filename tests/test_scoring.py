@@ -83,6 +83,24 @@ def test_equalities(lm: Any) -> None:
     assert lm.score([]) == []
 
 
+def test_texts_that_differ_in_their_end_are_read_once(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers and flags that each has alone: wherever contexts end, the same twice, more of them than one row
+    holds, and among others."""
+    context = ROWS[1]
+    best = int(np.argmax(lm.logits([context])[0, -1]))
+    ends = [best, *range(2, 3 + scoring.MOST_OTHERS), 5, best]
+    texts = [(context, [end]) for end in ends] + [(context[:7], [*context[7:], 9]), ROWS[2], [*context, 11]]
+    want = [lm.score(text) for text in texts]
+    calls, made = [], scoring.score_calls
+    monkeypatch.setattr(scoring, "score_calls", lambda widths, sizes: calls.append(list(widths)) or made(widths, sizes))
+    found = lm.score(texts)
+    assert calls == [[41, 41, 6]]  # 18 different ends are two rows
+    for a, b in zip(found, want, strict=True):
+        close(a.log_probs, b.log_probs)
+        assert (a.tokens, a.greedy) == (b.tokens, b.greedy)
+    assert [score.greedy for score in found[: len(ends)]] == [end == best for end in ends]
+
+
 def test_greedy_text_is_greedy(lm: Any) -> None:
     """What greedy decoding gives, 24 tokens of `transformers`, has the flag, and has it no more with another token."""
     record = load_record(TIED)

@@ -1,7 +1,8 @@
 """Log-likelihoods of texts: what `CausalLM.score` and `CausalLM.perplexity` return, and the program behind them.
 
 One program reads rows of one width up to the head, and takes the logits of a piece of the tokens at a time: what leaves
-it is two numbers for each token. There are at most eight of these programs (`score_sizes`).
+it is two numbers for each token. There are at most eight of these programs (`score_sizes`). Texts that differ in their
+last token alone, such as a question with each of its letters, are one row.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ AHEAD = 8
 """Calls whose results are not fetched yet."""
 AIM = "aim"
 """The input that has the token after each token."""
+LAST, OTHERS = "last", "others"
+"""The inputs that have the place of each row's last token, and other tokens that may stand behind it."""
+MOST_OTHERS = 16
+"""How many of them a row has."""
 SHORT, LONG = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
 """Widths of rows, for models of up to 8192 positions and for others."""
 ALONE = (64, 512)
@@ -66,7 +71,8 @@ class Score:
 @dataclass(frozen=True)
 class ScoreTokens:
     """Around `forward`: the log-probability `[B, S]` f32 of the token in `aim` `[B, S]` behind each token, NaN where
-    logits are not finite, and whether it is the likeliest one `[B, S]` bool.
+    logits are not finite, and whether it is the likeliest one `[B, S]` bool; and the same `[B, K]` of the tokens in
+    `others` `[B, K]` behind the one at `last` `[B]`.
 
     With `pieces` the program ends at its head, and the logits of a piece of the tokens are made at a time; else they
     are its output.
@@ -78,29 +84,43 @@ class ScoreTokens:
     def __call__(self, forward: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             made, state = forward(params, state, {self.ids_input: inputs[self.ids_input]})
-            how, aim = self.pieces, inputs[AIM]
+            how, aim, others, last = self.pieces, inputs[AIM], inputs[OTHERS], inputs[LAST]
             if how is None:
-                return judged(made[0].astype(jnp.float32), aim), state
+                return judged(made[0].astype(jnp.float32), aim, others, last), state
             hidden, kernel, *bias = made
             operands = head_operands(how.head, kernel, bias[0] if bias else None)
 
-            def piece(_: None, part: tuple[Any, Any]) -> tuple[None, tuple[Any, Any]]:
+            def piece(first: Any, part: tuple[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
                 logits, _back = logits_of_piece(how, part[0], operands)
-                return None, judged(logits, part[1])
+                return first + logits.shape[1], judged(logits, part[1], others, last - first)
 
-            _, found = lax.scan(piece, None, split_tokens(how, hidden, aim))
-            return tuple(joined(array, aim.shape) for array in found), state
+            _, found = lax.scan(piece, jnp.int32(0), split_tokens(how, hidden, aim))
+            each, likeliest, other, other_likeliest = found
+            return (joined(each, aim.shape), joined(likeliest, aim.shape), other.sum(0), other_likeliest.any(0)), state
 
         return function
 
 
-def judged(logits: jax.Array, aim: jax.Array) -> tuple[jax.Array, jax.Array]:
+def judged(
+    logits: jax.Array, aim: jax.Array, others: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logits `[B, c, V]` f32, and a token for each `[B, c]`: its log-probability, and whether it is the likeliest; of
-    several that are, the smallest id is, as in greedy decoding."""
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    several that are, the smallest id is, as in greedy decoding. The same of the tokens `others` `[B, K]` behind the
+    place `last` `[B]`; zeros where that is none of `[0, c)`."""
+    lse, best = jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1).astype(aim.dtype)
     chosen = jnp.take_along_axis(logits, aim[..., None], axis=-1, mode="clip")[..., 0]
-    fine = jnp.isfinite(lse) & (chosen < jnp.inf)
-    return jnp.where(fine, chosen - lse, jnp.nan), jnp.argmax(logits, axis=-1).astype(aim.dtype) == aim
+    inside = ((last >= 0) & (last < logits.shape[1]))[:, None]
+    at = jnp.clip(last, 0, logits.shape[1] - 1)[:, None]
+    row = jnp.take_along_axis(logits, at[..., None], axis=1, mode="clip")[:, 0]
+    other = jnp.take_along_axis(row, others, axis=-1, mode="clip")
+    lse_at, best_at = (jnp.take_along_axis(x, at, axis=1, mode="clip") for x in (lse, best))
+    found = jnp.where(inside, log_prob(other, lse_at), 0.0)
+    return log_prob(chosen, lse), best == aim, found, inside & (best_at == others)
+
+
+def log_prob(chosen: jax.Array, lse: jax.Array) -> jax.Array:
+    """Of a token with the logit `chosen`, NaN where logits are not finite."""
+    return jnp.where(jnp.isfinite(lse) & (chosen < jnp.inf), chosen - lse, jnp.nan)
 
 
 def joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -233,29 +253,74 @@ def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockS
     """
     found: list[Score | None] = [None] * len(items)
     failed: dict[int, int] = {}
-    for block, log_probs, likeliest in _results(model, items, score_calls([item.width for item in items], sizes)):
-        for row, (text,) in enumerate(block.texts):
-            item = items[text]
-            span = slice(item.start - 1, item.width)
-            values = log_probs[row, span]
-            if np.isnan(values).any():
-                failed[text] = int(np.isnan(values).argmax())
-                continue
-            numbers = tuple(values.tolist())
-            found[text] = Score(math.fsum(numbers), bool(likeliest[row, span].all()), item.ids[item.start :], numbers)
+    rows = shared_rows(items)
+    for block, results in _results(model, rows, score_calls([len(row.read) for row in rows], sizes)):
+        for place, (number,) in enumerate(block.texts):
+            row = rows[number]
+            for text, ending in row.texts:
+                item = items[text]
+                values, likeliest = results.of(place, slice(item.start - 1, item.width), ending)
+                if np.isnan(values).any():
+                    failed[text] = int(np.isnan(values).argmax())
+                    continue
+                numbers = tuple(values.tolist())
+                found[text] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
     if failed:
         named = listing((f"texts[{i}]" for i in sorted(failed)), 8)
         raise NumericsError(f"score: logits of {len(failed)} texts are not finite: {named}", failed, found)
     return [score for score in found if score is not None]
 
 
-def _results(
-    model: CompiledModel, items: Sequence[ScoredTokens], blocks: Iterable[Block]
-) -> Iterator[tuple[Block, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+@dataclass(frozen=True)
+class Row:
+    """Tokens that are read once, and those that stand behind them: the first one and others. Of each text its number,
+    and the place of its last token among the others; None for the first."""
+
+    read: tuple[int, ...]
+    ends: list[int]
+    texts: list[tuple[int, int | None]]
+
+
+def shared_rows(items: Sequence[ScoredTokens]) -> list[Row]:
+    """A row for all texts that differ in their last token alone, with up to `MOST_OTHERS` beside the first."""
+    last: dict[tuple[int, ...], Row] = {}
+    rows: list[Row] = []
+    for text, item in enumerate(items):
+        read, end = item.ids[:-1], item.ids[-1]
+        row = last.get(read)
+        if row is None or (end not in row.ends and len(row.ends) > MOST_OTHERS):
+            row = last[read] = Row(read, [], [])
+            rows.append(row)
+        if end not in row.ends:
+            row.ends.append(end)
+        place = row.ends.index(end)
+        row.texts.append((text, place - 1 if place else None))
+    return rows
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a call gives, on the host; see `ScoreTokens`."""
+
+    log_probs: np.ndarray[Any, Any]
+    likeliest: np.ndarray[Any, Any]
+    others: np.ndarray[Any, Any]
+    others_likeliest: np.ndarray[Any, Any]
+
+    def of(self, row: int, span: slice, other: int | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Log-probabilities and flags of a text's tokens; `other`: the last one is that of the others."""
+        values, flags = self.log_probs[row, span], self.likeliest[row, span]
+        if other is not None:
+            values, flags = values.copy(), flags.copy()
+            values[-1], flags[-1] = self.others[row, other], self.others_likeliest[row, other]
+        return values, flags
+
+
+def _results(model: CompiledModel, rows: Sequence[Row], blocks: Iterable[Block]) -> Iterator[tuple[Block, Judged]]:
     """What each call gives; the next ones run while the host looks at it."""
     running: deque[tuple[Block, tuple[Any, ...]]] = deque()
     for block in blocks:
-        made, _ = score_program(model, block.rows, block.width)(_inputs(model, items, block), {})
+        made, _ = score_program(model, block.rows, block.width)(_inputs(model, rows, block), {})
         running.append((block, made))
         if len(running) > AHEAD:
             yield _fetched(*running.popleft())
@@ -263,15 +328,20 @@ def _results(
         yield _fetched(*running.popleft())
 
 
-def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    log_probs, likeliest = jax.device_get(made)
-    return block, log_probs, likeliest
+def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, Judged]:
+    return block, Judged(*jax.device_get(made))
 
 
-def _inputs(model: CompiledModel, items: Sequence[ScoredTokens], block: Block) -> Mapping[str, Any]:
-    rows = [items[text].ids for (text,) in block.texts] + [(0, 0)] * (block.rows - len(block.texts))
-    aim = pad_rows([row[1:] for row in rows], block.width)
-    return {model.flow.inputs[0].name: pad_rows([row[:-1] for row in rows], block.width), AIM: aim}
+def _inputs(model: CompiledModel, rows: Sequence[Row], block: Block) -> Mapping[str, Any]:
+    empty = [(0,)] * (block.rows - len(block.texts))
+    own = [rows[number] for (number,) in block.texts]
+    read = [row.read for row in own] + empty
+    return {
+        model.flow.inputs[0].name: pad_rows(read, block.width),
+        AIM: pad_rows([(*row.read[1:], row.ends[0]) for row in own] + empty, block.width),
+        LAST: np.array([len(row) - 1 for row in read], np.int32),
+        OTHERS: pad_rows([row.ends[1:] for row in own] + [()] * len(empty), MOST_OTHERS),
+    }
 
 
 # -- perplexity --------------------------------------------------------------------------------
