@@ -272,7 +272,7 @@ def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockS
 
 
 @dataclass(frozen=True)
-class Row:
+class SharedRow:
     """Tokens that are read once, and those that stand behind them: the first one and others. Of each text its number,
     and the place of its last token among the others; None for the first."""
 
@@ -281,15 +281,15 @@ class Row:
     texts: list[tuple[int, int | None]]
 
 
-def shared_rows(items: Sequence[ScoredTokens]) -> list[Row]:
+def shared_rows(items: Sequence[ScoredTokens]) -> list[SharedRow]:
     """A row for all texts that differ in their last token alone, with up to `MOST_OTHERS` beside the first."""
-    last: dict[tuple[int, ...], Row] = {}
-    rows: list[Row] = []
+    last: dict[tuple[int, ...], SharedRow] = {}
+    rows: list[SharedRow] = []
     for text, item in enumerate(items):
         read, end = item.ids[:-1], item.ids[-1]
         row = last.get(read)
         if row is None or (end not in row.ends and len(row.ends) > MOST_OTHERS):
-            row = last[read] = Row(read, [], [])
+            row = last[read] = SharedRow(read, [], [])
             rows.append(row)
         if end not in row.ends:
             row.ends.append(end)
@@ -316,7 +316,9 @@ class Judged:
         return values, flags
 
 
-def _results(model: CompiledModel, rows: Sequence[Row], blocks: Iterable[Block]) -> Iterator[tuple[Block, Judged]]:
+def _results(
+    model: CompiledModel, rows: Sequence[SharedRow], blocks: Iterable[Block]
+) -> Iterator[tuple[Block, Judged]]:
     """What each call gives; the next ones run while the host looks at it."""
     running: deque[tuple[Block, tuple[Any, ...]]] = deque()
     for block in blocks:
@@ -332,7 +334,7 @@ def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, Judged]:
     return block, Judged(*jax.device_get(made))
 
 
-def _inputs(model: CompiledModel, rows: Sequence[Row], block: Block) -> Mapping[str, Any]:
+def _inputs(model: CompiledModel, rows: Sequence[SharedRow], block: Block) -> Mapping[str, Any]:
     empty = [(0,)] * (block.rows - len(block.texts))
     own = [rows[number] for (number,) in block.texts]
     read = [row.read for row in own] + empty
