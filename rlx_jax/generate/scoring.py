@@ -299,7 +299,7 @@ def shared_rows(items: Sequence[ScoredTokens]) -> list[SharedRow]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedCall:
     """What a call gives, on the host; see `ScoreTokens`."""
 
     log_probs: np.ndarray[Any, Any]
@@ -318,7 +318,7 @@ class Judged:
 
 def _results(
     model: CompiledModel, rows: Sequence[SharedRow], blocks: Iterable[Block]
-) -> Iterator[tuple[Block, Judged]]:
+) -> Iterator[tuple[Block, JudgedCall]]:
     """What each call gives; the next ones run while the host looks at it."""
     running: deque[tuple[Block, tuple[Any, ...]]] = deque()
     for block in blocks:
@@ -330,8 +330,8 @@ def _results(
         yield _fetched(*running.popleft())
 
 
-def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, Judged]:
-    return block, Judged(*jax.device_get(made))
+def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, JudgedCall]:
+    return block, JudgedCall(*jax.device_get(made))
 
 
 def _inputs(model: CompiledModel, rows: Sequence[SharedRow], block: Block) -> Mapping[str, Any]:
