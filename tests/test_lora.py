@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_written_as_peft_writes(adapted: rlx.CompiledModel, tmp_path: Path) -> N
         rlx.save_lora(adapted, tmp_path / "mine")
 
 
+def test_written_where_an_adapter_is(adapted: rlx.CompiledModel, tmp_path: Path) -> None:
+    """Folders around it are made; `overwrite` replaces an adapter, and nothing beside one."""
+    place, params = tmp_path / "runs" / "one" / "mine", dict(adapted.params or {})
+    rlx.save_lora(adapted, place)
+    name = next(name for name in params if "lora_B" in name)
+    rlx.save_lora(adapted.replace(params=params | {name: params[name] * 2}), place, overwrite=True)
+    changed = [key for key, value in load_file(place / WEIGHTS).items() if not np.array_equal(value, STORED[key])]
+    assert len(changed) == 1 and "lora_B" in changed[0] and os.listdir(place.parent) == ["mine"]
+    (place / "notes").write_text("mine")
+    with pytest.raises(errors.TargetExistsError, match="holds 'notes' too"):
+        rlx.save_lora(adapted, place, overwrite=True)
+    with pytest.raises(errors.TargetExistsError, match=f"has no {CONFIG}"):
+        rlx.save_lora(adapted, place.parent, overwrite=True)
+    assert (place / "notes").read_text() == "mine"
+
+
 @pytest.fixture(scope="module")
 def fresh() -> rlx.CompiledModel:
     """New adapters of all four projections."""
@@ -136,11 +153,11 @@ def test_an_adapter_trains(fresh: rlx.CompiledModel) -> None:
 @pytest.mark.slow
 def test_an_adapter_generates() -> None:
     """Prefill and decode have it: greedy tokens are those of the merged weights in NumPy."""
-    recipe = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER)
-    merged = {key: np.asarray(value, "f8") for key, value in rlx.merge_lora(rlx.compile(recipe)).items()}
+    lm = rlx.load(adapters.BASE, recipe=rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER))
+    merged = {key: np.asarray(value, "f8") for key, value in rlx.merge_lora(lm).items()}
     prompt = TOKENS[1, :6].tolist()
     want = numpy_reference.llama_greedy(numpy_reference.read_config(adapters.BASE), merged, prompt, 5)
-    assert rlx.load(adapters.BASE, recipe=recipe).generate([prompt], max_new_tokens=5) == [want]
+    assert lm.generate([prompt], max_new_tokens=5) == [want]
 
 
 # -- misuse ------------------------------------------------------------------------------------
@@ -168,6 +185,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.MissingWeightError,
         r"lora_A.*missing='init' draws it",
     ),
+    "a recipe": (lambda: rlx.merge_lora(rlx.recipe_for(adapters.BASE)), errors.RequestError, "takes a CompiledModel"),
     "nothing": (lambda: rlx.merge_lora(rlx.compile(rlx.recipe_for(adapters.BASE))), errors.RequestError, "no adapter"),
 }
 

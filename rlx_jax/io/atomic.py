@@ -33,7 +33,7 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
     """Where to make a directory that becomes `target` when the block ends without an exception.
 
     Args:
-        target: the directory to make. Its parent must exist.
+        target: the directory to make. Those around it are made where they are missing.
         overwrite: replace what is there; the caller has made sure that it may.
         nbytes: about how much will be written, in bytes.
         kept: what errors say is still good; without it, that `target` is as it was.
@@ -46,6 +46,7 @@ def replacing(target: str, overwrite: bool, nbytes: int, kept: str | None = None
     parent, name = os.path.split(target)
     kept = kept or f"{quote(target)} is as it was"
     with storage_errors(target, kept):
+        _make_folders(parent)
         remove_abandoned(parent, name)
         if not overwrite and os.path.lexists(target):
             raise _exists(target)
@@ -159,6 +160,17 @@ def sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _make_folders(directory: str) -> None:
+    """A directory, and those around it, if they are missing: on disk when the call returns."""
+    missing, around = [], directory
+    while not os.path.lexists(around):
+        missing.append(around)
+        around = os.path.dirname(around)
+    os.makedirs(directory, exist_ok=True)
+    for made in missing:
+        sync(os.path.dirname(made))
 
 
 # -- work directories --------------------------------------------------------------------------

@@ -122,15 +122,30 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
     return tuple(adapter for note in notes for adapter in note.found)
 
 
-def merge_lora(model: CompiledModel) -> dict[str, jax.Array]:
+def _compiled(model: Any, what: str) -> CompiledModel:
+    """The model, or that of a `CausalLM`, an `Encoder` …
+
+    Raises:
+        RequestError: it is none.
+    """
+    compiled = getattr(model, "model", model)
+    if not isinstance(compiled, CompiledModel):
+        raise RequestError(f"{what} takes a CompiledModel, CausalLM or Encoder, got {shown(model)}")
+    return compiled
+
+
+def merge_lora(model: Any) -> dict[str, jax.Array]:
     """The weights by checkpoint key with W + s B A in the place of W and without the adapters: what the recipe without
-    adapters reads. Sums are f32; each weight keeps its dtype."""
+    adapters reads. Sums are f32; each weight keeps its dtype. The model is a `CompiledModel`, or what has one as its
+    `model`: a `CausalLM`, an `Encoder`."""
+    model = _compiled(model, "merge_lora")
     return _merged(adapters_of(model), model.weights(), +1)
 
 
-def unmerge_lora(model: CompiledModel, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
+def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Of weights that `merge_lora(model)` made those of before, and the model's adapters beside them. What the merge
     rounded stays so."""
+    model = _compiled(model, "unmerge_lora")
     adapters, own = adapters_of(model), model.weights()
     pairs = {key: own[key] for adapter in adapters for key in (adapter.a, adapter.b)}
     if lacking := [adapter.key for adapter in adapters if adapter.key not in weights]:
@@ -148,16 +163,23 @@ def _merged(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int
     return {key: value for key, value in found.items() if key not in left}
 
 
-def save_lora(model: CompiledModel, path: Any) -> None:
-    """Write the model's adapters, and nothing else, to a new directory as PEFT does: `lora(recipe, adapter=path)` and
+def save_lora(model: Any, path: Any, *, overwrite: bool = False) -> None:
+    """Write the model's adapters, and nothing else, to a directory as PEFT does: `lora(recipe, adapter=path)` and
     `PeftModel.from_pretrained` load them.
 
+    Args:
+        model: a `CompiledModel`, or what has one as its `model`: a `CausalLM`, an `Encoder`.
+        path: a directory; those around it are made where they are missing.
+        overwrite: replace the adapter that is there, in one step.
+
     Raises:
-        TargetExistsError: `path` exists. NoSpaceError, SaveFailedError: the disk is full or refuses.
+        TargetExistsError: `path` exists, and `overwrite` is false or something else than an adapter is there.
+        NoSpaceError, SaveFailedError: the disk is full or refuses.
     """
+    model = _compiled(model, "save_lora")
     adapters = adapters_of(model)
     weights = model.weights()
     ranks = {adapter.module: int(weights[adapter.a].shape[0]) for adapter in adapters}
     scales = {adapter.module: adapter.scale for adapter in adapters}
     arrays = {key: weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
-    write_adapter(path, AdapterSizes(ranks, scales), arrays)
+    write_adapter(path, AdapterSizes(ranks, scales), arrays, overwrite)

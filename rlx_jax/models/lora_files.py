@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, quote, shown
+from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.atomic import replacing, write_synced
 from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
@@ -22,6 +22,8 @@ from rlx_jax.weights.safetensors_format import write_file
 from rlx_jax.weights.source import WeightSource, open_weights
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+OWN = {CONFIG, WEIGHTS, "README.md"}
+"""What stands in a directory of PEFT's."""
 PARTS = (".lora_A.weight", ".lora_B.weight")
 
 INERT = (
@@ -140,8 +142,8 @@ def _ranks(source: WeightSource, where: str) -> dict[str, int]:
 # -- writing -----------------------------------------------------------------------------------
 
 
-def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any]) -> None:
-    """A new directory with both files. Errors as `rlx_jax.models.lora.save_lora`."""
+def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], overwrite: bool) -> None:
+    """A directory with both files. Arguments and errors as `rlx_jax.models.lora.save_lora`."""
     if not isinstance(path, str | os.PathLike):
         raise RequestError(f"save_lora: path is {shown(path)}; expected the path of a directory")
     alphas = {module: sizes.scales[module] * rank for module, rank in sizes.ranks.items()}
@@ -164,10 +166,21 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any]) -> 
     values = {key: np.asarray(array) for key, array in arrays.items()}
     entries = [Entry.of(f"{PREFIX}{key}", array) for key, array in values.items()]
     target = os.path.realpath(os.fspath(path))
-    with replacing(target, False, sum(array.nbytes for array in values.values())) as new:
+    if overwrite and os.path.lexists(target):
+        _check_adapter_alone(target)
+    with replacing(target, overwrite, sum(array.nbytes for array in values.values())) as new:
         os.mkdir(new)
         write_file(os.path.join(new, WEIGHTS), entries)
         write_synced(os.path.join(new, CONFIG), (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _check_adapter_alone(target: str) -> None:
+    """Raises:
+    TargetExistsError: there is no adapter, or something beside it, which would be lost."""
+    found = set(os.listdir(target)) if os.path.isdir(target) else set()
+    if CONFIG not in found or found - OWN:
+        beside = f"holds {listing(sorted(found - OWN), 4)} too" if CONFIG in found else f"has no {CONFIG}"
+        raise TargetExistsError(f"{quote(target)} {beside}, so it is no adapter alone; remove it, or save elsewhere")
 
 
 def _whole(number: float) -> int | float:

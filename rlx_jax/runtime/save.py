@@ -65,7 +65,7 @@ def save(
 
     Args:
         model: with `params`; after training, `model.replace(params=params)`.
-        path: a new directory; its parent exists.
+        path: a new directory; those around it are made where they are missing.
         format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
             `rlx_jax.load` opened, the second for other models.
         overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
