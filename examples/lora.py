@@ -1,0 +1,46 @@
+"""LoRA on a checkpoint: adapters beside its attention and MLP are trained on a text, and saved in PEFT's files.
+
+    python examples/lora.py path/to/llama text.txt runs/adapter
+
+PEFT opens them, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("path/to/llama"), "runs/adapter")`,
+and transformers the merged weights, `AutoModelForCausalLM.from_pretrained("runs/adapter-merged")`.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import rlx_jax as rlx
+from rlx_jax.text.tokenizer import load_tokenizer
+
+
+def fine_tune(directory, tokens, steps=40, rate=1e-2):
+    """The adapted model after so many steps on `tokens` `[batch, seq]`, and its loss before each."""
+    adapted = rlx.lora(rlx.recipe_for(directory), "layers.*.{self_attn.{q,v}_proj,mlp.down_proj}", rank=4, alpha=8)
+    model = rlx.compile(adapted, missing="init", key=0, program="train")
+    mask = rlx.train.mask(model, "**.lora_{A,B}.weight")
+    optimizer = optax.multi_transform({True: optax.adam(rate), False: optax.set_to_zero()}, mask)
+    state, step, losses = rlx.train.init(model, optimizer), rlx.train.make_step(model, optimizer), []
+    for _ in range(steps):
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics.loss))
+    return model.replace(params=state.params), losses
+
+
+def merged(directory, model):
+    """The checkpoint with the adapters inside of its weights."""
+    lm = rlx.load(directory)
+    lm.model = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
+    return lm
+
+
+if __name__ == "__main__":
+    directory, text, adapter = sys.argv[1:]
+    ids = load_tokenizer(directory).encode(Path(text).read_text("utf-8"))
+    rows = np.array(ids[: len(ids) // 64 * 64], "i4").reshape(-1, 64)[:8]
+    model, losses = fine_tune(directory, rows)
+    print(losses[0], "→", losses[-1])
+    rlx.save_lora(model, adapter, overwrite=True)
+    rlx.save(merged(directory, model), f"{adapter}-merged", overwrite=True)

@@ -1,0 +1,190 @@
+"""The scripts of `examples/`, which users start from: the numbers of transformers and PEFT, recorded and live."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from tests.oracles import adapters, checkpoints, hugging_face, vision
+from tests.oracles.comparing import assert_close
+from tests.oracles.hugging_face import Checkpoint
+from tests.oracles.recorded import load_record
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+GPT2, MIXTRAL = checkpoints.FIXTURES / "gpt2" / "bare_v4", checkpoints.FIXTURES / "mixtral" / "window_v5"
+CLIP, LLAMA = vision.VISION / "dual" / "clip", checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+
+
+@functools.cache
+def example(name: str) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, *arguments: Any) -> None:
+    """The script as a reader runs it, in this process."""
+    source = (EXAMPLES / f"{name}.py").read_text("utf-8")
+    module = ModuleType("__main__")
+    before, sys.argv = sys.argv, [f"{name}.py", *map(str, arguments)]
+    try:
+        exec(compile(source, f"{name}.py", "exec", dont_inherit=True), vars(module))
+    finally:
+        sys.argv = before
+
+
+@functools.cache
+def causal(name: str, directory: Path) -> rlx.CausalLM:
+    """The model of one of the two scripts that generate."""
+    return rlx.CausalLM(getattr(example(name), name)(directory))
+
+
+def prompts(record: dict[str, Any]) -> list[list[int]]:
+    """The ragged rows of a record."""
+    return [row[:n].tolist() for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
+
+
+def shown_pairs(side: int, end: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Sixteen texts of two words and an end, and an image of one noisy colour for each."""
+    rng, ids = np.random.default_rng(0), np.arange(16)
+    images = rng.normal(size=(16, 3, 1, 1)) + 0.1 * rng.normal(size=(16, 3, side, side))
+    return np.stack([3 + ids % 4, 20 + ids // 4, np.full(16, end)], axis=1), images.astype("f4")
+
+
+def test_all_are_here_and_short() -> None:
+    """A script that nobody runs would rot; one that is long is no example."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"gpt2", "clip", "mixtral", "lora"}
+    for path in EXAMPLES.glob("*.py"):
+        body = path.read_text("utf-8").split('"""', 2)[2].splitlines()
+        code = [line for line in body if line.strip() and not line.startswith(("import ", "from "))]
+        assert len(code) <= 92, (path.name, len(code))
+
+
+@pytest.mark.parametrize("name, directory", [("gpt2", GPT2), ("mixtral", MIXTRAL)])
+def test_logits(name: str, directory: Path) -> None:
+    """Those of transformers; layers are one region."""
+    record, lm = load_record(directory), causal(name, directory)
+    assert_close(lm.logits(record["tokens"]), record["logits"])
+    assert lm.model.report().refusals == ()
+
+
+@pytest.mark.parametrize("name, directory", [("gpt2", GPT2), pytest.param("mixtral", MIXTRAL, marks=pytest.mark.slow)])
+def test_greedy_tokens(name: str, directory: Path) -> None:
+    """Of a ragged batch, with a cache: those of transformers."""
+    record = load_record(directory)
+    assert causal(name, directory).generate(prompts(record), max_new_tokens=24) == record["greedy"].tolist()
+
+
+def test_both_towers() -> None:
+    """Vectors of unit length and the similarity, as transformers' CLIPModel gives them."""
+    record = load_record(CLIP)
+    out = rlx.compile(example("clip").clip(CLIP))(record["ids"], record["pixels"])
+    for name, key in (("logits", "logits"), ("text_embeds", "text_embeds"), ("image_embeds", "image_embeds")):
+        assert_close(out[name], record[key])
+
+
+@pytest.mark.slow
+def test_clip_trains() -> None:
+    """In 30 steps the loss of pairs falls, at the temperature that CLIP begins with; that of the record is about 1."""
+    clip, source = example("clip"), rlx.open_weights(CLIP)
+    weights = {key: source.read(key) for key in source.keys()} | {"logit_scale": np.array(np.log(1 / 0.07), "f4")}
+    _, losses = clip.train(clip.clip(CLIP).with_weights(weights), *shown_pairs(16, 60), rate=3e-3)
+    assert len(losses) == 30 and losses[0] > 2.5 and losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+def test_lora_from_text_to_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script as it is run: the loss falls, the adapter loads, and so does what is merged; both say the same."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60, "utf-8")
+    run("lora", LLAMA, tmp_path / "text.txt", tmp_path / "runs" / "it")
+    first, _, last = capsys.readouterr().out.split()
+    assert float(last) < 0.5 * float(first)
+    tokens = load_record(LLAMA)["tokens"]
+    adapted = rlx.compile(rlx.lora(rlx.recipe_for(LLAMA), adapter=tmp_path / "runs" / "it"))(tokens)
+    merged = rlx.load(tmp_path / "runs" / "it-merged")
+    assert np.abs(np.asarray(adapted) - load_record(LLAMA)["logits"]).max() > 0.1
+    assert_close(merged.logits(tokens), np.asarray(adapted))
+    assert merged.tokenizer is not None
+
+
+# -- live --------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LIVE = {
+    "gpt2": Checkpoint(
+        "GPT2LMHeadModel",
+        SIZES | {"vocab_size": 71, "n_positions": 37, "n_embd": 35, "n_layer": 3, "n_head": 5, "n_inner": 52},
+        seed=21,
+    ),
+    "mixtral": Checkpoint(
+        "MixtralForCausalLM",
+        SIZES
+        | {"vocab_size": 67, "hidden_size": 36, "intermediate_size": 27, "num_hidden_layers": 3}
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "num_local_experts": 7}
+        | {"num_experts_per_tok": 3, "max_position_embeddings": 64, "sliding_window": None},
+        seed=22,
+    ),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", LIVE)
+def test_live_causal(name: str, tmp_path: Path) -> None:
+    """Logits and tokens of random models of odd sizes."""
+    hugging_face.write(LIVE[name], tmp_path / "it")
+    theirs = hugging_face.load(tmp_path / "it", "AutoModelForCausalLM")
+    rows, greedy = hugging_face.clear_prompts(theirs, (9,), 12, 3, distinct=4)
+    lm = causal(name, tmp_path / "it")
+    assert_close(lm.logits(np.array(rows)), hugging_face.llama_batch(theirs, np.array(rows))[1])
+    assert lm.generate(rows, max_new_tokens=12) == greedy
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["clip", "clip_oldest"])
+def test_live_towers(name: str, tmp_path: Path) -> None:
+    """Other sizes, and both rules of where a text ends."""
+    torch = importlib.import_module("torch")
+    config = vision.towers({"projection_dim": 11}, {}, {"image_size": 15, "patch_size": 5, "num_hidden_layers": 3})
+    config["text_config"]["eos_token_id"] = 60 if name == "clip" else 2
+    hugging_face.write(Checkpoint("CLIPModel", config, seed=23), tmp_path / "it")
+    theirs = hugging_face.load(tmp_path / "it", "CLIPModel")
+    rng = np.random.default_rng(4)
+    ids, pixels = rng.integers(3, 60, (4, 9)), rng.normal(size=(3, 3, 15, 15)).astype("f4")
+    ids[np.arange(4), [8, 3, 5, 1]] = 60
+    with torch.no_grad():
+        want = theirs(input_ids=torch.tensor(ids), pixel_values=torch.tensor(pixels))
+    out = rlx.compile(example("clip").clip(tmp_path / "it"))(ids, pixels)
+    assert_close(out["logits"], want.logits_per_text.numpy())
+    assert_close(out["text_embeds"], want.text_embeds.numpy())
+    assert_close(out["image_embeds"], want.image_embeds.numpy())
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_lora(tmp_path: Path) -> None:
+    """What the script trains, PEFT loads, with equal logits, merged too."""
+    peft, lora = importlib.import_module("peft"), example("lora")
+    tokens = load_record(adapters.BASE)["tokens"]
+    model, losses = lora.fine_tune(adapters.BASE, tokens.astype("i4"), steps=8)
+    assert losses[-1] < 0.9 * losses[0]
+    rlx.save_lora(model, tmp_path / "adapter")
+    rlx.save(lora.merged(adapters.BASE, model), tmp_path / "merged")
+    theirs = peft.PeftModel.from_pretrained(
+        hugging_face.load(adapters.BASE, "AutoModelForCausalLM"), tmp_path / "adapter"
+    ).eval()
+    assert_close(model(tokens), adapters.first_output(theirs, tokens))
+    merged = hugging_face.load(tmp_path / "merged", "AutoModelForCausalLM")
+    assert_close(adapters.first_output(theirs.merge_and_unload(), tokens), adapters.first_output(merged, tokens))
