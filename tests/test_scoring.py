@@ -91,8 +91,13 @@ def test_texts_that_differ_in_their_end_are_read_once(lm: Any, monkeypatch: pyte
     ends = [best, *range(2, 3 + scoring.MOST_OTHERS), 5, best]
     texts = [(context, [end]) for end in ends] + [(context[:7], [*context[7:], 9]), ROWS[2], [*context, 11]]
     want = [lm.score(text) for text in texts]
-    calls, made = [], scoring.score_calls
-    monkeypatch.setattr(scoring, "score_calls", lambda widths, sizes: calls.append(list(widths)) or made(widths, sizes))
+    calls, plan = [], scoring.score_calls
+
+    def planned(widths: Any, sizes: Any) -> Any:
+        calls.append(list(widths))
+        return plan(widths, sizes)
+
+    monkeypatch.setattr(scoring, "score_calls", planned)
     found = lm.score(texts)
     assert calls == [[41, 41, 6]]  # 18 different ends are two rows
     for a, b in zip(found, want, strict=True):
@@ -274,10 +279,12 @@ def test_texts_whose_logits_are_not_finite() -> None:
     weights = WEIGHTS | {"e": WEIGHTS["e"].copy()}
     weights["e"][3] = np.nan
     model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), rlx.open_weights(weights, on_nonfinite="ignore"))
-    with pytest.raises(errors.NumericsError, match=r"1 texts are not finite: 'texts\[1\]'") as failed:
+    with pytest.raises(errors.NumericsError, match=r"not finite of texts\[1\] \(first behind 3 tokens\); ") as failed:
         model.score([[1, 2], [4, 5, 3, 6], [7, 3]])
     assert failed.value.rows == {1: 2}
     assert failed.value.outputs[1] is None and failed.value.outputs[2] == model.score([7, 3])
+    with pytest.raises(errors.NumericsError, match=r"not finite of the text \(first behind 6 tokens\); "):
+        model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
 
 
 @pytest.mark.parametrize(

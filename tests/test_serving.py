@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -263,10 +264,36 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
     allowed.logits([[1]])  # a program, and the function that cuts its answer
     assert allowed.report().recompiles == 2 and "recompiles" in str(allowed.report())
     late = allowed.report().recompiled
-    assert len(late) == 2 and "no forward program is compiled for that" in late[0]
-    assert "a function beside the programs" in late[1] and late[0] in " ".join(str(allowed.report()).split())
+    assert len(late) == 2 and "warm-up ran 'extend', 'prefill', not forward, which `logits` runs" in late[0]
+    assert "a function beside the programs: for float32[" in late[1]
+    assert late[0] in " ".join(str(allowed.report()).split())
     allowed.warmup(max_new_tokens=100, samplers=rlx.Sampler())  # again, for longer answers
     assert len(allowed.generate([1, 2], 100)) == 100 and allowed.report().recompiles == 2
+
+
+LATE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a sampler": (lambda lm: lm.generate([1], 3, temperature=1.0), "samplers=greedy ones, not samplers=those that d"),
+    "its filters": (
+        lambda lm: lm.generate([1], 3, repetition_penalty=1.5), "not samplers=greedy ones with repetition_penalty",
+    ),
+    "logprobs": (lambda lm: lm.generate([1], 3, logprobs=2), "warm-up was with logprobs=None, not logprobs=8"),
+    "drafts": (
+        lambda lm: lm.generate([1], 3, speculative="prompt"), "warm-up was without speculative='prompt', draft_toke",
+    ),
+    "scores": (lambda lm: lm.score([1, 2]), "length 4: warm-up was without scoring=True; warm up for that too"),
+    "logits": (lambda lm: lm.logits([[1]]), "warm-up ran 'extend', 'prefill', not forward, which `logits` runs"),
+}  # fmt: skip
+
+
+def test_what_warm_up_lacked_is_said() -> None:
+    """By the argument of `warmup` that covers it, before anything is compiled; and once it is, nothing is refused."""
+    closed = model(prompt=[4], batch=[1], context=[8], on_recompile="error")
+    closed.warmup(samplers=rlx.Sampler())
+    compiles = closed.report().compiles
+    for call, message in LATE.values():
+        with pytest.raises(errors.RecompileError, match=re.escape(message)):
+            call(closed)
+    assert closed.report().compiles == compiles
 
 
 @pytest.mark.slow

@@ -32,6 +32,15 @@ Around = Callable[[Function], Function]
 
 
 @runtime_checkable
+class SaysArguments(Protocol):
+    """What is compiled for some arguments of a request, and not for others."""
+
+    def arguments(self) -> Mapping[str, str]:
+        """Arguments of `warmup` that it is compiled for, as users say them."""
+        ...
+
+
+@runtime_checkable
 class RunsOthers(Protocol):
     """What wraps a program and runs others inside, each behind a state of its own."""
 

@@ -145,6 +145,10 @@ class FirstTokens(Choosing):
 
     top: int | None = None
 
+    def arguments(self) -> Mapping[str, str]:
+        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        return {"samplers": self.method.text, "logprobs": str(self.top)}
+
     def __call__(
         self, logits: Array, rows: Rows, now: Array, first: Array, knobs: Knobs, ends: Array,
         told: LogProbs | None = None,
@@ -177,6 +181,10 @@ class DecodeLoop(Choosing):
     steps: int
     early: bool
     top: int | None = None
+
+    def arguments(self) -> Mapping[str, str]:
+        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        return {"samplers": self.method.text, "logprobs": str(self.top)}
 
     def __call__(self, extend: Function) -> Function:
         def function(

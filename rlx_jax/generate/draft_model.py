@@ -28,6 +28,8 @@ class ModelDrafts:
     """The source: `extend` of the other model for one token, of `key` among its `programs`. `carried`: arrays of its
     state that every token changes, with the axis of their rows."""
 
+    asked: ClassVar[str] = "another model"
+
     programs: Programs
     key: ProgramKey
     ids_input: str

@@ -28,6 +28,8 @@ LONGEST = 8
 class LookUp:
     """The source. It keeps the tokens of each row, `[B, T]` int32."""
 
+    asked: ClassVar[str] = "'prompt'"
+
     def lir(self) -> Lir | None:
         """It runs no program of its own."""
         return None

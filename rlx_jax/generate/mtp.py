@@ -43,6 +43,8 @@ class MtpDrafts:
     in a row that runs.
     """
 
+    asked: ClassVar[str] = "'mtp'"
+
     programs: Programs
     first: ProgramKey
     chain: ProgramKey

@@ -213,6 +213,15 @@ class Method:
     top_p: bool = False
     min_p: bool = False
 
+    @property
+    def text(self) -> str:
+        """What samplers it is for."""
+        logits = "repetition_penalty or logit_bias"
+        if not self.draws:
+            return f"greedy ones with {logits}" if self.penalised or self.biased else "greedy ones"
+        filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
+        return f"those that draw, with top_k, top_p, min_p, {logits}" if filters else "those that draw, without filters"
+
     def widened(self) -> Method:
         """One of four methods that gives the same tokens, so that few programs serve every sampler."""
         logits = self.penalised or self.biased

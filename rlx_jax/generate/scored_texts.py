@@ -16,10 +16,15 @@ from rlx_jax.text.requests import id_list
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Token ids of which those from `start` on, which is at least 1, are scored behind all that stand before them."""
+    """Token ids of which those from `start` on, which is at least 1, are scored behind all that stand before them.
+
+    `name` is what messages call them, and `first` how many tokens of the text stand before the first one.
+    """
 
     ids: tuple[int, ...]
     start: int
+    name: str = "texts"
+    first: int = 0
 
     @property
     def width(self) -> int:
@@ -95,7 +100,7 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
             del behind[0]
     if not behind:
         raise RequestError(f"{what}: the continuation has no tokens of its own, so that there is nothing to score")
-    return ScoredTokens((*before, *behind), len(before))
+    return ScoredTokens((*before, *behind), len(before), what)
 
 
 def _read(speaker: Speaker, item: Any, what: str) -> ScoredTokens:
@@ -110,7 +115,7 @@ def _read(speaker: Speaker, item: Any, what: str) -> ScoredTokens:
             f"{what}: {len(ids)} tokens, and the first of a text is given, not scored; pass 2, or a pair: "
             "('', text) scores all tokens of a text behind the begin token"
         )
-    return ScoredTokens(tuple(ids), 1)
+    return ScoredTokens(tuple(ids), 1, what)
 
 
 def _is_pair(item: Any) -> bool:

@@ -81,6 +81,10 @@ class ScoreTokens:
     ids_input: str
     pieces: InPieces | None
 
+    def arguments(self) -> Mapping[str, str]:
+        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        return {"scoring": "True"}
+
     def __call__(self, forward: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             made, state = forward(params, state, {self.ids_input: inputs[self.ids_input]})
@@ -253,6 +257,7 @@ def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockS
     """
     found: list[Score | None] = [None] * len(items)
     failed: dict[int, int] = {}
+    places: list[str] = []
     rows = shared_rows(items)
     for block, results in _results(model, rows, score_calls([len(row.read) for row in rows], sizes)):
         for place, (number,) in enumerate(block.texts):
@@ -262,12 +267,15 @@ def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockS
                 values, likeliest = results.of(place, slice(item.start - 1, item.width), ending)
                 if np.isnan(values).any():
                     failed[text] = int(np.isnan(values).argmax())
+                    read = item.first + item.start + failed[text]
+                    places.append(f"{item.name} (first behind {read:,} tokens)")
                     continue
                 numbers = tuple(values.tolist())
                 found[text] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
     if failed:
-        named = listing((f"texts[{i}]" for i in sorted(failed)), 8)
-        raise NumericsError(f"score: logits of {len(failed)} texts are not finite: {named}", failed, found)
+        more = f" and {len(places) - 8} more" if len(places) > 8 else ""
+        told = f"logits are not finite of {', '.join(places[:8])}{more}"
+        raise NumericsError(f"score: {told}; `outputs` of this error has the other scores", failed, found)
     return [score for score in found if score is not None]
 
 
@@ -335,7 +343,7 @@ def _fetched(block: Block, made: tuple[Any, ...]) -> tuple[Block, JudgedCall]:
 
 
 def _inputs(model: CompiledModel, rows: Sequence[SharedRow], block: Block) -> Mapping[str, Any]:
-    empty = [(0,)] * (block.rows - len(block.texts))
+    empty: list[tuple[int, ...]] = [(0,)] * (block.rows - len(block.texts))
     own = [rows[number] for (number,) in block.texts]
     read = [row.read for row in own] + empty
     return {
@@ -366,7 +374,7 @@ def strides(ids: Sequence[int], stride: int, context: int) -> list[TextWindow]:
         seen, end = end, min(begin + context, len(ids))
         start = max(1, seen - begin)
         if start < end - begin:
-            windows.append(TextWindow(ScoredTokens(tuple(ids[begin:end]), start), end - seen))
+            windows.append(TextWindow(ScoredTokens(tuple(ids[begin:end]), start, "the text", begin), end - seen))
         if end == len(ids):
             break
     return windows

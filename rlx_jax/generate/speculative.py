@@ -113,7 +113,11 @@ class Drafting:
 
 
 class DraftSource(Protocol):
-    """Where drafts come from, as functions of arrays, compared by value: a part of the compiled loop."""
+    """Where drafts come from, as functions of arrays, compared by value: a part of the compiled loop. `asked`: what
+    `speculative=` was."""
+
+    @property
+    def asked(self) -> str: ...
 
     def lir(self) -> Lir | None:
         """The program that it runs inside of the loop, behind its own state, if it does."""
@@ -143,6 +147,10 @@ class VerifyLoop(Choosing):
     source: DraftSource
     drafts: int
     carried: tuple[tuple[str, int], ...] = ()
+
+    def arguments(self) -> Mapping[str, str]:
+        """See `rlx_jax.compiler.executable.SaysArguments`."""
+        return {"samplers": self.method.text, "speculative": self.source.asked, "draft_tokens": str(self.drafts)}
 
     def beside(self) -> Mapping[str, Lir]:
         """See `rlx_jax.compiler.executable.RunsOthers`."""

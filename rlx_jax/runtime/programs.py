@@ -45,6 +45,7 @@ from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.heads import with_hidden
+from rlx_jax.runtime.late import new_arguments
 from rlx_jax.runtime.lru import Lru
 from rlx_jax.runtime.placing import at_home, in_any_mesh, own_mesh
 from rlx_jax.runtime.state import EmptyState
@@ -293,7 +294,9 @@ class Programs:
 
         def make() -> Callable[..., Any]:
             if self.warm:
-                self.surprise(f"{named_function(function)}: a function beside the programs, for arrays of other types")
+                lacked = new_arguments(function, (key[0] for key in self.small if isinstance(key, tuple)))
+                why = lacked or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
+                self.surprise(f"{named_function(function)}, a function beside the programs: {why}")
             # one of its own, that goes with its one program
             return jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
 
@@ -346,6 +349,15 @@ class Programs:
         if other is not None:
             now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, other))
             return f"{key.flow}: {told}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
+        if lacked := new_arguments(key.around, (k.around for k in self.executables)):
+            return f"{key.flow}: {told}: {lacked}", "warm up for that too"
+        ran = {k.program for k in self.executables if k.flow == key.flow}
+        if self.warm and ran and key.program not in ran and not buckets.foreign(sizes):
+            asked = ", which `logits` runs" if key.program == "forward" else ""
+            return (
+                f"{key.flow}: {told}: warm-up ran {listing(sorted(ran))}, not {key.program}{asked}",
+                "ask for what it ran",
+            )
         first = self.flows[key.flow].inputs[0].name
         reason = (
             f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
