@@ -17,7 +17,7 @@ from rlx_jax import cli, errors
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.asking import begin
 from rlx_jax.generate.drafting import draft_plan
-from rlx_jax.generate.generation import Request
+from rlx_jax.generate.plan import Request
 from rlx_jax.generate.serving import request_sizes
 from rlx_jax.generate.speculative import OWN
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow

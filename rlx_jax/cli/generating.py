@@ -65,6 +65,7 @@ def request_figures(report: Report) -> dict[str, Any]:
         return {}
     return {
         "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
         "prompt_tokens_per_second": round(request.prompt_rate, 2),
         "new_tokens": request.new_tokens,
         "new_tokens_per_second": round(request.answer_rate, 2),
@@ -78,8 +79,9 @@ def closing_line(timed: Timed, lm: rlx.CausalLM) -> str:
     parts = [f"first text after {timed.first:.2f} s"]
     if (request := report.request) is not None:
         compiled = f", {request.compiled} programs compiled in it" if request.compiled else ""
+        new = f", {request.read_tokens:,} of them read" if request.cached_tokens else ""
         parts = [
-            f"prompt {request.prompt_tokens:,} tokens, {request.prompt_rate:,.0f}/s",
+            f"prompt {request.prompt_tokens:,} tokens{new}, {request.prompt_rate:,.0f}/s",
             f"answer {request.new_tokens:,} tokens, {request.answer_rate:,.1f}/s",
             f"{parts[0]}{compiled}",
         ]
@@ -134,23 +136,20 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
     sampler = sampler_of(args)
     check_texts({"--system": args.system or "", "--stop": args.stop})
     lm = language_model(args, session)
-    lm.apply_chat_template("")  # tells now if there is no template
-    request = request_of(args, session, sampler)
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages, read = list(opening), 0
+    talk, read = lm.conversation(opening), 0  # tells now if there is no template
+    request = request_of(args, session, sampler)
     while line := _asked(session):
         asked, read = text_of(line, read).strip(), read + len(line)
         if asked == "/new":
-            messages = list(opening)
+            talk = lm.conversation(opening)
         if asked in ("", "/new"):
             continue
-        messages.append({"role": "user", "content": asked})
-        timed = Timed(lm.chat(messages, stream=True, **request))
+        timed = Timed(talk.stream(asked, **request))
         for piece in timed:
             session.interrupt.check()
             if not args.json:
                 yield piece
-        messages.append({"role": "assistant", "content": timed.text})
         yield as_line({"prompt": asked, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
         session.closing = closing_line(timed, lm)
         session.say()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.generate.asking import Speaker
-from rlx_jax.generate.generation import NewTokens, Request
+from rlx_jax.generate.asking import blocks
+from rlx_jax.generate.generation import NewTokens
+from rlx_jax.generate.plan import Request
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.padding import bucket
 from rlx_jax.text.requests import whole_number
 
@@ -63,6 +65,21 @@ def outputs_of(speaker: Speaker, request: Request, new: NewTokens, text: bool, l
         Completion(told, tuple(ids), tuple(values), tuple(pairs[:logprobs] for pairs in top))
         for told, ids, values, top in zip(texts, new.rows, new.log_probs, new.top, strict=True)
     ]
+
+
+def answered(
+    speaker: Speaker, request: Request, new: NewTokens, text: bool, n: int | None, logprobs: int | None
+) -> list[Any]:
+    """Generate, and return what each prompt gets.
+
+    Raises:
+        NumericsError: logits of a row were not finite; `outputs` has what there is.
+    """
+    for _ in blocks(speaker, request, new):
+        pass
+    outputs = grouped(outputs_of(speaker, request, new, text, logprobs), n)
+    new.check(outputs, n)
+    return outputs
 
 
 def grouped(outputs: Sequence[Any], n: int | None) -> list[Any]:

@@ -4,83 +4,34 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.compiler.buckets import Buckets
-from rlx_jax.errors import RequestError, SequenceLengthError, number
-from rlx_jax.generate.generation import DraftPlan, Generation, NewTokens, Request, RequestPlan, generate
+from rlx_jax.compiler.buckets import smallest
+from rlx_jax.errors import RequestError, SequenceLengthError, number, shown
+from rlx_jax.generate.generation import Generation, NewTokens, generate
+from rlx_jax.generate.plan import Before, DraftPlan, Mark, Part, Request, RequestPlan
+from rlx_jax.generate.prompts import as_parts
+from rlx_jax.generate.reading import behind, common_prefix
 from rlx_jax.generate.request_inputs import NONE, request_inputs
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.serving import Sizes, request_sizes
-from rlx_jax.generate.stopping import cut, settled, split_stops, stopped_at
+from rlx_jax.generate.serving import Sizes, read_widths, request_sizes
+from rlx_jax.generate.speaker import Speaker
+from rlx_jax.generate.stopping import settled, stopped_at
 from rlx_jax.runtime.inputs import random_key
-from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import Prompts, id_list, whole_number
-from rlx_jax.text.tokenizer import Tokenizer
+from rlx_jax.text.requests import Prompts, whole_number
 
 MAX_SLOTS = 2**30  # of a cache; the next power of two is no dimension of XLA
 
 
-@dataclass(frozen=True)
-class Speaker:
-    """A model that generates, with what a request needs to know of it; fields as in `CausalLM`."""
-
-    model: CompiledModel
-    vocab_size: int
-    tokenizer: Tokenizer | None
-    max_positions: int | None
-    buckets: Buckets
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-
-    def needed(self, what: str = "strings need") -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            RequestError: there is none.
-        """
-        if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids")
-        return self.tokenizer
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of new tokens."""
-        return self.needed().decode(ids)
-
-    def text(self, ids: list[int], words: tuple[str, ...]) -> str:
-        """The text up to the first stop string."""
-        return cut(self.decode(ids), words)
-
-    def rows(self, asked: Prompts) -> list[list[int]]:
-        """Prompts as ids, each with at least one.
-
-        Raises:
-            RequestError, TokenIdError: an empty one, and there is no begin token; ids that the model does not have.
-        """
-        given = asked.ids or [] if asked.texts is None else self.needed().encode_batch(asked.texts)
-        rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(given)]
-        for i, row in enumerate(rows):
-            if not row and self.bos_id is None:
-                raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
-        return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
-
-    def stops(self, stop: Any) -> tuple[tuple[str, ...], set[int]]:
-        """Strings and ids that end a row, end tokens among them."""
-        words, others = split_stops(stop)
-        if words:
-            self.needed()
-        return words, {*id_list(others, self.vocab_size, "stop"), *self.eos_ids}
-
-
 def check_request(
     speaker: Speaker, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: Any, seed: Any, inputs: Any,
-    drafts: DraftPlan | None,
+    drafts: DraftPlan | None, state: Any = None, share_prefix: Any = False,
 ) -> Request:  # fmt: skip
     """What was asked for, checked; nothing has run yet. Arguments as those of `CausalLM.generate`.
 
@@ -88,7 +39,11 @@ def check_request(
         RequestError: see `rlx_jax.errors`.
     """
     budget = whole_number("max_new_tokens", max_new_tokens, 0)
-    rows = speaker.rows(asked)
+    before: Before | None = None
+    if state is None:
+        rows, beside = speaker.rows(asked), NONE
+    else:
+        rows, before, beside = behind(speaker, asked, state)
     words, ends = speaker.stops(stop)
     sampler.knobs(speaker.vocab_size)
     seed = new_seed(sampler) if seed is None else seed
@@ -101,8 +56,37 @@ def check_request(
             check_positions(len(row) + budget, drafts.positions, f"speculative: {what}", len(row))
         if len(row) + budget > MAX_SLOTS:
             raise SequenceLengthError(f"{what}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
-    beside = request_inputs(speaker.model, inputs, len(rows)) if rows else NONE
-    return Request(tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts)
+    if rows and before is None:
+        beside = request_inputs(speaker.model, inputs, len(rows))
+    check_together(state is not None, share_prefix, inputs, drafts)
+    return Request(
+        tuple(map(tuple, rows)), budget, sampler, tuple(sorted(ends)), words, seed, beside, drafts, before=before,
+        shared=common_prefix(rows) if share_prefix else 0,
+    )  # fmt: skip
+
+
+def check_together(state: bool, share_prefix: Any, inputs: Any, drafts: DraftPlan | None) -> None:
+    """A state and a shared beginning go together with the rest of a request.
+
+    Raises:
+        RequestError: names what does not.
+    """
+    if not isinstance(share_prefix, bool):
+        raise RequestError(f"share_prefix is {shown(share_prefix)}; expected True or False")
+    held = "state=" if state else "share_prefix=True" if share_prefix else ""
+    if state and share_prefix:
+        raise RequestError(
+            "state= and share_prefix=True do not go together: extend the state of one row by what prompts share, and "
+            "pass them the state"
+        )
+    if held and inputs is not None:
+        why = "the state has them" if state else "prompts that bring others share no state"
+        raise RequestError(f"{held} and inputs= do not go together: {why}; leave one of them out")
+    if held and drafts is not None and drafts.hidden:
+        raise RequestError(
+            f"{held} and speculative='mtp' do not go together: the module reads hidden states of whole prompts; use "
+            "speculative='prompt'"
+        )
 
 
 def new_seed(sampler: Sampler) -> int:
@@ -127,25 +111,32 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
     sizes = request_sizes(speaker.buckets, lengths, request.budget, most)
     clock = speaker.model.programs.clock()
     generation = begin(speaker, request, sizes)
-    for block in generation:
-        new.append(block, generation.log_probs)
-        new.speculated = generation.speculated
-        counts = {i: stopped_at(speaker.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
-        done = {i: count for i, count in counts.items() if count is not None}
-        for i, count in done.items():
-            new.end(i, count)
-        if done:
-            generation.stop(done)
-        new.report = told(new, request, *clock())
-        yield
+    try:
+        for block in generation:
+            new.append(block, generation.log_probs)
+            new.speculated = generation.speculated
+            counts = {i: stopped_at(speaker.decode, new.rows[i], n, request.words) for i, n in new.grown.items()}
+            done = {i: count for i, count in counts.items() if count is not None}
+            for i, count in done.items():
+                new.end(i, count)
+            if done:
+                generation.stop(done)
+            new.report = told(new, request, *clock())
+            yield
+    finally:
+        if request.ended is not None:
+            request.ended(generation)
 
 
 def told(new: NewTokens, request: Request, seconds: float, compiled: int) -> RequestReport:
     """The report on a request so far, `seconds` after it began."""
     before, count = new.report, sum(map(len, new.rows))
     if before is None:
-        read = sum(map(len, request.rows))
-        return RequestReport("prompts", len(request.rows), read, seconds, count, count, compiled=compiled)
+        prompts = sum(map(len, request.rows))
+        return RequestReport(
+            "prompts", len(request.rows), prompts, seconds, count, count, compiled=compiled,
+            cached_tokens=sum(request.held), reread=request.reread,
+        )  # fmt: skip
     return replace(before, new_tokens=count, answer_seconds=seconds - before.prompt_seconds, compiled=compiled)
 
 
@@ -162,12 +153,30 @@ def begin(speaker: Speaker, request: Request, sizes: Sizes) -> Generation:
     ends = np.zeros(speaker.vocab_size, bool)
     ends[list(request.ends)] = True
     knobs = request.sampler.knobs(speaker.vocab_size, method.biased)
+    before, longest = request.before, max(map(len, request.rows))
+    room = max(request.room, before.slots if before is not None and before.consumed else 0)
+    slots = max(sizes.slots, smallest(speaker.buckets.context, room) or room)
+    held = request.held if before is not None else (request.shared,) * len(request.rows)
+    fresh = max(len(row) - count for row, count in zip(request.rows, held, strict=True))
+    parts = parts_of(speaker, longest - fresh, longest, request.mark) if any(held) or request.mark else None
     plan = RequestPlan(
-        method, knobs, ends, request.seed, sizes.batch, sizes.widths, sizes.slots, request.budget,
+        method, knobs, ends, request.seed, sizes.batch, sizes.widths, slots, request.budget,
         speaker.model.settings.loop, request.inputs, request.drafts, request.answers, request.top,
-        read=speaker.buckets.rows(len(request.rows)),
+        read=speaker.buckets.rows(len(request.rows)), before=before, mark=request.mark,
+        parts=as_parts(sizes.widths) if parts is None else parts,
+        shared=parts_of(speaker, 0, request.shared) if request.shared else (), alone=speaker.buckets.rows(1),
     )  # fmt: skip
     return generate(speaker.model, request.rows, plan)
+
+
+def parts_of(speaker: Speaker, start: int, end: int, mark: Mark | None = None) -> tuple[Part, ...]:
+    """What is read from token `start` to `end`, with a stop at the mark if that is between them."""
+    stops = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
+    parts = []
+    for first, last in zip(stops, stops[1:], strict=False):
+        *chunks, rest = read_widths(speaker.buckets, last - first, speaker.max_positions)
+        parts += [*as_parts(chunks), Part(rest, last - first - sum(chunks))]
+    return tuple(parts)
 
 
 def pieces(speaker: Speaker, request: Request, new: NewTokens, text: bool) -> Iterator[Any]:

@@ -6,7 +6,7 @@ The cached programs are derived from the flow's forward program; nothing here kn
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
@@ -14,46 +14,36 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Progress
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, shown, suggests
-from rlx_jax.generate.answers import check_answers, grouped, outputs_of
-from rlx_jax.generate.asking import Speaker, blocks, check_request, pieces
-from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
+from rlx_jax.errors import DeriveError, RequestError, shown, suggests
+from rlx_jax.generate.answers import answered, check_answers
+from rlx_jax.generate.asking import check_request, pieces
+from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
+from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
-from rlx_jax.generate.generation import DraftPlan, NewTokens, Request
-from rlx_jax.generate.request_inputs import request_inputs
+from rlx_jax.generate.generation import NewTokens
+from rlx_jax.generate.plan import DraftPlan, Request
+from rlx_jax.generate.reading import extend, logits_of, prefill
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
-from rlx_jax.generate.scored_texts import scored_tokens
-from rlx_jax.generate.scoring import perplexity_of, perplexity_windows, scores_of, warm_scores
-from rlx_jax.generate.serving import (
-    asked_slots,
-    check_samplers,
-    last_only,
-    pad_step,
-    prefill_slots,
-    warm_contexts,
-)
-from rlx_jax.generate.warming import refuse_inputs, warm_answers, warm_generation, warm_reading
+from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
+from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
+from rlx_jax.generate.speaker import Speaker
+from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.loaded_from import LoadedFrom
-from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.profiling import profile_run
-from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.report import Report
-from rlx_jax.runtime.state import as_state
+from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.opening import (
     check_logits,
-    check_positions,
     check_tokenizer,
     known_positions,
     open_token_model,
-    primary,
 )
-from rlx_jax.text.padding import check_buckets, check_sizes, cropped, pad_block
-from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block, whole_number
+from rlx_jax.text.padding import check_buckets
+from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 from rlx_jax.text.tokenizer import Tokenizer
 
 Inputs = Mapping[str, Any] | None
@@ -89,24 +79,16 @@ class CausalLM:
         progress: Progress | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(
-            flow,
-            weights,
-            profile,
-            mesh,
-            strict,
-            progress,
-            max_positions,
-            programs=("forward", *CACHED_PROGRAMS),
-            inputs=True,
-        )
+            flow, weights, profile, mesh, strict, progress, max_positions,
+            programs=("forward", *CACHED_PROGRAMS), inputs=True,
+        )  # fmt: skip
         check_logits(self.model, self.vocab_size)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
-        self._logits = self.model.output_names[:1]
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
         self._seed: int | None = None
-        self._answered: NewTokens | None = None
+        self._told: Callable[[], RequestReport | None] = lambda: None  # of the last request
         self.eos_ids = eos_ids
         if tokenizer and not self.eos_ids:
             self.eos_ids = tokenizer.eos_ids
@@ -144,12 +126,7 @@ class CausalLM:
                 `lengths`. Positions count valid tokens.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
-        block, _, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
-        check_positions(block.shape[1], self.max_positions, "tokens")
-        padded = pad_block(self.buckets, block, self.max_positions) if self._pads else block
-        beside = request_inputs(self.model, inputs, len(block)).padded(len(padded))
-        out = cropped(self.model.programs, primary(self.model(padded, **beside)), *block.shape)
-        return self._moved_back(out, starts)
+        return logits_of(self._speaker, tokens, lengths, attention_mask, inputs, self._pads)
 
     @suggests()
     def prefill(
@@ -164,23 +141,8 @@ class CausalLM:
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
-        block, valid, starts = token_block(tokens, self.vocab_size, lengths, attention_mask)
-        longest = int(valid.max())
-        check_positions(longest, self.max_positions, "the prompt")
-        max_len = asked_slots(max_len, longest, self.max_positions)
-        padded = pad_block(self.buckets, block, max_len or self.max_positions)
-        rows, width = padded.shape
-        slots = prefill_slots(self.buckets, longest, width, max_len, self.max_positions)
-        beside = request_inputs(self.model, inputs, len(block))
-        sizes = {**beside.sizes, "batch": rows, "context": slots}
-        reader = self._program("prefill").reader(
-            {**sizes, "seq": width}, last_only=last_only(logits), outputs=self._logits, given=beside.given
-        )
-        out, after = run_padded(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
-        state = DecodeState(as_state(after), valid, max_len or slots, sizes, self._owner, beside.given)
-        return (out if logits == "last" else self._moved_back(out, starts)), state
+        return prefill(self._speaker, tokens, lengths, max_len, logits, attention_mask, inputs)
 
-    @suggests()
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
     ) -> tuple[jax.Array, DecodeState]:
@@ -192,34 +154,7 @@ class CausalLM:
             SequenceLengthError: a row would not fit; the state is unchanged.
             SessionStateError: the state was consumed already.
         """
-        if not isinstance(state, DecodeState):
-            raise RequestError(f"extend: expected the state that prefill returned, got {type(state).__name__}")
-        state.take(self._owner, peek=True)
-        block, valid, _ = token_block(tokens, self.vocab_size, lengths, low=0)
-        if block.shape[0] != len(state.lengths):
-            raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
-        state.check_room(valid)
-        padded = pad_step(self.buckets, block, state.sizes)
-        reader = self._program("extend").bound(
-            {**state.sizes, "seq": padded.shape[1]}, last_only=last_only(logits), outputs=self._logits,
-            given=state.given,
-        )  # fmt: skip
-        held = state.take(self._owner)
-        try:
-            out, after = run_padded(reader, held.arrays(), padded, valid, block.shape[1])
-        except BaseException:
-            if not held.length.is_deleted():  # the program did not begin: the state is as it was
-                state.state = held
-            raise
-        return out, replace(state, state=as_state(after), lengths=state.lengths + valid)
-
-    @property
-    def _owner(self) -> tuple[Programs, str]:
-        """Whose states this model takes: those of its flow's programs, whatever the parameters."""
-        return self.model.programs, self.model.name
-
-    def _program(self, name: str) -> CompiledModel:
-        return replace(self.model, program=name)
+        return extend(self._speaker, state, tokens, lengths, logits)
 
     @functools.cached_property
     def _pads(self) -> bool:
@@ -229,10 +164,6 @@ class CausalLM:
             return bool(self.model.programs.any_template(self.model.name, "prefill"))
         except DeriveError:
             return False
-
-    def _moved_back(self, array: jax.Array, starts: np.ndarray[Any, Any]) -> jax.Array:
-        """`[B, S, …]` with each row where it began."""
-        return self.model.programs.call(moved_back, array, starts.astype(np.int32)) if starts.any() else array
 
     # -- generation --------------------------------------------------------------------------
 
@@ -251,6 +182,8 @@ class CausalLM:
         draft_tokens: int = DRAFT_TOKENS,
         n: int | None = None,
         logprobs: int | None = None,
+        state: DecodeState | None = None,
+        share_prefix: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Any:
         """Continue prompts: strings give strings, id lists give id lists, one gives one; new tokens only.
@@ -275,6 +208,9 @@ class CausalLM:
             n: this many answers to each prompt, as a list in place of one; the prompt is read once.
             logprobs: a `Completion` in place of each answer, with log-probabilities of its tokens and of this many
                 likeliest ones at each step.
+            state: of `prefill` or `extend`, that the prompts are read behind: a row for each of them, or one for all.
+                It is copied, not consumed. Strings come without the tokenizer's special tokens then.
+            share_prefix: read the tokens that all prompts begin with once, and repeat their state.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -286,13 +222,9 @@ class CausalLM:
         asked = split_prompts(prompts)
         request, new = self._request(
             asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
-            n, logprobs,
+            n, logprobs, state, share_prefix,
         )  # fmt: skip
-        speaker = self._speaker
-        for _ in blocks(speaker, request, new):
-            pass
-        outputs = grouped(outputs_of(speaker, request, new, asked.texts is not None, logprobs), n)
-        new.check(outputs, n)
+        outputs = answered(self._speaker, request, new, asked.texts is not None, n, logprobs)
         return outputs[0] if asked.single else outputs
 
     @suggests(*SAMPLING)
@@ -307,19 +239,28 @@ class CausalLM:
         inputs: Inputs = None,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        n: int | None = None,
+        logprobs: int | None = None,
+        state: DecodeState | None = None,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Any]:
         """As `generate` for one prompt, in pieces as they come: text of a string, token ids of ids.
 
         Joined together the pieces are what `generate` returns. Text is held back while it may still change: half of a
         character, or the beginning of a stop string.
+
+        Raises:
+            RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
+                `generate`.
         """
+        refuse_in_stream("stream", n, logprobs)
         asked = split_prompts(prompt)
         if not asked.single:
             raise RequestError("stream: one prompt at a time; generate takes several")
         request, new = self._request(
-            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens
-        )
+            asked, max_new_tokens, one_sampler(sampler, sampling), stop, seed, inputs, speculative, draft_tokens,
+            state=state,
+        )  # fmt: skip
         return pieces(self._speaker, request, new, asked.texts is not None)
 
     # -- scores ------------------------------------------------------------------------------
@@ -341,7 +282,7 @@ class CausalLM:
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._speaker, texts)
-        scores = scores_of(self._speaker, items)
+        scores = self._scored(items)
         return scores[0] if single else scores
 
     @suggests()
@@ -360,7 +301,12 @@ class CausalLM:
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
         """
         windows = perplexity_windows(self._speaker, text, stride, context)
-        return perplexity_of(windows, scores_of(self._speaker, [window.tokens for window in windows]))
+        return perplexity_of(windows, self._scored([window.tokens for window in windows]))
+
+    def _scored(self, items: Sequence[ScoredTokens]) -> list[Score]:
+        scores, told = scores_of(self._speaker, items)
+        self._seed, self._told = None, lambda: told
+        return scores
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -375,17 +321,22 @@ class CausalLM:
         stream: bool = False,
         speculative: Any = None,
         draft_tokens: int = DRAFT_TOKENS,
+        n: int | None = None,
+        logprobs: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         allow_special: bool = False,
         **variables: Any,
     ) -> Any:
-        """The model's reply to a conversation, as text; with `stream` an iterator over its pieces as they come.
+        """The model's reply to messages, as text; with `stream` an iterator over its pieces as they come.
+
+        Each call reads all messages; `conversation` reads those that are new.
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}, …]`, or a string: one message of the user.
-            max_new_tokens, sampler, stop, seed, speculative, draft_tokens: as in `generate`, and so are the fields of a
-                sampler. The checkpoint's end tokens end the reply.
+            max_new_tokens, sampler, stop, seed, speculative, draft_tokens, n, logprobs: as in `generate`, and so are
+                the fields of a sampler; but `n` and `logprobs` are refused with `stream`. The checkpoint's end tokens
+                end the reply.
             tools, chat_template, allow_special, variables: as in `apply_chat_template`.
 
         Raises:
@@ -393,14 +344,44 @@ class CausalLM:
         """
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
+        if stream:
+            refuse_in_stream("chat(…, stream=True)", n, logprobs)
         chosen = one_sampler(sampler, {name: variables.pop(name) for name in SAMPLING if name in variables})
         ids = self.apply_chat_template(
             messages, tools=tools, chat_template=chat_template, allow_special=allow_special, **variables
         )
         asked = Prompts(None, [ids], True)
-        request, new = self._request(asked, max_new_tokens, chosen, stop, seed, None, speculative, draft_tokens)
-        reply = pieces(self._speaker, request, new, text=True)
-        return reply if stream else "".join(reply)
+        request, new = self._request(
+            asked, max_new_tokens, chosen, stop, seed, None, speculative, draft_tokens, n, logprobs
+        )
+        if stream:
+            return pieces(self._speaker, request, new, text=True)
+        return answered(self._speaker, request, new, True, n, logprobs)[0]
+
+    def conversation(
+        self,
+        messages: Any = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        allow_special: bool = False,
+        max_len: int | None = None,
+        **variables: Any,
+    ) -> Conversation:
+        """A conversation whose state stays on the device, so that each turn reads what is new: `.send("Hello")`,
+        `.stream(…)`, `.messages`, `.fork()`.
+
+        Args:
+            messages: what it begins with, such as `[{"role": "system", "content": "Be brief."}]`.
+            max_len: tokens that it may have; there is room for all of them at once then. By default as many as the
+                model has positions, in a cache that grows.
+            tools, chat_template, allow_special, variables: as in `apply_chat_template`.
+
+        Raises:
+            RequestError, TokenizerError: as `apply_chat_template`.
+        """
+        options = {"tools": tools, "chat_template": chat_template, "allow_special": allow_special}
+        return open_conversation(self, messages, max_len, options, variables)
 
     def apply_chat_template(
         self,
@@ -431,15 +412,10 @@ class CausalLM:
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
-            self._speaker.needed("chat needs"),
-            messages,
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=tokenize,
-            allow_special=allow_special,
+            self._speaker.needed("chat needs"), messages, tools=tools, chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt, tokenize=tokenize, allow_special=allow_special,
             variables=variables,
-        )
+        )  # fmt: skip
 
     # -- warm-up -----------------------------------------------------------------------------
 
@@ -471,19 +447,8 @@ class CausalLM:
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
-        budget = whole_number("max_new_tokens", max_new_tokens, 1)
-        refuse_inputs(self.model)
-        given, drafts = self.model.settings.buckets, self._drafts(speculative, draft_tokens)
-        check_sizes(given)
-        chosen = check_samplers(samplers)
-        answers, top = check_answers(n, logprobs, None, False, self.vocab_size)
-        self.buckets = replace(given, context=warm_contexts(given, budget, self.max_positions))
-        with self.model.programs.warm_up():
-            warm_generation(self._speaker, chosen, drafts, top)
-            warm_answers(self._speaker, chosen[0], answers)
-            warm_reading(self.buckets, self.prefill, self.extend)
-            if scoring:
-                warm_scores(self.model, given, self.max_positions)
+        drafts = self._drafts(speculative, draft_tokens)
+        self.buckets = warm_all(self._speaker, max_new_tokens, samplers, drafts, scoring, n, logprobs)
 
     # -- a request ---------------------------------------------------------------------------
 
@@ -496,15 +461,18 @@ class CausalLM:
     def _request(
         self, asked: Prompts, max_new_tokens: int, sampler: Sampler, stop: str | int | Iterable[str | int], seed: Any,
         inputs: Inputs, speculative: Any, draft_tokens: int, n: int | None = None, logprobs: int | None = None,
+        state: DecodeState | None = None, share_prefix: bool = False,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """What was asked for, checked, and where its new tokens go; nothing has run yet."""
         drafts = self._drafts(speculative, draft_tokens)
         answers, top = check_answers(n, logprobs, sampler, drafts is not None, self.vocab_size)
-        request = check_request(self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts)
+        request = check_request(
+            self._speaker, asked, max_new_tokens, sampler, stop, seed, inputs, drafts, state, share_prefix
+        )
         request = replace(request, answers=answers, top=top)
         new = NewTokens.of(request)
         self._seed = request.drawn_from
-        self._answered = new
+        self._told = lambda: new.report
         if drafts is not None:
             self._drafted = new
         return request, new
@@ -516,18 +484,11 @@ class CausalLM:
     def report(self) -> Report:
         """What compiling cost, and the needs of the program that ran last: forward, prefill or extend."""
         programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
-        used = [
-            key for key in self.model.programs.executables if key.flow == self.model.name and key.program in programs
-        ]
-        key = used[-1] if used else None
-        report = (self.model if key is None else replace(self.model, program=key.program, last=key)).report()
-        drafted, answered = self._drafted, self._answered
-        return replace(
-            report,
-            speculative=None if drafted is None else drafted.speculated,
-            seed=self._seed,
-            request=None if answered is None else answered.report,
-        )
+        known = self.model.programs.executables
+        used = [key for key in known if key.flow == self.model.name and key.program in programs]
+        model = replace(self.model, program=used[-1].program, last=used[-1]) if used else self.model
+        drafted = None if self._drafted is None else self._drafted.speculated
+        return replace(model.report(), speculative=drafted, seed=self._seed, request=self._told())
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
         """Time by block of `generate(prompts, max_new_tokens, **asked)`, which runs twice: the second time under

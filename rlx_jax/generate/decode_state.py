@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from rlx_jax.errors import SequenceLengthError, SessionStateError
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.state import State
 from rlx_jax.text.padding import cropped
+from rlx_jax.text.requests import Ids
 
 
 @dataclass(eq=False)
@@ -23,7 +24,8 @@ class DecodeState:
 
     `lengths` are the tokens each row holds, int64 `[B]` on the host; `capacity` is how many it may hold. `sizes` are
     `batch`, `context` and the like of the arrays: padded to a bucket, they have rows and slots behind those, which hold
-    nothing. `given` are the optional inputs that the prompt came with.
+    nothing. `given` are the optional inputs that the prompt came with. `text` `[B, n]` int32 has the tokens on the
+    host, written as the cache is: what stands behind `lengths` means nothing, and states of a line of calls share it.
     """
 
     state: State | None
@@ -32,6 +34,20 @@ class DecodeState:
     sizes: Mapping[str, int]
     owner: object
     given: frozenset[str] = frozenset()
+    text: Ids = field(kw_only=True, repr=False)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The tokens that each row holds."""
+        return [row[:count].tolist() for row, count in zip(self.text, self.lengths, strict=True)]
+
+    def note(self, block: Ids, valid: np.ndarray[Any, Any]) -> None:
+        """So many tokens of each row of a block `[B, S]` come behind those that are held."""
+        end = int((self.lengths + valid).max())
+        if end > self.text.shape[1]:
+            self.text = np.pad(self.text, ((0, 0), (0, max(end, 2 * self.text.shape[1]) - self.text.shape[1])))
+        for row, new, at, count in zip(self.text, block, self.lengths, valid, strict=True):
+            row[at : at + count] = new[:count]
 
     @property
     def length(self) -> Any:
@@ -45,7 +61,8 @@ class DecodeState:
         Raises:
             SessionStateError: an earlier call consumed this state.
         """
-        return replace(self, state=self.take(self.owner, peek=True).copy(), lengths=self.lengths.copy())
+        state = self.take(self.owner, peek=True).copy()
+        return replace(self, state=state, lengths=self.lengths.copy(), text=self.text.copy())
 
     def check_room(self, valid: np.ndarray[Any, Any]) -> None:
         """So many more tokens of each row fit.

@@ -15,7 +15,8 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array
-from rlx_jax.generate.generation import RequestPlan, bound_readers, prompt_blocks
+from rlx_jax.generate.plan import RequestPlan
+from rlx_jax.generate.prompts import Readers, as_parts, prompt_blocks
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn, after_tokens
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.model import CompiledModel
@@ -109,6 +110,6 @@ class DraftModel:
         hidden: tuple[Any, ...],
     ) -> tuple[Any, StateArrays]:
         """Read the prompts; see `DraftPlan`."""
-        readers = bound_readers(self.model, plan.widths, plan.sizes, spare=self.tokens)
-        *_, last = prompt_blocks(readers, plan.widths, prompts, plan.batch, {})
+        readers = Readers(self.model, plan.sizes, spare=self.tokens).bound(plan.widths)
+        *_, last = prompt_blocks(readers, as_parts(plan.widths), prompts, plan.batch, {})
         return None, last.state

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rlx_jax.errors import RequestError, UnsupportedError, did_you_mean, listing, shown
-from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.draft_model import DraftModel
-from rlx_jax.generate.generation import DraftPlan
 from rlx_jax.generate.look_up import PromptLookUp
 from rlx_jax.generate.mtp import mtp_plan
+from rlx_jax.generate.plan import DraftPlan
 from rlx_jax.generate.request_inputs import declared
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.requests import whole_number
 
 DRAFT_TOKENS = 4

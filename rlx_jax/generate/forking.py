@@ -1,7 +1,8 @@
-"""Several answers to a prompt: it is read once, and the rows of its state are repeated."""
+"""A state for other rows and other sizes: several answers to a prompt, several prompts behind a text, a longer text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
+from rlx_jax.runtime.state import LENGTH
 from rlx_jax.text.requests import Ids
 
 
@@ -32,26 +34,67 @@ class ForkRows:
 
 
 @dataclass(frozen=True)
-class ForkState:
-    """`ForkRows` of each array of a state; `axes` has those that have rows."""
+class LeafMove:
+    """What becomes of an array of a state: the axis of its `rows`; the axis of its `slots` and how `many` there will
+    be, where that are others than there are."""
 
-    axes: tuple[tuple[str, int], ...]
+    name: str
+    rows: int
+    slots: int | None = None
+    many: int = 0
 
-    def __call__(self, state: StateArrays, rows: jax.Array) -> StateArrays:
-        return state | {name: ForkRows(axis)(state[name], rows) for name, axis in self.axes}
+
+@dataclass(frozen=True)
+class MoveState:
+    """A state of other rows, given by number `[B]`, and of other slots. Where `lengths` `[B]` are given they take the
+    place of its own."""
+
+    leaves: tuple[LeafMove, ...]
+
+    def __call__(self, state: StateArrays, rows: jax.Array, lengths: jax.Array | None = None) -> StateArrays:
+        held = ForkRows(0)(state[LENGTH], rows)
+        moved = {leaf.name: self.moved(leaf, state[leaf.name], rows, held) for leaf in self.leaves}
+        return state | moved | {LENGTH: held if lengths is None else lengths}
+
+    def moved(self, leaf: LeafMove, array: jax.Array, rows: jax.Array, held: jax.Array) -> jax.Array:
+        """The array of other rows and slots. The token at position p stands in slot p mod T, of a cache that holds them
+        all and of a ring that holds the last T."""
+        array = ForkRows(leaf.rows)(array, rows)
+        if leaf.slots is None:
+            return array
+        last, before = held[:, None] - 1, array.shape[leaf.slots]
+        position = last - jnp.remainder(last - jnp.arange(leaf.many, dtype=jnp.int32)[None], leaf.many)
+        there = position >= jnp.maximum(last + 1 - before, 0)
+        shape = [1] * array.ndim
+        shape[leaf.rows], shape[leaf.slots] = position.shape
+        slot = jnp.where(there, jnp.remainder(position, before), 0).reshape(shape)
+        found = jnp.take_along_axis(array, slot, axis=leaf.slots, mode="clip")
+        return jnp.where(there.reshape(shape), found, jnp.zeros_like(found))
 
 
-def forked_state(decode: BoundProgram, state: StateArrays, answers: int, prompts: int) -> StateArrays:
-    """The state of the answers, for `decode`, from that of the prompts."""
-    programs, sizes = decode.model.programs, dict(decode.key.binding)
-    template = programs.template(decode.key.symbolic)
-    axes = [(name, axis) for name, t in template.state.items() if (axis := _axis_of_rows(t)) is not None]
-    division = programs.division
+def moved_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
+    """The state for `program`, of these rows of another of its flow's, in arrays of its own; see `MoveState`."""
+    programs, sizes = program.model.programs, dict(program.key.binding)
+    template, division = programs.template(program.key.symbolic), programs.division
+    types = {name: t for name, t in template.state.items() if name != LENGTH}
+    moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
     at = None if division is None else state_shardings(template, sizes, division)
-    fork = fork_of(sizes["batch"], answers, prompts)
-    forked: dict[str, Any] = programs.call(ForkState(tuple(axes)), state, fork, at=at)
-    return forked
+    arguments = (state, rows) if lengths is None else (state, rows, lengths)
+    moved: dict[str, Any] = programs.call(MoveState(moves), *arguments, at=at)
+    return moved
 
 
-def _axis_of_rows(array: TensorType) -> int | None:
-    return next((i for i, size in enumerate(array.shape) if str(size) == "batch"), None)
+def fits(program: BoundProgram, state: StateArrays) -> bool:
+    """Whether a state has the shapes that a program wants."""
+    sizes, types = dict(program.key.binding), program.model.programs.template(program.key.symbolic).state
+    return all(tuple(state[name].shape) == t.bind(sizes).shape for name, t in types.items())
+
+
+def _move(name: str, t: TensorType, sizes: Mapping[str, int], shape: Sequence[int]) -> LeafMove | None:
+    """What becomes of an array of this shape; None where it has no rows, and is the same for all."""
+    axes = {str(size): axis for axis, size in enumerate(t.shape)}
+    if "batch" not in axes:
+        return None
+    wanted = t.bind(sizes).shape
+    slots = next((i for i, size in enumerate(wanted) if i != axes["batch"] and size != shape[i]), None)
+    return LeafMove(name, axes["batch"]) if slots is None else LeafMove(name, axes["batch"], slots, int(wanted[slots]))

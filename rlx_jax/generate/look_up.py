@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.generate.decode import Array
-from rlx_jax.generate.generation import RequestPlan
+from rlx_jax.generate.plan import RequestPlan
 from rlx_jax.generate.speculative import Drafts, Judged, Own, Turn
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs

@@ -19,9 +19,9 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.errors import GraphError, UnsupportedError
-from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.decode import Array
-from rlx_jax.generate.generation import RequestPlan
+from rlx_jax.generate.plan import RequestPlan
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp

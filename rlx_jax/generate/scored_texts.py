@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.generate.asking import Speaker
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import id_list
 

@@ -22,13 +22,14 @@ from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.encode.packing import Block, BlockSizes, costs_on
 from rlx_jax.errors import GraphError, NumericsError, RecompileError, RequestError, listing
-from rlx_jax.generate.asking import Speaker
 from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.scored_texts import ScoredTokens, text_ids
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import InPieces, count_pieces, logits_of_piece, split_tokens
 from rlx_jax.runtime.heads import head_operands
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import pad_rows, whole_number
 
@@ -237,16 +238,21 @@ def check_scores(model: CompiledModel) -> None:
     model.programs.any_template(model.name, "prefill")  # what is proved before one is derived
 
 
-def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> list[Score]:
-    """The score of each item, in order.
+def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> tuple[list[Score], RequestReport]:
+    """The score of each item, in order, and how fast that was.
 
     Raises:
         RequestError, DeriveError: as `check_scores`. RecompileError: as `score_sizes`. NumericsError: as `score_all`.
     """
-    check_scores(speaker.model)
+    model = speaker.model
+    clock = model.programs.clock()
+    check_scores(model)
     longest = max((item.width for item in items), default=1)
-    target = speaker.model.settings.target
-    return score_all(speaker.model, items, score_sizes(target, speaker.buckets, speaker.max_positions, longest))
+    sizes = score_sizes(model.settings.target, speaker.buckets, speaker.max_positions, longest)
+    scores = score_all(model, items, sizes)
+    seconds, compiled = clock()
+    read = sum(item.width for item in items)
+    return scores, RequestReport("texts", len(items), read, seconds, compiled=compiled)
 
 
 def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockSizes) -> list[Score]:

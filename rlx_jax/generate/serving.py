@@ -39,6 +39,18 @@ def largest_chunk(buckets: Buckets) -> int | None:
     return max((p for p in buckets.prompt if not buckets.context or p <= buckets.context[-1]), default=None)
 
 
+def read_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
+    """The tokens of the programs that read so many, one after the other: one program of a power of two, or chunks of
+    the largest bucket and one that holds the rest."""
+    chunk = largest_chunk(buckets)
+    if chunk is None:
+        return (bucket(tokens, PROMPT_BUCKET, max_positions),)
+    whole = (tokens - 1) // chunk
+    rest = smallest(buckets.prompt, tokens - whole * chunk)
+    assert rest is not None  # at most a chunk
+    return (*(chunk,) * whole, rest)
+
+
 def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_positions: int | None) -> Sizes:
     """The sizes for prompts of these lengths and `budget` new tokens each: buckets where there are any that hold them,
     else powers of two. A prompt over the largest bucket is read in chunks of it.
@@ -47,14 +59,7 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
         RecompileError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
     """
     longest = max(lengths)
-    chunk = largest_chunk(buckets)
-    if chunk is None:
-        widths: tuple[int, ...] = (bucket(longest, PROMPT_BUCKET, max_positions),)
-    else:
-        whole = (longest - 1) // chunk
-        rest = smallest(buckets.prompt, longest - whole * chunk)
-        assert rest is not None  # at most a chunk
-        widths = (chunk,) * whole + (rest,)
+    widths = read_widths(buckets, longest, max_positions)
     batch, needed = smallest(buckets.batch, len(lengths)), max(longest + budget, widths[0])
     slots = smallest(buckets.context, needed)
     if buckets.on_recompile == "error":

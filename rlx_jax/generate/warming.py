@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.errors import RequestError, listing
-from rlx_jax.generate.asking import Speaker, begin
-from rlx_jax.generate.generation import DraftPlan, Request
+from rlx_jax.generate.answers import check_answers
+from rlx_jax.generate.asking import begin
+from rlx_jax.generate.decode_state import DecodeState
+from rlx_jax.generate.plan import Before, DraftPlan, Request
+from rlx_jax.generate.prompts import state_behind
+from rlx_jax.generate.reading import extend, prefill
 from rlx_jax.generate.request_inputs import declared
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.serving import Sizes, largest_chunk, request_sizes
+from rlx_jax.generate.scoring import warm_scores
+from rlx_jax.generate.serving import Sizes, check_samplers, largest_chunk, request_sizes, warm_contexts
+from rlx_jax.generate.speaker import Speaker
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.text.padding import check_sizes
+from rlx_jax.text.requests import Ids, whole_number
 
 
 def refuse_inputs(model: CompiledModel) -> None:
@@ -27,6 +35,31 @@ def refuse_inputs(model: CompiledModel) -> None:
     """
     if required := [name for name, d in declared(model).items() if not d.optional]:
         raise RequestError(f"warmup: requests bring {listing(required)}, of sizes that are not known before they come")
+
+
+def warm_all(
+    speaker: Speaker, max_new_tokens: Any, samplers: Any, drafts: DraftPlan | None, scoring: bool, n: Any, logprobs: Any
+) -> Buckets:
+    """Run what `CausalLM.warmup` covers; arguments as there. The buckets that requests are padded to from now on.
+
+    Raises:
+        RequestError: as there.
+    """
+    given = speaker.model.settings.buckets
+    budget = whole_number("max_new_tokens", max_new_tokens, 1)
+    refuse_inputs(speaker.model)
+    check_sizes(given)
+    chosen = check_samplers(samplers)
+    answers, top = check_answers(n, logprobs, None, False, speaker.vocab_size)
+    speaker = replace(speaker, buckets=replace(given, context=warm_contexts(given, budget, speaker.max_positions)))
+    with speaker.model.programs.warm_up():
+        warm_generation(speaker, chosen, drafts, top)
+        warm_answers(speaker, chosen[0], answers)
+        warm_reading(speaker)
+        warm_longer(speaker)
+        if scoring:
+            warm_scores(speaker.model, given, speaker.max_positions)
+    return speaker.buckets
 
 
 def warm_generation(
@@ -61,15 +94,31 @@ def _sizes(speaker: Speaker, length: int, rows: int, slots: int) -> Sizes:
     return replace(request_sizes(speaker.buckets, [length] * rows, 1, speaker.max_positions), slots=slots)
 
 
-def warm_reading(buckets: Buckets, prefill: Callable[..., Any], extend: Callable[..., Any]) -> None:
+def warm_reading(speaker: Speaker) -> None:
     """The programs of `CausalLM.prefill` and `extend` with the logits of the last tokens."""
+    buckets = speaker.buckets
+
+    def read(block: Ids, lengths: Any, slots: int) -> DecodeState:
+        return prefill(speaker, block, lengths, slots, "last", None, None)[1]
+
     for rows, width, slots in warm_blocks(buckets):
         block = np.zeros((rows, width), np.int32)
-        _, state = prefill(block, np.ones(rows, int), max_len=slots, logits="last")
+        state = read(block, np.ones(rows, int), slots)
         for more in (block, block[:, :1]):
-            _, state = extend(state, more, np.zeros(rows, int), logits="last")
+            _, state = extend(speaker, state, more, np.zeros(rows, int), "last")
     for rows in range(1, buckets.batch[-1]):  # how many rows there are decides how an answer is cut
-        prefill(np.zeros((rows, 1), np.int32), max_len=buckets.context[0], logits="last")
+        read(np.zeros((rows, 1), np.int32), None, buckets.context[0])
+
+
+def warm_longer(speaker: Speaker) -> None:
+    """What moves the state of a conversation, which is one row, to a larger cache."""
+    rows, contexts = speaker.buckets.rows(1), speaker.buckets.context
+    for small, large in combinations(contexts, 2):
+        state = prefill(speaker, np.zeros((1, 1), np.int32), None, small, "last", None, None)[1]
+        extend = speaker.model.as_program("extend").bound(
+            {"batch": rows, "context": large, "seq": 1}, outputs=speaker.model.output_names[:1]
+        )
+        state_behind(extend, Before(state.take(speaker.owner).arrays(), (0,), (1,), small))
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:

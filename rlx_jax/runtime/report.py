@@ -78,7 +78,8 @@ class RequestReport:
 
     Attributes:
         kind: what the request holds `rows` of: "prompts", "texts", "images".
-        prompt_tokens: tokens of them all; 0 for images.
+        prompt_tokens: tokens of them all; 0 for images. `cached_tokens` of them were not read for this request: a state
+            held them, or prompts share them and one was read. `reread` says why others were that a state held, if any.
         prompt_seconds: until they were read; of prompts, until the first new token of each was there.
         new_tokens: of the answers, all together; `first_tokens` of them came with the reading of the prompts.
         answer_seconds: for the others.
@@ -92,11 +93,18 @@ class RequestReport:
     first_tokens: int = 0
     answer_seconds: float = 0.0
     compiled: int = 0
+    cached_tokens: int = 0
+    reread: str = ""
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of the prompts that were read for this request."""
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def prompt_rate(self) -> float:
         """Tokens read a second; of images, images."""
-        return per_second(self.prompt_tokens or self.rows, self.prompt_seconds)
+        return per_second(self.read_tokens or self.rows, self.prompt_seconds)
 
     @property
     def answer_rate(self) -> float:
@@ -105,6 +113,7 @@ class RequestReport:
 
     def __str__(self) -> str:
         tokens = f" of {self.prompt_tokens:,} tokens" if self.prompt_tokens else ""
+        tokens += f", {self.read_tokens:,} of them" if self.cached_tokens else ""
         unit = "tokens" if self.prompt_tokens else self.kind
         told = (
             f"{self.rows:,} {self.kind}{tokens} read in {self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
@@ -112,6 +121,7 @@ class RequestReport:
         if self.answer_seconds:
             rate = f"{self.answer_rate:,.0f} tokens/s"
             told += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s behind the first, {rate}"
+        told += f"; {self.reread}" if self.reread else ""
         return told + (f"; {self.compiled} programs and functions were compiled in it" if self.compiled else "")
 
 

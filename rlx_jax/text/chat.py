@@ -27,7 +27,7 @@ from rlx_jax.text.tokenizer import Tokenizer
 ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
     "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "logit_bias",
+    "repetition_penalty", "logit_bias", "n", "logprobs", "max_len",
 )  # fmt: skip
 """What `CausalLM.chat` and `apply_chat_template` take, for suggestions."""
 MAX_NESTING = 32
@@ -59,8 +59,8 @@ def chat_prompt(
     ):  # fmt: skip
         if not isinstance(value, bool):
             raise RequestError(f"{name} is {shown(value)}; expected True or False")
-    template = choose_template(tokenizer.chat_templates, chat_template, tools is not None)
-    given = {name: _plain(value, name) for name, value in _used(variables, template).items()}
+    template = chosen_template(tokenizer, chat_template, tools is not None, variables)
+    given = {name: _plain(value, name) for name, value in variables.items()}
     given["messages"] = check_messages(messages, template)
     given["tools"] = None if tools is None else _check_tools(tools)
     given.setdefault("documents", None)
@@ -71,12 +71,13 @@ def chat_prompt(
     return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 
 
-def _used(variables: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """Variables of the caller's that the template mentions.
+def chosen_template(tokenizer: Tokenizer, chat_template: str | None, tools: bool, variables: Mapping[str, Any]) -> str:
+    """The template of a conversation, which mentions all variables of the caller's.
 
     Raises:
-        TypeError: it does not mention one of them: a misspelt argument.
+        RequestError: there is none. TypeError: it does not mention one of the variables: a misspelt argument.
     """
+    template = choose_template(tokenizer.chat_templates, chat_template, tools)
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             known = re.findall(r"\b[a-z_]{4,}\b", template)
@@ -84,7 +85,7 @@ def _used(variables: Mapping[str, Any], template: str) -> Mapping[str, Any]:
                 f"unexpected keyword argument {quote(name)}: no argument, and no variable of the chat template"
                 f"{did_you_mean(name, dict.fromkeys([*ARGUMENTS, *known]), 0.75)}"
             )
-    return variables
+    return template
 
 
 # -- messages ----------------------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""A conversation that stays on the device: each turn reads what is new in it.
+
+What is read is what the template writes of all messages, as `CausalLM.chat` does, so that a reply is the one that it
+gives to the same messages. Of that the state holds the first tokens already: those that are the same as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Unpack
+
+from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggests
+from rlx_jax.generate.answers import outputs_of
+from rlx_jax.generate.asking import blocks, pieces
+from rlx_jax.generate.drafting import DRAFT_TOKENS
+from rlx_jax.generate.generation import Generation, NewTokens
+from rlx_jax.generate.held import Continued, KeptArrays, TextState, after, common, continued, kept_at_mark
+from rlx_jax.generate.plan import Mark, Request
+from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
+from rlx_jax.generate.speaker import Speaker
+from rlx_jax.text.chat import check_messages, chosen_template
+from rlx_jax.text.opening import check_positions
+from rlx_jax.text.requests import Prompts, whole_number
+
+
+class Talker(Protocol):
+    """The model of a conversation: a `CausalLM`."""
+
+    @property
+    def _speaker(self) -> Speaker: ...
+
+    def _request(self, asked: Prompts, *arguments: Any, **named: Any) -> tuple[Request, NewTokens]: ...
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """See `CausalLM`."""
+
+
+@dataclass(frozen=True)
+class TurnTaken:
+    """A message and its reply to be: all messages, the request, and the number of the turn."""
+
+    messages: list[dict[str, Any]]
+    request: Request
+    new: NewTokens
+    number: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of all messages, and what begins the reply."""
+        return self.request.rows[0]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What `CausalLM.conversation` returns: messages, and on the device the state after them.
+
+    `messages` is a plain list, which may be changed between turns: what the template then writes otherwise is read
+    again, from the first token that differs. A turn that fails or is left before its end is in no message.
+
+    Attributes:
+        messages: `[{"role": "user", "content": "Hello"}, …]`, the replies among them.
+        options: what the template is given beside them.
+        max_len: tokens that the conversation may have; None for as many as the model has positions.
+    """
+
+    talker: Talker = field(repr=False)
+    messages: list[dict[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_len: int | None = None
+    _text: TextState | None = field(default=None, repr=False)
+    _number: int = field(default=0, repr=False)
+
+    @suggests(*SAMPLING)
+    def send(
+        self,
+        message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 64,
+        sampler: Sampler | None = None,
+        stop: str | int | Iterable[str | int] = (),
+        seed: Any = None,
+        *,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        n: int | None = None,
+        logprobs: int | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Any:
+        """The reply to a message, as text; both are in `messages` then.
+
+        Args:
+            message: of the user, as text; or a message of another role, such as a tool, or several.
+            max_new_tokens, sampler, stop, seed, speculative, draft_tokens, logprobs, sampling: as in
+                `CausalLM.chat`. With logprobs the reply is a `Completion`.
+            n: refused: a conversation goes on from one answer.
+
+        Raises:
+            SequenceLengthError: the conversation and the reply do not fit; it is as it was before.
+            RequestError, TokenizerError, LimitError, NumericsError: as `CausalLM.chat`.
+        """
+        chosen = one_sampler(sampler, sampling)
+        taken = self._take(message, max_new_tokens, chosen, stop, seed, speculative, draft_tokens, n, logprobs)
+        speaker, request = self.talker._speaker, self._begun(taken)
+        for _ in blocks(speaker, request, taken.new):
+            pass
+        (reply,) = outputs_of(speaker, request, taken.new, True, logprobs)
+        taken.new.check([reply])
+        self._ended(taken, reply if logprobs is None else reply.text)
+        return reply
+
+    @suggests(*SAMPLING)
+    def stream(
+        self,
+        message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 64,
+        sampler: Sampler | None = None,
+        stop: str | int | Iterable[str | int] = (),
+        seed: Any = None,
+        *,
+        speculative: Any = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        n: int | None = None,
+        logprobs: int | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Iterator[str]:
+        """As `send`, in pieces as they come; message and reply are in `messages` when the last one has come.
+
+        Raises:
+            RequestError: `n` or `logprobs` are given, which pieces of one reply have no place for. Others as `send`.
+            SessionStateError: while it is read, another turn has begun.
+        """
+        refuse_in_stream("stream", n, logprobs)
+        chosen = one_sampler(sampler, sampling)
+        taken = self._take(message, max_new_tokens, chosen, stop, seed, speculative, draft_tokens, None, None)
+        return self._pieces(taken)
+
+    def fork(self) -> Conversation:
+        """Another conversation that goes on from here by itself, with a copy of the state."""
+        text = None if self._text is None else self._text.copy()
+        return replace(self, messages=[dict(m) for m in self.messages], _text=text, _number=0)
+
+    # -- a turn ------------------------------------------------------------------------------
+
+    def _pieces(self, taken: TurnTaken) -> Iterator[str]:
+        told = ""
+        for piece in pieces(self.talker._speaker, self._begun(taken), taken.new, text=True):
+            told += piece
+            yield piece
+        self._ended(taken, told)
+
+    def _take(
+        self, message: Any, max_new_tokens: int, sampler: Sampler, stop: Any, seed: Any, speculative: Any,
+        draft_tokens: int, n: int | None, logprobs: int | None,
+    ) -> TurnTaken:  # fmt: skip
+        """What was asked for, checked; nothing has run yet."""
+        if n is not None:
+            raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
+        messages = [*self.messages, *as_messages(message)]
+        ids = self._rendered(messages)
+        self._check_room(len(messages), len(ids), whole_number("max_new_tokens", max_new_tokens, 0))
+        request, new = self.talker._request(
+            Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed, None, speculative, draft_tokens,
+            logprobs=logprobs,
+        )  # fmt: skip
+        return TurnTaken(messages, request, new, self._number)
+
+    def _rendered(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
+        ids: list[int] = self.talker.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
+        return ids
+
+    def _check_room(self, messages: int, tokens: int, budget: int) -> None:
+        """Raises:
+        SequenceLengthError: the conversation is full.
+        """
+        limits = [n for n in (self.max_len, self.talker._speaker.max_positions) if n is not None]
+        if limits and tokens + budget > min(limits):
+            whose = "max_len" if min(limits) == self.max_len else "the model's positions"
+            raise SequenceLengthError(
+                f"conversation: {messages} messages are {number(tokens)} tokens, with {number(budget)} new ones more "
+                f"than {whose}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
+            )
+
+    def _begun(self, taken: TurnTaken) -> Request:
+        """The request, behind what the state holds of it. From here on the state is the request's.
+
+        Raises:
+            SessionStateError: the conversation went on since the turn was taken.
+        """
+        self._check_current(taken.number)
+        self._number += 1
+        model, request, text = self.talker._speaker.model, taken.request, self._text
+        if not request.budget:  # nothing is read
+            return request
+        self._text = None
+        found = continued(model, text, taken.ids)
+        if text is not None and request.drafts is not None and request.drafts.hidden:
+            found = Continued(None, "the module for drafts reads hidden states of all tokens, which no state has")
+        start = 0 if found.before is None else found.before.lengths[0]
+        mark = self._mark(taken, start)
+        ours = self._number
+
+        def ended(generation: Generation) -> None:
+            kept = found.kept if mark is None else KeptArrays.of(mark, generation)
+            if self._number == ours:
+                self._text = after(generation, taken.ids, kept)
+
+        return replace(request, before=found.before, mark=mark, room=self.max_len or 0, reread=found.why, ended=ended)
+
+    def _mark(self, taken: TurnTaken, start: int) -> Mark | None:
+        """Where a copy is kept of what cannot be cut back: behind the messages, where the reply is not begun yet, as
+        some templates write replies of earlier turns otherwise than they came."""
+        model = self.talker._speaker.model
+        leaves = kept_at_mark(model, len(taken.ids) + taken.request.budget)
+        if not leaves or (taken.request.drafts is not None and taken.request.drafts.hidden):
+            return None
+        at = common(self._rendered(taken.messages, reply=False), taken.ids)
+        return Mark(at, leaves) if start < at < len(taken.ids) else None
+
+    def _ended(self, taken: TurnTaken, reply: str) -> None:
+        self._check_current(taken.number + 1)
+        self.messages = [*taken.messages, {"role": "assistant", "content": reply}]
+
+    def _check_current(self, turn: int) -> None:
+        if self._number != turn:
+            raise SessionStateError(
+                "conversation: another turn has begun since; read a stream to its end before the next message, or "
+                "fork() the conversation"
+            )
+
+
+def open_conversation(
+    talker: Talker, messages: Any, max_len: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
+) -> Conversation:
+    """As `CausalLM.conversation`: `variables` are those of the template, `options` its other arguments.
+
+    Raises:
+        RequestError, TokenizerError: as there.
+    """
+    speaker = talker._speaker
+    tokenizer = speaker.needed("chat needs")
+    template = chosen_template(tokenizer, options["chat_template"], options["tools"] is not None, variables)
+    none = isinstance(messages, list | tuple) and not messages
+    begun = [] if none else check_messages(messages, template)
+    if max_len is not None:
+        check_positions(whole_number("max_len", max_len, 1), speaker.max_positions, "max_len")
+    return Conversation(talker, begun, {**options, **variables}, max_len)
+
+
+def as_messages(message: Any) -> list[dict[str, Any]]:
+    """A message, or several, as a list.
+
+    Raises:
+        RequestError: neither text nor messages.
+    """
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    if isinstance(message, Mapping):
+        return [dict(message)]
+    if not isinstance(message, list | tuple) or not all(isinstance(m, Mapping) for m in message):
+        raise RequestError(
+            f"message is {shown(message)}; expected text, {{'role': …, 'content': …}}, or a list of such messages"
+        )
+    return [dict(m) for m in message]
+
+
+def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
+    """A stream is the pieces of one answer.
+
+    Raises:
+        RequestError: several are asked for, or what the model says of its tokens.
+    """
+    for name, value in (("n", n), ("logprobs", logprobs)):
+        if value is not None:
+            raise RequestError(
+                f"{name} is {shown(value)}: {where} gives one answer in pieces, which have no place for it; leave it "
+                "out, or ask without a stream"
+            )

@@ -1,0 +1,211 @@
+"""Conversations: what a turn reads, and that its tokens are those of reading everything again.
+
+The tokenizer has one token for each word, so that a reply is written as the tokens that it came in.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
+from tests import divided
+
+ROLES = ["system", "user", "assistant", "tool", "<end>"]
+WORDS = [*ROLES, *(f"w{i}" for i in range(divided.V - len(ROLES)))]
+END = WORDS.index("<end>")
+PLAIN = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+SHORTENED = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last else m.content.split(' ')[-1] }}"
+)
+"""Of earlier replies the last word alone, as templates leave out what a model thought."""
+BUCKETS = {"batch": [1], "prompt": [8], "context": [32, 96]}
+SYSTEM = {"role": "system", "content": "w0 w1 w2"}
+ASKED = ["w3 w4 w5", "w6", "w7 w8 w9 w10", "w11 w12"]
+REPLY = 9
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A token for each word, and a template."""
+    folder = tmp_path_factory.mktemp("words")
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    document = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": END, "content": "<end>", "special": True, **flags}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(document), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}), "utf-8")
+    found = load_tokenizer(folder)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> Any:
+    """The model of a family, with two caches: a conversation outgrows the first."""
+
+    @functools.cache
+    def made(family: str) -> rlx.CausalLM:
+        profile = rlx.CompileProfile().replace(buckets=BUCKETS)
+        return rlx.CausalLM(
+            divided.recipe(family), divided.weights(family), tokenizer=tokenizer, profile=profile, eos_ids=END,
+            max_positions=256,
+        )  # fmt: skip
+
+    return made
+
+
+def check_turns(lm: Any, chat: Any, asked: Sequence[str], **options: Any) -> list[Any]:
+    """Each reply is that of `chat` to all messages; the reports."""
+    reports = []
+    for text in asked:
+        reply = chat.send(text, REPLY, **options)
+        reports.append(lm.report().request)
+        *before, last = chat.messages
+        assert last == {"role": "assistant", "content": reply}
+        assert reply == lm.chat(before, REPLY, chat_template=chat.options["chat_template"], **options)
+        assert lm.report().request.cached_tokens == 0
+    return reports
+
+
+# -- turns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
+)
+def test_a_turn_reads_what_is_new(family: str, model: Any) -> None:
+    """Keys and values, rings, states: the tokens of the message, its role and end, and of the reply before the last
+    token, which no step has read."""
+    lm = model(family)
+    chat = lm.conversation([SYSTEM])
+    reports = check_turns(lm, chat, ASKED)
+    length = 0
+    for text, report, reply in zip(ASKED, reports, chat.messages[2::2], strict=True):
+        new = len(f"user {text} <end> assistant".split())
+        words = len(reply["content"].split())  # its end token is no word
+        prompt = (length or 5) + new
+        assert report.prompt_tokens == prompt and report.reread == ""
+        assert report.read_tokens == (prompt if not length else new + 1 + unread)
+        length, unread = prompt + words + 1, 0 if words < REPLY else 1
+    assert length > BUCKETS["context"][0] and "of them read" in str(reports[-1])
+    assert len(chat.messages) == 1 + 2 * len(ASKED)
+
+
+@pytest.mark.parametrize(
+    "family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "gemma2", "qwen35"))]
+)
+def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: Any) -> None:
+    """The first token that differs, or the place before it where the state was kept, is where reading begins."""
+    lm = model(family)
+    chat = lm.conversation([SYSTEM], chat_template=SHORTENED)
+    _, *others = check_turns(lm, chat, ASKED)
+    assert all(0 < report.cached_tokens < report.prompt_tokens for report in others)
+    told = [report.reread for report in others if "the text differs at token" in report.reread]
+    assert told and ("its state was kept at token" in told[0]) == (family != "llama")
+    # the same, but that everything is read where the copy is of no use
+    del chat.messages[1:3]
+    reply = chat.send("w3", REPLY)
+    report = lm.report().request
+    assert reply == lm.chat(chat.messages[:-1], REPLY, chat_template=SHORTENED)
+    if family == "llama":
+        assert report.cached_tokens == 6  # the system's message and `user`
+    else:
+        assert report.cached_tokens == 0 and "cannot be taken back" in report.reread
+
+
+def test_forks_streams_and_failures(model: Any) -> None:
+    """Ways on from one text do not disturb each other; what is left or fails was not said."""
+    lm = model("mistral")
+    chat = lm.conversation([SYSTEM])
+    check_turns(lm, chat, ASKED[:1])
+    other = chat.fork()
+    check_turns(lm, chat, ["w20 w21"])
+    check_turns(lm, other, ["w22"])
+    assert lm.report() is not None and chat.messages[:3] == other.messages[:3] != chat.messages[-3:]
+    said = list(chat.messages)
+    left = chat.stream("w30", REPLY)
+    next(left)
+    left.close()
+    assert chat.messages == said
+    with pytest.raises(errors.RequestError):
+        chat.send("w30", REPLY, stop=[divided.V])
+    assert chat.messages == said
+    assert "".join(chat.stream("w31", REPLY)) == chat.messages[-1]["content"] == lm.chat(chat.messages[:-1], REPLY)
+    assert chat.send("w31", 0) == "" and chat.messages[-1] == {"role": "assistant", "content": ""}
+    one, two = chat.stream("w32", REPLY), chat.stream("w33", REPLY)
+    next(one)
+    with pytest.raises(errors.SessionStateError, match="another turn has begun"):
+        next(two)
+    check_turns(lm, other, ["w34"])
+    *_, last = one
+    assert chat.messages[-1]["content"].endswith(last.strip())
+    older = chat.stream("w35", REPLY)
+    next(older)
+    chat.send("w36", REPLY)
+    with pytest.raises(errors.SessionStateError, match="read a stream to its end"):
+        list(older)
+    check_turns(lm, chat, ["w37"])
+
+
+@pytest.mark.slow
+def test_samplers_seeds_stops_and_log_probabilities(model: Any) -> None:
+    """All of a request's arguments, as `chat` has them."""
+    lm = model("mistral")
+    sampler = rlx.Sampler(1.0, top_k=20, repetition_penalty=1.5)
+    chat = lm.conversation()
+    check_turns(lm, chat, ASKED[:2], sampler=sampler, seed=5)
+    check_turns(lm, chat, ["w7"], temperature=0.7, seed=2**40)
+    reply = chat.send("w8", REPLY, logprobs=2)
+    again = lm.chat(chat.messages[:-1], REPLY, logprobs=2)
+    assert (reply.text, reply.tokens) == (again.text, again.tokens) and chat.messages[-1]["content"] == reply.text
+    np.testing.assert_allclose(reply.log_probs, again.log_probs, atol=1e-5)
+    word = reply.text.split()[1]
+    chat = lm.conversation(chat.messages[:-2])
+    cut = chat.send("w8", REPLY, stop=word)
+    assert cut == reply.text[: reply.text.index(word)]
+    check_turns(lm, chat, ["w9"])
+    assert lm.chat(chat.messages[:-1], REPLY, rlx.Sampler(1.0), seed=1, n=2) == [
+        lm.tokenizer.decode(ids)
+        for ids in lm.generate([lm.apply_chat_template(chat.messages[:-1])] * 2, REPLY, rlx.Sampler(1.0), seed=1)
+    ]
+
+
+def test_refused(model: Any) -> None:
+    """By name, before anything runs; a full conversation says what to do."""
+    lm = model("mistral")
+    chat = lm.conversation([SYSTEM], max_len=24)
+    for call, told in (
+        (lambda: chat.send("w1", n=2), "n is 2: a conversation goes on from one reply"),
+        (lambda: chat.stream("w1", logprobs=1), "logprobs is 1: stream gives one answer in pieces"),
+        (lambda: lm.stream("w1", n=2), "n is 2: stream gives one answer"),
+        (lambda: lm.stream("w1", logprobs=0), "logprobs is 0"),
+        (lambda: lm.chat("w1", stream=True, n=1), "n is 1: chat.*stream=True"),
+        (lambda: chat.send(5), "message is 5; expected text"),
+        (lambda: chat.send([{"role": 3}]), r"messages\[1\]\['role'\]"),
+        (lambda: lm.conversation(5), "messages: expected a string"),
+        (lambda: lm.conversation(max_len=0), "max_len is 0"),
+        (lambda: chat.send("w1", 60), "2 messages are 9 tokens, with 60 new ones more than max_len, 24; take old"),
+    ):
+        with pytest.raises(errors.RequestError, match=told):
+            call()
+    with pytest.raises(TypeError, match="enable_thinkin"):
+        lm.conversation(enable_thinkin=True)
+    assert chat.messages == [SYSTEM]
+    with pytest.raises(errors.SequenceLengthError, match="the model's positions, 256"):
+        lm.conversation().send("w1", 300)

@@ -1,0 +1,124 @@
+"""Requests behind a state that is there already, and prompts that share their beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests import divided
+
+SHARED = [3, 1, 4, 1, 5, 9]
+ENDS = [[2, 6], [5, 3, 5, 8, 9, 7, 9, 3], [11]]
+PROMPTS = [SHARED + end for end in ENDS]
+NEW = 7
+DRAWN = rlx.Sampler(0.9, top_k=25, repetition_penalty=1.4)
+FAMILIES = ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request: pytest.FixtureRequest) -> Any:
+    """A model of a family, with programs of 6 rows, and in the slow tests of 1, that read up to 4 tokens."""
+    buckets = {"batch": [6] if request.param == FAMILIES[0] else [1, 6], "prompt": [4], "context": [32]}
+    profile = rlx.CompileProfile().replace(buckets=buckets)
+    return rlx.CausalLM(divided.recipe(request.param), divided.weights(request.param), profile=profile)
+
+
+def counts(lm: Any) -> tuple[int, int]:
+    """Tokens that were read for the last request, and those that were not."""
+    report = lm.report().request
+    assert report.prompt_tokens == report.read_tokens + report.cached_tokens
+    return report.read_tokens, report.cached_tokens
+
+
+def test_behind_a_state(lm: Any) -> None:
+    """One row for all prompts, or a row for each, ragged: tokens, draws and answers are those of whole prompts. The
+    state is as it was."""
+    whole, every = lm.generate(PROMPTS, NEW), sum(map(len, PROMPTS))
+    drawn = lm.generate(PROMPTS, NEW, DRAWN, seed=7, n=2)
+    _, one = lm.prefill([SHARED])
+    block, lengths = np.zeros((3, 4), int), np.array([4, 2, 3])
+    for row, count in enumerate(lengths):
+        block[row, :count] = SHARED[:count]
+    _, many = lm.prefill(block, lengths)
+    _, many = lm.extend(many, [[SHARED[n]] for n in lengths])
+    rests = [prompt[n + 1 :] for prompt, n in zip(PROMPTS, lengths, strict=True)]
+    for state, prompts, held in ((one, ENDS, 3 * len(SHARED)), (many, rests, int(lengths.sum()) + 3)):
+        before = state.ids
+        assert lm.generate(prompts, NEW, state=state) == whole
+        assert counts(lm) == (every - held, held)
+        assert lm.generate(prompts, NEW, DRAWN, seed=7, n=2, state=state) == drawn
+        if lm.buckets.batch == (1, 6):  # in the slow tests
+            assert lm.generate(prompts, NEW, speculative="prompt", draft_tokens=3, state=state) == whole
+        assert state.ids == before
+    assert many.ids == [SHARED[: n + 1] for n in lengths] and one.copy().ids == [SHARED]
+    assert list(lm.stream(ENDS[1], NEW, state=one)) == whole[1]
+    logits, _ = lm.extend(one, [ENDS[0]], logits="last")
+    assert int(np.argmax(logits[0])) == whole[0][0]
+    with pytest.raises(errors.SessionStateError, match="consumed"):
+        lm.generate([[1]], NEW, state=one)
+
+
+def test_a_shared_beginning_is_read_once(lm: Any) -> None:
+    """It is repeated for the rows, whatever they go on with; without one nothing changes."""
+    every = sum(map(len, PROMPTS))
+    drafts = [{"speculative": "prompt", "draft_tokens": 3}] if lm.buckets.batch == (1, 6) else []
+    for options in ({}, {"sampler": DRAWN, "seed": 7, "n": 2}, *drafts):
+        assert lm.generate(PROMPTS, NEW, share_prefix=True, **options) == lm.generate(PROMPTS, NEW, **options)
+        assert counts(lm) == (every, 0)
+    lm.generate(PROMPTS, NEW, share_prefix=True)
+    assert counts(lm) == (every - 2 * len(SHARED), 2 * len(SHARED))
+    alike = [SHARED, SHARED, SHARED[:3]]  # the last token of each is read
+    assert lm.generate(alike, NEW, share_prefix=True) == lm.generate(alike, NEW)
+    lm.generate(alike, NEW, share_prefix=True)
+    assert counts(lm) == (len(SHARED) * 2 + 3 - 4, 4)
+    apart = [[1, 2], [2, 2]]
+    assert lm.generate(apart, NEW, share_prefix=True) == lm.generate(apart, NEW)
+    assert lm.generate([], NEW, share_prefix=True) == []
+
+
+def test_refused(lm: Any) -> None:
+    """By name, before anything runs."""
+    _, state = lm.prefill([SHARED, SHARED])
+    for error, options, told in (
+        (errors.RequestError, {"state": 5}, "state: expected the state that prefill returned, got int"),
+        (errors.BatchMismatchError, {"state": state, "prompts": ENDS}, "it holds 2 rows, and there are 3 prompts"),
+        (
+            errors.RequestError,
+            {"state": state, "prompts": [[1], []]},
+            r"prompts\[1\] is empty: a state tells no logits",
+        ),
+        (
+            errors.RequestError,
+            {"state": state, "share_prefix": True},
+            "state= and share_prefix=True do not go together",
+        ),
+        (errors.RequestError, {"share_prefix": 1}, "share_prefix is 1; expected True or False"),
+        (errors.RequestError, {"state": state, "inputs": {}}, "state= and inputs= do not go together"),
+        (errors.TokenIdError, {"state": state, "prompts": [[1], [99]]}, r"prompts\[1\]\[0\]: id 99"),
+        (errors.SequenceLengthError, {"state": state, "max_new_tokens": 999}, r"prompts\[0\]: 7 tokens \+ 999 new"),
+    ):
+        if error is errors.SequenceLengthError and lm.max_positions is None:
+            continue
+        with pytest.raises(error, match=told):
+            lm.generate(**{"prompts": [[1], [2]], "max_new_tokens": NEW} | options)
+    other = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"))
+    with pytest.raises(errors.SessionStateError, match="belongs to another model"):
+        other.generate([[1]], 1, state=state)
+    assert lm.generate([[1], [2]], 0, state=state) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kinds", "devices"), [("gemma2", "data tensor", 4), ("qwen35", "tensor", 2)])
+def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
+    """Tokens are those of one device."""
+    here = rlx.CausalLM(divided.recipe(family), divided.weights(family))
+    there = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh(kinds, devices))
+    whole = here.generate(PROMPTS, NEW)
+    assert there.generate(PROMPTS, NEW, share_prefix=True) == whole
+    _, state = there.prefill([SHARED])
+    assert there.generate(ENDS, NEW, state=state) == whole
+    assert there.generate(ENDS, NEW, DRAWN, seed=3, n=2, state=state) == here.generate(PROMPTS, NEW, DRAWN, seed=3, n=2)
