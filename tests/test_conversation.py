@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ def test_a_turn_reads_what_is_new(family: str, model: Any) -> None:
     lm = model(family)
     chat = lm.conversation([SYSTEM])
     reports = check_turns(lm, chat, ASKED)
-    length = 0
+    length = unread = 0
     for text, report, reply in zip(ASKED, reports, chat.messages[2::2], strict=True):
         new = len(f"user {text} <end> assistant".split())
         words = len(reply["content"].split())  # its end token is no word

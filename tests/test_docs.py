@@ -24,6 +24,7 @@ from tests.oracles.checkpoints import FIXTURES, copy
 ROOT = Path(__file__).parents[1]
 SLOW = {
     "adding-a-family",
+    "conversation",
     "devices",
     "diffusion",
     "editing",

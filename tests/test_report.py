@@ -119,6 +119,8 @@ def test_the_text_of_a_request() -> None:
     asked = RequestReport("prompts", 2, 5000, 0.5, 42, 2, 0.25)
     read = "2 prompts of 5,000 tokens read in 0.500 s, 10,000 tokens/s"
     assert str(asked) == f"{read}; 42 new tokens, in 0.250 s behind the first, 160 tokens/s"
+    behind = RequestReport("prompts", 1, 60, 0.5, cached_tokens=50, reread="a reason")
+    assert str(behind) == "1 prompts of 60 tokens, 10 of them read in 0.500 s, 20 tokens/s; a reason"
     images = RequestReport("images", 8, 0, 0.5, compiled=3)
     told = "8 images read in 0.500 s, 16 images/s; 3 programs and functions were compiled in it"
     assert str(images) == told and per_second(3, 0.0) == 0.0

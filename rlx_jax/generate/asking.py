@@ -13,7 +13,7 @@ import numpy as np
 from rlx_jax.compiler.buckets import smallest
 from rlx_jax.errors import RequestError, SequenceLengthError, number, shown
 from rlx_jax.generate.generation import Generation, NewTokens, generate
-from rlx_jax.generate.plan import Before, DraftPlan, Mark, Part, Request, RequestPlan
+from rlx_jax.generate.plan import Before, DraftPlan, Mark, PromptPart, Request, RequestPlan
 from rlx_jax.generate.prompts import as_parts
 from rlx_jax.generate.reading import behind, common_prefix
 from rlx_jax.generate.request_inputs import NONE, request_inputs
@@ -169,13 +169,13 @@ def begin(speaker: Speaker, request: Request, sizes: Sizes) -> Generation:
     return generate(speaker.model, request.rows, plan)
 
 
-def parts_of(speaker: Speaker, start: int, end: int, mark: Mark | None = None) -> tuple[Part, ...]:
+def parts_of(speaker: Speaker, start: int, end: int, mark: Mark | None = None) -> tuple[PromptPart, ...]:
     """What is read from token `start` to `end`, with a stop at the mark if that is between them."""
     stops = [start, *([mark.at] if mark is not None and start < mark.at < end else []), end]
     parts = []
     for first, last in zip(stops, stops[1:], strict=False):
         *chunks, rest = read_widths(speaker.buckets, last - first, speaker.max_positions)
-        parts += [*as_parts(chunks), Part(rest, last - first - sum(chunks))]
+        parts += [*as_parts(chunks), PromptPart(rest, last - first - sum(chunks))]
     return tuple(parts)
 
 

@@ -143,6 +143,7 @@ class CausalLM:
         """
         return prefill(self._speaker, tokens, lengths, max_len, logits, attention_mask, inputs)
 
+    @suggests()
     def extend(
         self, state: DecodeState, tokens: Any, lengths: Any = None, logits: Literal["all", "last"] = "all"
     ) -> tuple[jax.Array, DecodeState]:

@@ -68,7 +68,7 @@ class Before:
     consumed: bool = False
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Tokens that a program of `width` reads of each row, at most `tokens` of them."""
 
     width: int
@@ -168,8 +168,8 @@ class RequestPlan:
     read: int = 0
     before: Before | None = None
     mark: Mark | None = None
-    parts: tuple[Part, ...] = ()
-    shared: tuple[Part, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
+    shared: tuple[PromptPart, ...] = ()
     alone: int = 1
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, Rows, StartRows
 from rlx_jax.generate.forking import ForkRows, fits, fork_of, moved_state
-from rlx_jax.generate.plan import AnyArray, Before, Part, RequestPlan
+from rlx_jax.generate.plan import AnyArray, Before, PromptPart, RequestPlan
 from rlx_jax.generate.sampler import Knobs
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -56,7 +56,7 @@ class PromptBlock(NamedTuple):
 
 
 def prompt_blocks(
-    readers: Sequence[BoundProgram], parts: Sequence[Part], prompts: Sequence[Sequence[int]], batch: int,
+    readers: Sequence[BoundProgram], parts: Sequence[PromptPart], prompts: Sequence[Sequence[int]], batch: int,
     beside: Mapping[str, Any], state: StateArrays | None = None,
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Read the prompts, part by part, behind the `state`. `beside` is what comes with the tokens. A row that holds
@@ -76,9 +76,9 @@ def prompt_blocks(
         beside = {}  # from now on it is in the state
 
 
-def as_parts(widths: Sequence[int]) -> tuple[Part, ...]:
+def as_parts(widths: Sequence[int]) -> tuple[PromptPart, ...]:
     """Programs that read as many tokens as they can."""
-    return tuple(Part(width, width) for width in widths)
+    return tuple(PromptPart(width, width) for width in widths)
 
 
 # -- the state that prompts are read behind ----------------------------------------------------

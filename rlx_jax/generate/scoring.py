@@ -249,14 +249,18 @@ def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> tuple[list[Sco
     check_scores(model)
     longest = max((item.width for item in items), default=1)
     sizes = score_sizes(model.settings.target, speaker.buckets, speaker.max_positions, longest)
-    scores = score_all(model, items, sizes)
+    rows = shared_rows(items)
+    scores = score_all(model, items, rows, sizes)
     seconds, compiled = clock()
-    read = sum(item.width for item in items)
-    return scores, RequestReport("texts", len(items), read, seconds, compiled=compiled)
+    every, read = sum(item.width for item in items), sum(len(row.read) for row in rows)
+    told = RequestReport("texts", len(items), every, seconds, compiled=compiled, cached_tokens=every - read)
+    return scores, told
 
 
-def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockSizes) -> list[Score]:
-    """The score of each item, in order.
+def score_all(
+    model: CompiledModel, items: Sequence[ScoredTokens], rows: Sequence[SharedRow], sizes: BlockSizes
+) -> list[Score]:
+    """The score of each item, in order, of which `rows` are made.
 
     Raises:
         NumericsError: logits are not finite; `outputs` has the others, and None for these.
@@ -264,7 +268,6 @@ def score_all(model: CompiledModel, items: Sequence[ScoredTokens], sizes: BlockS
     found: list[Score | None] = [None] * len(items)
     failed: dict[int, int] = {}
     places: list[str] = []
-    rows = shared_rows(items)
     for block, results in _results(model, rows, score_calls([len(row.read) for row in rows], sizes)):
         for place, (number,) in enumerate(block.texts):
             row = rows[number]
