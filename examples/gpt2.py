@@ -2,7 +2,7 @@
 
     python examples/gpt2.py path/to/gpt2 "The sky is"
 
-The path is a directory with config.json, safetensors and, for prompts that are no ids, tokenizer.json.
+The path is a directory with config.json, safetensors and tokenizer.json.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python examples/mixtral.py path/to/mixtral "The sky is"
 
-The path is a directory with config.json, safetensors and, for prompts that are no ids, tokenizer.json.
+The path is a directory with config.json, safetensors and tokenizer.json.
 """
 
 import json

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax.text.tokenizer import load_tokenizer
 from tests.oracles import adapters, checkpoints, hugging_face, vision
 from tests.oracles.comparing import assert_close
 from tests.oracles.hugging_face import Checkpoint
@@ -86,6 +87,18 @@ def test_greedy_tokens(name: str, directory: Path) -> None:
     """Of a ragged batch, with a cache: those of transformers."""
     record = load_record(directory)
     assert causal(name, directory).generate(prompts(record), max_new_tokens=24) == record["greedy"].tolist()
+
+
+@pytest.mark.slow
+def test_a_prompt_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script as it is run prints the text of the tokens, up to the tokenizer's end token."""
+    directory = checkpoints.copy(GPT2, tmp_path / "it")
+    vision.write_tokenizer(directory, "clip")
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    run("gpt2", directory, "w3 w17 w44")
+    want = causal("gpt2", GPT2).generate([tokenizer.encode("w3 w17 w44")], max_new_tokens=20, stop=[60])
+    assert capsys.readouterr().out.splitlines()[-1] == tokenizer.decode(want[0])
 
 
 def test_both_towers() -> None:
