@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -151,3 +152,19 @@ def test_a_long_chain(length: int) -> None:
     graph = verify(b.finish([x], ["output"]), "hir", "building", types)
     lowered = verify(dce(lower(graph, "direct", types), types), "mir", "dce", types)
     assert len(lowered.nodes) == length + 1 and dump(lowered, "mir").count("= tanh(") == length // 2
+
+
+def test_types_are_traced_once_in_a_process_for_each_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds share them; an op that is given another formula is traced again, and what is no value is always traced."""
+    traced: list[Any] = []
+
+    def wider(self: Unary, x: Any) -> Any:
+        traced.append(x.shape)
+        return jnp.concatenate([x, x])
+
+    neg = Unary("neg")
+    assert TypeCache().infer(neg, (F,)) == (F,)
+    monkeypatch.setattr(Unary, "eval", wider)
+    assert [TypeCache().infer(neg, (F,))[0].shape for _ in range(2)] == [(4, 8), (4, 8)] and len(traced) == 1
+    monkeypatch.setattr(Unary, "traits", dataclasses.replace(Unary.traits, stored=False))
+    assert TypeCache().infer(neg, (F,))[0].shape == (4, 8) and len(traced) == 2

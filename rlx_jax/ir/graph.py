@@ -12,6 +12,7 @@ Nodes are append-only, so their order is a topological order. Leaves (`Input`, `
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,8 +160,9 @@ class Mir(Op):
         except TypeError as error:
             raise ArityError(self.name(), arity(self.eval), len(operands)) from error
         self.check(*operands)
-        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            return types_of(jax.eval_shape(self.eval, *(t.spec for t in operands)))
+        if not self.traits.stored:  # it may hold a user's function
+            return _types_of_eval(self, operands)
+        return _known_types(self, operands, type(self).eval, bool(jax.config.jax_enable_x64))
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
@@ -173,6 +175,20 @@ class Mir(Op):
     def workspace(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Bytes of scratch memory beside operands and results, for static types."""
         return self.traits.workspace(self, operands, results)
+
+
+def _types_of_eval(op: Mir, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
+
+
+@functools.lru_cache(2**14)
+def _known_types(
+    op: Mir, operands: tuple[TensorType, ...], formula: Callable[..., Any], wide: bool
+) -> tuple[TensorType, ...]:
+    """`_types_of_eval` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
+    longer than everything else that is done for it. `formula` and `wide` are what the answer depends on beside them."""
+    return _types_of_eval(op, operands)
 
 
 class Hir(Op):
