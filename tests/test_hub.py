@@ -234,6 +234,10 @@ def test_a_bar_on_a_terminal(server: Hub, monkeypatch: pytest.MonkeyPatch, capfd
     monkeypatch.setattr(sys, "stderr", seen := Terminal())
     assert open_folder("org/m").bring("model.safetensors")
     assert "model.safetensors: 100%" in seen.getvalue()
+    server.files["org/m"] = sharded(LLAMA)
+    open_folder("org/m").bring_all([name for name in server.files["org/m"] if name.endswith(".safetensors")])
+    _, _, bars = seen.getvalue().partition("2 files: ")
+    assert "2 files: 100%" in bars and "model-0" not in bars  # one for both
 
 
 # -- what is refused ---------------------------------------------------------------------------

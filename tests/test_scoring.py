@@ -298,6 +298,7 @@ def test_texts_whose_logits_are_not_finite() -> None:
         ([[5, V]], errors.TokenIdError, r"texts\[0\]\[1\]: id 389"),
         ([([5], [6, -1])], errors.TokenIdError, r"texts\[0\]\[1\]\[1\]: id -1"),
         ([[5, 6], [5] * 130], errors.SequenceLengthError, r"texts\[1\]: 130 tokens, the last one not read"),
+        ([5] * 130, errors.SequenceLengthError, r"^texts: 130 tokens, the last one not read"),
     ],
 )
 def test_refused_texts(texts: Any, error: type[Exception], message: str, lm: Any) -> None:

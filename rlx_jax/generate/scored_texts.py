@@ -47,9 +47,11 @@ def scored_tokens(speaker: Speaker, texts: Any) -> tuple[list[ScoredTokens], boo
         )
     items = [texts] if single else list(texts)
     found = [_read(speaker, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
-    for i, item in enumerate(found):
+    for item in found:
         # As in lm-evaluation-harness: the last token is not read, and may stand one behind the last position.
-        check_positions(item.width, speaker.max_positions, f"texts[{i}]: {len(item.ids)} tokens, the last one not read")
+        check_positions(
+            item.width, speaker.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read"
+        )
     return found, single
 
 
