@@ -132,10 +132,12 @@ def test_every_opener(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(rlx.Sampler.from_generation_config("org/m"), rlx.Sampler)
     assert cli.main(["inspect", "org/m", "--revision", "v1.0"]) == 0
     assert "Llama32Flow, causal" in capsys.readouterr().out
+    assert cli.main(["convert", "org/m", "copy", "--revision", "v1.0"]) == 0
+    assert "20 tensors" in capsys.readouterr().out and rlx.open_weights("copy").has("model.norm.weight")
     assert cli.main(["inspect", "org/m", "--revision", "v2"]) == 1
     assert "no such branch, tag or commit" in capsys.readouterr().err
     asked = [path.partition("/revision/")[2] for _, path, _ in server.asked if path.startswith("/api/")]
-    assert asked == ["v1.0", "refs/pr/3", "main", "v1.0", "main", "v1.0", "v2"]
+    assert asked == ["v1.0", "refs/pr/3", "main", "v1.0", "main", "v1.0", "v1.0", "v2"]
 
 
 def test_a_model_inside_a_pipeline(server: Hub) -> None:

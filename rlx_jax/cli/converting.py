@@ -35,7 +35,7 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
         raise RequestError(f"{quote(args.target)} is the checkpoint that is read; write to another directory")
     is_file = os.path.isfile(args.source)
     folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
-    source = open_weights(args.source, revision=args.revision)
+    source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
     beside = {} if folder is None else files_beside(folder, dtype)
     found = whole_checkpoint([], source, dtype)
     entries = [replace(e, values=told(source, e, session, i + 1, len(found) + 1)) for i, e in enumerate(found)]
