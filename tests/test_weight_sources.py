@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,33 +40,7 @@ from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import SafetensorsFile
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.source import open_weights
-
-INDEX = "model.safetensors.index.json"
-W = np.arange(6, dtype=np.float32).reshape(2, 3)
-B = np.ones(3, ml_dtypes.bfloat16)
-SHARDS = {"model-1-of-2.safetensors": {"w": W}, "model-2-of-2.safetensors": {"b": B, "c": W[0]}}
-
-
-def write_shards(
-    directory: Path, shards: Mapping[str, Mapping[str, np.ndarray]] = SHARDS, index: dict[str, Any] | None = None
-) -> Path:
-    """A checkpoint directory; `index` overrides parts of the index file."""
-    directory.mkdir(exist_ok=True)
-    for name, tensors in shards.items():
-        save_file(dict(tensors), directory / name, {"format": "pt"})
-    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-    total = sum(array.nbytes for tensors in shards.values() for array in tensors.values())
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map, **(index or {})}
-    (directory / INDEX).write_text(json.dumps(content))
-    return directory
-
-
-def assert_shards(source: WeightSource) -> None:
-    assert sorted(source.keys()) == ["b", "c", "w"]
-    np.testing.assert_array_equal(source.read("w"), W)
-    np.testing.assert_array_equal(source.read("b"), B)
-    assert source.read("b").dtype == ml_dtypes.bfloat16
-
+from tests.shards import INDEX, B, W, assert_shards, write_shards
 
 # -- mappings ----------------------------------------------------------------------------------
 
