@@ -177,7 +177,7 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
     for name, key in (("q", s.q_norm_key), ("k", s.k_norm_key)):
         if key is not None and name in made:
             made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-    cos, sin = rope_tables_for(emit, x, s.n_rot or s.head_dim, s.rope_theta, s.rope)
+    cos, sin = rope_tables_for(emit, x, s.n_rot or s.head_dim, s.rope_theta, s.rope, s.head_dim)
     rope = hir.Rope(s.head_dim, s.n_rot or s.head_dim)
     return [*(made[name] if name == "v" else emit.add_node(rope, made[name], cos, sin) for name in wanted), *gate]
 

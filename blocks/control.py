@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.types import tensor_type
+from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowValue
 
 
@@ -126,10 +127,14 @@ class Custom:
         builder = emit.builder
         name = self.name or getattr(self.fn, "__name__", "custom").replace("<lambda>", "custom")
         with builder.at(replace(builder.origin, token_wise=self.token_wise)), emit.stage(), emit.scope(name):
+            check_takes(self.fn, ("emit", "x"), emit.path)
             with emit.users_code():
                 out = self.fn(emit, value)
             if out is not None and not isinstance(out, FlowValue):
-                raise GraphError(f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}")
+                raise GraphError(
+                    f"{emit.path}: a custom stage returns a FlowValue or None, got {type(out).__name__}; "
+                    "emit.constant(array) makes one of a small array, emit.output(name, value) names further outputs"
+                )
             if out is None:
                 emit.state.left_none = emit.path
             return out

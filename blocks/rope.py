@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import ShapeError
+from rlx_jax.errors import RlxWarning, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import Frequencies, frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -68,6 +69,13 @@ class RopeTables:
                 for register, table in zip(registers(self.name), (cos, sin), strict=True):
                     emit.set_named(register, table)
             else:
+                if emit.state.rope_by_itself and emit.state.rope_cos is None:
+                    warnings.warn(
+                        f"{emit.path}: these tables are for the stages behind them; {emit.state.rope_by_itself} stands "
+                        "before them and made its own",
+                        RlxWarning,
+                        stacklevel=2,
+                    )
                 emit.state.rope_cos, emit.state.rope_sin = cos, sin
         return value
 
@@ -93,10 +101,10 @@ def positions_of(emit: Emit, value: FlowValue) -> FlowValue:
 
 
 def rope_tables_for(
-    emit: Emit, x: FlowValue, head_dim: int, theta: float, name: str = ""
+    emit: Emit, x: FlowValue, n_rot: int, theta: float, name: str = "", head_dim: int | None = None
 ) -> tuple[FlowValue, FlowValue]:
-    """cos and sin of the last RopeTables stage, else unscaled ones of base `theta` at the positions of `x`.
-    With a `name`, those of the RopeTables stage of that name.
+    """cos and sin of the last RopeTables stage, else unscaled ones of base `theta` at the positions of `x`, of `n_rot`
+    columns. With a `name`, those of the RopeTables stage of that name. `head_dim`: of which `n_rot` columns turn.
 
     The latter are not registered: each layer writes the same ops, so that layers stay alike and fold into one.
     """
@@ -105,7 +113,14 @@ def rope_tables_for(
         return emit.named(cos_at), emit.named(sin_at)
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
+        made, width = emit.builder.nodes[cos.value.node].op, head_dim or n_rot
+        if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > width:
+            raise ShapeError(
+                f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(made.inv_freq)}, and "
+                f"these heads have width {width}"
+            )
         return cos, sin
+    emit.state.rope_by_itself = emit.state.rope_by_itself or emit.path
     with emit.scope("rotary_emb"):
-        cos, sin = emit.add_all(hir.RopeAngles(frequencies(head_dim, theta)), positions_of(emit, x))
+        cos, sin = emit.add_all(hir.RopeAngles(frequencies(n_rot, theta)), positions_of(emit, x))
     return cos, sin

@@ -354,6 +354,19 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
+def named_kind(value: object) -> str:
+    """What a value is, for who does not know the classes inside of JAX.
+
+    >>> named_kind([1]), named_kind(jax.numpy.ones(3))  # doctest: +SKIP
+    ('list', 'a JAX array of shape [3]')
+    """
+    name = type(value).__name__
+    if type(value).__module__.partition(".")[0] not in ("jax", "jaxlib"):
+        return name
+    shape = getattr(value, "shape", None)
+    return name if shape is None else f"a JAX array of shape {list(shape)}"
+
+
 def listing(names: Iterable[object], limit: int = 20) -> str:
     """At most `limit` quoted names, then a count of the rest.
 

@@ -182,6 +182,8 @@ class ModelFlow(Stages):
                 raise GraphError(
                     f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, known)}"
                 )
+            if isinstance(size, str):
+                raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
         return replace(self, binding={**self.binding, **given})
 
@@ -265,6 +267,10 @@ class ModelFlow(Stages):
     @staticmethod
     def from_recipe(recipe: ModelRecipe | Callable[[], ModelFlow]) -> ModelFlow:
         """`recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
+        if isinstance(recipe, type) and hasattr(recipe, "assemble"):
+            raise GraphError(
+                f"{recipe.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
+            )
         return _flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
 
     # -- building ----------------------------------------------------------------------------
@@ -363,7 +369,8 @@ class ModelFlow(Stages):
             if name not in known:
                 raise UnboundStreamError(
                     f"{self.name}: output {quote(name)} is no side output, register or stream; "
-                    f"known are {listing(known) or 'none'}{did_you_mean(name, known)}"
+                    f"known are {listing(known) or 'none'}"
+                    f"{did_you_mean(name, known) or '; emit.output(name, value) and store_stream(name) make one'}"
                 )
         return {name: known[name] for name in names}
 

@@ -28,6 +28,7 @@ from rlx_jax.errors import (
     SequenceLengthError,
     ShapeError,
     TokenIdError,
+    named_kind,
     number,
     shown,
 )
@@ -288,7 +289,7 @@ def head_of(model: CompiledModel) -> Head:
     """
     if not isinstance(model, CompiledModel):
         inner = "; pass its .model" if isinstance(getattr(model, "model", None), CompiledModel) else ""
-        raise RequestError(f"cross_entropy: expected what rlx_jax.compile returns, got {type(model).__name__}{inner}")
+        raise RequestError(f"cross_entropy: expected what rlx_jax.compile returns, got {named_kind(model)}{inner}")
     template = model.template()
     if template.state or model.program not in ("forward", "train"):
         raise GraphError(

@@ -605,7 +605,7 @@ REQUESTS: dict[str, Row] = {
     ),
     "lengths": request(lambda t: t.lm.logits(IDS, lengths=[1, 4]), SequenceLengthError, "lengths", "1 to 3", "[1, 4]"),
     "lengths of another batch": request(
-        lambda t: t.lm.prefill(IDS, lengths=[1]), BatchMismatchError, "lengths", "[2]", "got [1]",
+        lambda t: t.lm.prefill(IDS, lengths=[1]), BatchMismatchError, "lengths", "[2]", "got shape [1]",
     ),
     "lengths of floats": request(lambda t: t.lm.logits(IDS, lengths=[1.0, 2]), RequestError, "lengths", "f64"),
     "no state": request(lambda t: t.lm.extend(None, IDS), RequestError, "state", "prefill", "NoneType"),
@@ -661,7 +661,7 @@ CALLS: dict[str, Row] = {
     "a name": row(lambda t: t.mlp(X=X), UnboundInputError, "'X'", "its inputs are 'x'"),
     "an input given twice": row(lambda t: t.mlp(X, x=X), UnboundInputError, "'x'", "by position and by name"),
     "no input": row(lambda t: t.mlp(), UnboundInputError, "'x'", "not given"),
-    "too many inputs": row(lambda t: t.mlp(X, X), UnboundInputError, "mlp", "takes 1 inputs", "got 2"),
+    "too many inputs": row(lambda t: t.mlp(X, X), UnboundInputError, "mlp", "takes 1 input (x)", "got 2"),
     "sizes that differ": row(
         lambda t: t.bert(IDS, attention_mask=np.ones((2, 4), np.int32)), ShapeError, "attention_mask", "seq", "3", "4",
     ),
@@ -762,7 +762,7 @@ CALLS: dict[str, Row] = {
     "a misspelt level": row(lambda t: t.mlp.text("lirr"), GraphError, "text", "did you mean 'lir'"),
     "a model that is compiled": row(lambda t: rlx.compile(t.mlp, W), GraphError, "compiled already", "replace"),
     "a flow without seq": row(lambda t: rlx.compile(mlp(), W, program="prefill"), DeriveError, "prefill", "seq"),
-    "no flow": row(lambda t: rlx.compile(3), GraphError, "compile", "a ModelFlow", "int"),
+    "no flow": row(lambda t: rlx.compile(3), GraphError, "flow", "a ModelFlow", "int"),
     "logits of another width": row(
         lambda t: rlx.CausalLM(*tokens(head=7)), ShapeError, "tiny", "[batch, seq, 11]", "width 7",
     ),

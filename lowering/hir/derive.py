@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import DeriveError, did_you_mean
+from rlx_jax.errors import DeriveError, did_you_mean, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
@@ -40,6 +40,12 @@ CACHED_PROGRAMS = ("prefill", "extend", "verify")
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
 
 
+def unknown_program(program: object) -> str:
+    """What to say of a program that there is not."""
+    known = ", ".join(PROGRAMS)
+    return f"unknown program {shown(program)}; programs are {known}{did_you_mean(program, PROGRAMS, 0.5)}"
+
+
 def derive(
     graph: Graph,
     program: str,
@@ -56,9 +62,7 @@ def derive(
         DeriveError: the sequence dimension is a number, or a stage mixes positions and has no rule.
     """
     if program not in PROGRAMS:
-        raise DeriveError(
-            f"unknown program {program!r}; programs are {', '.join(PROGRAMS)}{did_you_mean(str(program), PROGRAMS)}"
-        )
+        raise DeriveError(unknown_program(program))
     if last_only:
         graph = last_token_only(graph, types)
     if program in ("forward", "train"):

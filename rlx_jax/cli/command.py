@@ -127,7 +127,8 @@ def language_model(args: argparse.Namespace, session: Session, directory: str | 
     lm = open_model(args, session, directory)
     if not isinstance(lm, rlx.CausalLM):
         raise RequestError(
-            f"{quote(directory or args.directory)} is {a_kind(lm)}, which does not generate; rlx-jax embed takes it"
+            f"{quote(directory or args.directory)} is {a_kind(lm)}, which does not generate, nor score texts; rlx-jax "
+            "embed takes it"
         )
     return lm
 

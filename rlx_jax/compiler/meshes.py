@@ -65,7 +65,8 @@ def chosen_devices(mesh: Any) -> list[Any]:
     if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
         raise RequestError(f"mesh is {shown(mesh)}; expected a jax.sharding.Mesh, a number of devices, or 'auto'")
     if not 1 <= mesh <= len(devices):
-        raise RequestError(f"mesh={mesh}: JAX has {len(devices)} devices ({running_device().kind})")
+        here = f"{len(devices)}, the devices that JAX has ({running_device().kind})"
+        raise RequestError(f"mesh={mesh}: expected 1 to {here}")
     return devices[: int(mesh)]
 
 

@@ -41,6 +41,7 @@ from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import (
+    NO_TOKENIZER,
     Ids,
     id_list,
     keep_mask,
@@ -244,7 +245,7 @@ class Encoder:
 
     def _tokenised(self, texts: Sequence[str], first: int) -> list[Ids]:
         if self.tokenizer is None:
-            raise RequestError("strings need a tokenizer: the checkpoint has no tokenizer.json; pass token ids")
+            raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}")
         # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
         limits = (
             self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions,

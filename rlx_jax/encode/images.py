@@ -54,6 +54,16 @@ class ImageProcessor:
         if self.resizer not in ("pillow", "torch"):
             raise ConfigError(f"ImageProcessor: resizer is {shown(self.resizer)}; expected pillow or torch")
         check_filter("ImageProcessor", self.resample, self.resizer)
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != CHANNELS or not np.isfinite(values).all()):
+                raise ConfigError(f"ImageProcessor: {name} is {shown(values)}; expected {CHANNELS} numbers")
+        if self.std is not None and not np.all(self.std):
+            raise ConfigError(f"ImageProcessor: std is {shown(self.std)}, and pixels are divided by it")
+        for name in ("size", "crop"):
+            pair = getattr(self, name)
+            if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2 and min(pair) > 0):
+                raise ConfigError(f"ImageProcessor: {name} is {shown(pair)}; expected (height, width)")
 
     def __call__(self, images: Any) -> PixelValues:
         """Pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's images.
@@ -157,9 +167,10 @@ def named_images(images: Any) -> tuple[list[tuple[str, Any]], bool]:
     if isinstance(images, np.ndarray | jax.Array) and images.ndim == 4:
         images = list(read_array("images", images))
     if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        file = "; PIL.Image.open(path) opens a file" if isinstance(images, str) else ""
         raise RequestError(
             "images: expected uint8 arrays [H, W, C], Pillow's images, or pixel values [B, C, H, W], got "
-            f"{shown(images)}"
+            f"{shown(images)}{file}"
         )
     return numbered(images), False
 

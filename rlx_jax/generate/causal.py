@@ -301,6 +301,8 @@ class CausalLM:
         Raises:
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
         """
+        if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
+            raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._speaker, text, stride, context)
         return perplexity_of(windows, self._scored([window.tokens for window in windows]))
 

@@ -77,7 +77,7 @@ def load(
     own = pretrained.recipe
     used = own if recipe is None else rebound(recipe, own)
     if dtype is not None:
-        dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype))
+        dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
         chosen = CompileProfile.of(
             ModelFlow.from_recipe(used).profile or CompileProfile() if profile is None else profile
         )

@@ -10,7 +10,7 @@ from rlx_jax.errors import RequestError
 from rlx_jax.generate.stopping import cut, split_stops
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.text.requests import Prompts, id_list
+from rlx_jax.text.requests import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ class Speaker:
             RequestError: there is none.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer: there is no tokenizer.json; pass token ids")
+            raise RequestError(f"{what} a tokenizer, and this model has none: {NO_TOKENIZER}")
         return self.tokenizer
 
     def decode(self, ids: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,6 +152,8 @@ class Folder:
         if found is None:
             others = [] if self.snapshot is None else [p for p in self.snapshot.files if p.endswith(f"/{name}")]
             there = f"; there is {listing(others, 4)}, which subfolder= may name" if others else ""
+            if not there and name == "config.json":
+                there = "; a checkpoint's directory has one beside its weights, which says what model they are"
             raise MissingFileError(f"{self.where(name)}: no such file{there}")
         return found
 
@@ -190,7 +193,7 @@ def open_folder(
         return open_folder(path, revision, token, progress).below(subfolder)
     if isinstance(path, Folder):
         return path
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or path == "":
         raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
     directory = Path(path)
     if is_name(path) and not os.path.lexists(directory):
@@ -212,9 +215,15 @@ def open_folder(
             f"{quote(path)} is one file, and a model is more: give the directory with its config.json. "
             "rlx_jax.open_weights reads weights alone"
         )
-    raise MissingFileError(
-        f"{quote(path)}: no such directory{_near(directory)}; a model of the Hub is a string 'org/name'"
-    )
+    raise MissingFileError(f"{quote(path)}: no such directory{_near(directory)}; {_instead(path)}")
+
+
+def _instead(path: str | os.PathLike[str]) -> str:
+    """What to give in place of a path that is none."""
+    text = os.fspath(path)
+    linked = re.match(r"https://(?:www\.)?huggingface\.co/([^/?#]+/[^/?#]+)", text)
+    home = "'~' is not expanded, os.path.expanduser does so; " if text.startswith("~") else ""
+    return f"{home}a model of the Hub is a string {quote(linked[1] if linked else 'org/name')}"
 
 
 def _near(directory: Path) -> str:

@@ -204,7 +204,8 @@ def stage_maker(name: str) -> MakeStage:
     stages = known().stages
     if name not in stages:
         raise PluginError(
-            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}{did_you_mean(name, stages)}"
+            f"no plugin gives a stage {shown(name)}; known are {listing(stages) or 'none'}"
+            f"{did_you_mean(name, stages) or '; a plugin is a package that is installed, see docs/plugins.md'}"
         )
     return stages[name]
 

@@ -74,22 +74,22 @@ _SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
 
 
-def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """A NumPy dtype from a short name (`bf16`), a long name or anything NumPy takes.
+def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
+    """A NumPy dtype from a short name (`bf16`), a long name or anything NumPy takes. `where` begins the message.
 
     Raises:
         DTypeError: an unknown name.
     """
     if isinstance(dtype, str):
         if dtype not in _BY_NAME:
-            raise DTypeError(f"unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or _known()}")
+            raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or _known()}")
         dtype = getattr(ml_dtypes, long) if (long := _BY_NAME[dtype]).startswith(FROM_ML_DTYPES) else long
     try:
         found: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:
-        raise DTypeError(f"{quote(dtype)} is not a dtype") from error
+        raise DTypeError(f"{where}{quote(dtype)} is not a dtype") from error
     if found.name not in _SHORT:
-        raise DTypeError(f"dtype {quote(found)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
+        raise DTypeError(f"{where}dtype {quote(found)} is not supported; supported are {', '.join(DTYPE_NAMES)}")
     return found
 
 
@@ -182,7 +182,8 @@ def as_dim(dim: Any, where: str) -> DimLike:
     if export.is_symbolic_dim(dim):
         return dim
     if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
-        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {quote(dim)}")
+        traced = "; a traced number is no size: call it outside of jax.jit" if isinstance(dim, jax.core.Tracer) else ""
+        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {quote(dim)}{traced}")
     if not 1 <= int(dim) <= MAX_DIM:
         raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
     return int(dim)

@@ -40,9 +40,10 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
         found = source.spec(key)
         weight = f"weight {quote(key)} ({source.where(key)})"
         if found.shape != spec.shape:
+            turned = "; it is stored the other way round: transpose it" if found.shape == spec.shape[::-1] else ""
             raise WeightShapeError(
                 f"{block(key)}: {weight}: expected {list(spec.shape)} by config.json "
-                f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}"
+                f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}{turned}"
             )
         if not jnp.issubdtype(found.dtype, jnp.floating):
             raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
@@ -52,6 +53,6 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
 def _sizes(recipe: Any, expected: tuple[int, ...], got: tuple[int, ...]) -> str:
     """The fields of the config that a wrong shape may come from: those with the value of a size that differs."""
     sizes = {name: value for name, value in vars(recipe.config).items() if type(value) is int}
-    wrong = set(expected) - set(got)
+    wrong = (set(expected) - set(got)) or set(expected)
     names = [f"{name} {value}" for name, value in sizes.items() if value in wrong]
     return ", ".join(names or (f"{name} {value}" for name, value in sizes.items()))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self, TypedDict
 
-from rlx_jax.errors import ConfigError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
+from rlx_jax.errors import ConfigError, GraphError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.io.folder import CONFIG, Folder
 
 MAX_LAYERS = 1024
@@ -189,8 +189,10 @@ class Fields:
                 continue
             if any(value == v and type(value) is type(v) for v in neutral.get(name, ())):
                 continue
+            advice = ": take the checkpoint that is not quantised" if name == "quantization_config" else ""
             raise UnsupportedError(
-                f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not handled"
+                f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not "
+                f"handled{advice}"
             )
 
 
@@ -310,6 +312,24 @@ def text_fields(
 
 
 # -- files -------------------------------------------------------------------------------------
+
+
+def check_recipe(recipe: Any) -> None:
+    """The fields of a recipe are of their kinds: its config, and what is true or false.
+
+    Raises:
+        ConfigError: the config is not of the family's class. GraphError: an option is no bool.
+    """
+    name, config = type(recipe).__name__, recipe.config
+    if not isinstance(config, recipe.config_type):
+        raise ConfigError(
+            f"{name}: config is {shown(config)}; expected a {recipe.config_type.__name__}: rlx_jax.recipe_for(path) "
+            f"reads it from a checkpoint, {name}.for_prefill(mapping) from the content of a config.json"
+        )
+    for option in fields(recipe):
+        value = getattr(recipe, option.name)
+        if isinstance(option.default, bool) and not isinstance(value, bool):
+            raise GraphError(f"{name}: {option.name} is {shown(value)}; expected True or False")
 
 
 def read_config(folder: Folder) -> Fields:

@@ -27,7 +27,7 @@ from rlx_jax.blocks import (
     qwen3_prefill_layer_fused,
 )
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import Fields
+from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.hooks import METHODS, Hooked, Hooks
 from rlx_jax.weights.source import WeightSource
@@ -129,6 +129,9 @@ class CausalFlow(Generic[A]):
     config_type: ClassVar[type[CausalConfig]]
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
+
+    def __post_init__(self) -> None:
+        check_recipe(self)
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

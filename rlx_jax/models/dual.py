@@ -11,7 +11,7 @@ import jax
 from rlx_jax.blocks import Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import Fields, ModelConfig
+from rlx_jax.models.config import Fields, ModelConfig, check_recipe
 from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, specs_of
@@ -90,6 +90,9 @@ class DualFlow(Generic[C]):
     bias: ClassVar[bool] = False
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
+
+    def __post_init__(self) -> None:
+        check_recipe(self)
 
     @classmethod
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
-from rlx_jax.models.config import Fields
+from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
 
@@ -82,6 +82,9 @@ class EncoderFlow(Generic[E]):
     )
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
+
+    def __post_init__(self) -> None:
+        check_recipe(self)
 
     @classmethod
     def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

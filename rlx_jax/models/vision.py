@@ -22,7 +22,7 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import Fields, ModelConfig
+from rlx_jax.models.config import Fields, ModelConfig, check_recipe
 from rlx_jax.models.encoder import POOLED
 from rlx_jax.models.hooks import METHODS, Hooks
 from rlx_jax.weights.source import WeightSource
@@ -135,6 +135,9 @@ class VisionFlow(Generic[C]):
     prefixes: ClassVar[tuple[str, ...]] = ("",)
 
     layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
+
+    def __post_init__(self) -> None:
+        check_recipe(self)
 
     @classmethod
     def for_prefill(cls, config: C | Mapping[str, Any], batch: int | None = None) -> Self:

@@ -17,6 +17,7 @@ from rlx_jax.errors import (
     WeightShapeError,
     did_you_mean,
     listing,
+    named_kind,
     quote,
 )
 from rlx_jax.ir.captured import is_consumed
@@ -74,7 +75,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
         WeightShapeError: names those that are missing or unknown.
     """
     if not isinstance(params, Mapping):
-        raise WeightShapeError(f"params: expected a mapping of leaves, got {type(params).__name__}")
+        raise WeightShapeError(f"params: expected leaves by name, such as model.params, got {named_kind(params)}")
     missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
     if missing or extra:
         parts = {"missing": missing, "unknown": extra}.items()

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import RlxWarning, suggests
+from rlx_jax.errors import DeriveError, RlxWarning, suggests
 from rlx_jax.ir.reading import shapes_only
+from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.model import CompiledModel
@@ -58,6 +59,8 @@ def compile(
     Raises:
         GraphError, WeightError, ProfileError: see `rlx_jax.errors`.
     """
+    if program not in PROGRAMS:
+        raise DeriveError(unknown_program(program))
     programs = open_programs(
         [flow], weights, profile, strict, merge=False, program=program, mesh=mesh, missing=missing, key=key
     )

@@ -40,7 +40,10 @@ def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[s
     """Inputs by name from a call's positional and named arguments; None for an optional input means absent."""
     names = [d.name for d in decls]
     if len(args) > len(names):
-        raise UnboundInputError(f"{flow}: takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+        pure = "; model.apply(params, …) takes parameters first" if isinstance(args[0], Mapping) else ""
+        raise UnboundInputError(
+            f"{flow}: takes {len(names)} input{'s' * (len(names) != 1)} ({', '.join(names)}), got {len(args)}{pure}"
+        )
     given = dict(zip(names, args, strict=False))
     check_input_names(named, names, flow)
     for name, value in named.items():
@@ -138,7 +141,8 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     except (ValueError, TypeError, OverflowError) as error:
         raise ShapeError(f"input {name}: not an array: {str(error).splitlines()[0]}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
-        raise DTypeError(f"input {name}: expected numbers, got {short_name(array.dtype)}")
+        got = "text" if array.dtype.kind in "UT" else short_name(array.dtype)
+        raise DTypeError(f"input {name}: expected numbers, got {got}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -224,6 +228,9 @@ def _no_ids(what: str, value: Any, array: np.ndarray[Any, Any], rows: int) -> To
             if not 0 <= item < rows:
                 return TokenIdError(f"{what}: id {number(int(item))} at {at} is not in [0, {rows})")
     got = array.dtype if array.dtype != object else type(value).__name__
+    if array.dtype.kind in "UT":
+        told = "generate, score and embed take text, and the tokenizer makes ids of it"
+        return TokenIdError(f"{what}: expected ids, got text; {told}")
     return TokenIdError(f"{what}: ids are integers in [0, {rows}), got {got}")
 
 
@@ -239,7 +246,9 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
     for name, value in values.items():
         want, shape = declared[name], tuple(value.shape)
         if len(shape) != want.rank:
-            raise ShapeError(f"{flow}: input {name} is {want}, got shape {list(shape)}: rank {len(shape)}")
+            one = len(shape) == want.rank - 1 and not is_static(want.shape[0])
+            one_row = f"; {name}[None] is a {want.shape[0]} of one" if one else ""
+            raise ShapeError(f"{flow}: input {name} is {want}, got shape {list(shape)}: rank {len(shape)}{one_row}")
         for axis, (dim, size) in enumerate(zip(want.shape, shape, strict=True)):
             if is_static(dim):
                 if size != dim:

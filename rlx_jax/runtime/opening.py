@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,11 +172,26 @@ def as_flow(flow: Any) -> Buildable:
         raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
     if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
         raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
+    if isinstance(flow, type) and hasattr(flow, "assemble"):
+        raise GraphError(
+            f"{flow.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
+        )
     if callable(getattr(flow, "assemble", None)):
         return as_flow(flow.assemble())
     if callable(flow):
         return as_flow(flow())
-    raise GraphError(f"compile takes a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}")
+    raise GraphError(
+        f"flow: expected a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}{_instead_of(flow)}"
+    )
+
+
+def _instead_of(flow: object) -> str:
+    """What was meant by something that is no flow."""
+    if isinstance(flow, str | os.PathLike):
+        return "; rlx_jax.load(path) opens a checkpoint, and recipe_for(path) is its recipe"
+    if hasattr(flow, "pattern") and hasattr(flow, "capture"):
+        return ": at(…) selects blocks; say what becomes of them, .capture(), .wrap(fn), .replace(stage) or .scale(by)"
+    return "; the flow comes first: compile(flow, weights)" if isinstance(flow, Mapping) else ""
 
 
 def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:

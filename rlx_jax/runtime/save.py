@@ -84,6 +84,8 @@ def save(
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
         hint = "; pass its to_model()" if hasattr(model, "to_model") else ""
+        if isinstance(model, Mapping):
+            hint = "; parameters go with their model: save(model.replace(params=params), path)"
         raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}{hint}")
     programs = compiled.programs
     params = compiled.require_params("save")
@@ -110,7 +112,7 @@ def save(
 def _floating(name: str) -> np.dtype[Any]:
     dtype = as_dtype(name)
     if not is_float(dtype):
-        raise DTypeError(f"dtype={quote(name)}: expected a floating one, such as 'f32' or 'bf16'")
+        raise DTypeError(f"save: dtype={quote(name)}: expected a floating one, such as 'f32' or 'bf16'")
     return dtype
 
 

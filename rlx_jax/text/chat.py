@@ -135,7 +135,8 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     if isinstance(content, str) or (content is None and (message.keys() & {"tool_calls", *_REASONING})):
         return
     if not isinstance(content, list):
-        raise RequestError(f"{where}['content']: expected text, got {shown(content)}")
+        found = shown(content) if "content" in message else f"None; the message has {listing(message)}"
+        raise RequestError(f"{where}['content']: expected text, got {found}")
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(

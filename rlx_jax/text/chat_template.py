@@ -47,8 +47,8 @@ RENDER_WAIT = 30.0
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 NO_TEMPLATE = (
-    "the checkpoint has no chat template, as base models have none: pass chat_template=…, in Jinja as transformers "
-    "writes it, or call generate with a prompt"
+    "the checkpoint has no chat template, as base models have none: put its chat_template.jinja beside the weights, or "
+    "in Python pass chat_template=…, in Jinja as transformers writes it; or generate from a prompt without chat"
 )
 
 

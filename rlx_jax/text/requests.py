@@ -68,6 +68,8 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
     Raises:
         TokenIdError: an entry is not an integer in `[0, vocab_size)`; its position is named.
     """
+    if isinstance(ids, jax.core.Tracer):
+        raise RequestError(f"{what}: traced by jax.jit or the like, and ids are read on the host: call it outside")
     if isinstance(ids, np.ndarray | jax.Array):
         if ids.ndim != 1:
             raise RequestError(f"{what}: expected one sequence of ids, got shape {list(ids.shape)}")
@@ -81,6 +83,12 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
         if not 0 <= i < vocab_size:
             raise TokenIdError(f"{what}[{at}]: id {number(int(i))} is not in [0, {vocab_size})")
     return [int(i) for i in ids]
+
+
+NO_TOKENIZER = (
+    "a checkpoint's is tokenizer.json, which save_pretrained of transformers' AutoTokenizer writes; a flow of your own "
+    "is given one, tokenizer=; or pass token ids"
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
     if array.dtype.kind not in "iu":
         raise RequestError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if array.shape != (batch,):
-        raise BatchMismatchError(f"lengths: expected shape [{batch}], one for each row, got {list(array.shape)}")
+        raise BatchMismatchError(f"lengths: expected shape [{batch}], one for each row, got shape {list(array.shape)}")
     if (array < low).any() or (array > seq).any():
         raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
     return array.astype(np.int64)
@@ -184,7 +192,7 @@ def mask_spans(
     span = (at >= starts[:, None]) & (at < (starts + valid)[:, None])
     for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
         what = "hides every token" if valid[row] == 0 else "has a hole"
-        raise MaskShapeError(f"attention_mask: row {row} {what}; a row's valid tokens stand together, and are not none")
+        raise MaskShapeError(f"attention_mask: row {row} {what}; a row has a 1 at least, and its 1s stand together")
     return keep, valid.astype(np.int64), starts.astype(np.int64)
 
 

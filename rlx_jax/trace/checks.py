@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from rlx_jax.errors import GraphError, shown
+from rlx_jax.errors import GraphError, RlxError, did_you_mean, quote, shown
 from rlx_jax.ir.graph import Op
 
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
@@ -23,6 +24,32 @@ def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise GraphError(f"{where}: expected {expected}, got {shown(value)}")
     return tuple(value)
+
+
+def check_takes(
+    fn: Callable[..., Any], arguments: tuple[str, ...], where: str, error: type[RlxError] = GraphError
+) -> None:
+    """A function of a user can be called with so many arguments by position.
+
+    Raises:
+        GraphError, or what `error` says: it cannot.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # what is written in C tells nothing
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as cause:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        called = f"{name}({', '.join(arguments)})"
+        raise error(f"{where}: the function is called as {called}, and it takes {signature}") from cause
+
+
+def has_no(writer: object, name: str) -> str:
+    """A name that `writer` does not have, and those close to it."""
+    close = did_you_mean(name, (known for known in dir(writer) if not known.startswith("_")))
+    return f"{quote(name)}{close or '; docs/graph.md lists what it has'}"
 
 
 def check_attributes(op: Op) -> None:

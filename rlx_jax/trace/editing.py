@@ -14,6 +14,7 @@ from typing import Any
 from rlx_jax.errors import GraphError, NameCollisionError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
 from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.selecting import BlockSelector
@@ -192,6 +193,7 @@ class _Rewriting:
         emit.repeating = any(found not in covered and found.around(numbers) for found in self.layers)
         with self.new.at(Origin(path)), emit.stage(), emit.users_code():
             x = None if read is None else emit.wrap(self._now(read, values))
+            check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             made = self.edit.wrapper(emit, x, inner)
             if not isinstance(made, FlowValue):
                 raise GraphError(

@@ -28,6 +28,7 @@ from rlx_jax.errors import (
     did_you_mean,
     first_line,
     listing,
+    named_kind,
     quote,
     shown,
 )
@@ -52,6 +53,7 @@ from rlx_jax.ir.types import (
     tensor_type,
 )
 from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.checks import has_no
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 
@@ -75,7 +77,7 @@ def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> Tenso
         raise GraphError(f"an input's name is an identifier, got {quote(name)}")
     if name in ("state", "params"):
         raise NameCollisionError(f"an input cannot be called {quote(name)}: calls use that name")
-    return tensor_type(shape, device_dtype(as_dtype(dtype)), f"input {name}")
+    return tensor_type(shape, device_dtype(as_dtype(dtype, f"input {name}: ")), f"input {name}")
 
 
 @dataclass
@@ -86,6 +88,7 @@ class FlowState:
 
     rope_cos: FlowValue | None = None
     rope_sin: FlowValue | None = None
+    rope_by_itself: str = ""  # the first stage that made its own tables, as there were none
     zero_beta: FlowValue | None = None
     embed_weight: FlowValue | None = None
     residual: FlowValue | None = None
@@ -176,6 +179,8 @@ class Emit(Builders[FlowValue]):
                 error.locate(self.path)
             raise
         except Exception as error:
+            if isinstance(error, AttributeError) and error.obj is self:
+                raise GraphError(f"{self.path}: emit has no {has_no(self, error.name)}") from error
             if "FlowValue" not in str(error):
                 error.add_note(f"in the custom stage {self.path}")
                 raise
@@ -194,8 +199,8 @@ class Emit(Builders[FlowValue]):
         """The graph value behind a FlowValue of this flow."""
         if not isinstance(value, FlowValue):
             raise GraphError(
-                f"{self.path}: expected a FlowValue, got {type(value).__name__}; use emit.constant for a small array, "
-                "emit.param for a weight, emit.jax for a JAX function"
+                f"{self.path}: expected a FlowValue, got {named_kind(value)}; use emit.constant(array) for a small "
+                "array, emit.param(key) for a weight, emit.jax(fn, value) for a JAX function"
             )
         if value.emit is not self:
             raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
@@ -478,7 +483,7 @@ class Emit(Builders[FlowValue]):
             known = list(self.state.streams)
             raise UnboundStreamError(
                 f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, known) or '; store_stream(name) and bind_inputs_to_streams keep one'}"
             )
         return self.state.streams[name]
 

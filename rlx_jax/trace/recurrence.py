@@ -84,7 +84,7 @@ class Recurring(Attending[V]):
             GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise GraphError(f"{self.path}: causal_window: width is an int of at least 1, got {shown(width)}")
+            raise GraphError(f"{self.path}: width is an int of at least 1, got {shown(width)}")
         return self.add_node(hir.CausalWindow(width), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:

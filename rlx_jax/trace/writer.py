@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError
+from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError, named_kind
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.inits import Init
@@ -232,6 +232,8 @@ class Writer(Generic[V]):
         The function is traced with symbolic sizes, so it may not branch on them. NumPy arrays that it captures are
         copied; over 1 MiB they are an error.
         """
+        if not callable(fn):
+            raise GraphError(f"{self.path}: jax: expected a function and then values, got {named_kind(fn)}")
         fn = self.captured.own(fn)
         results = self.add_all(JaxFn(fn), *values)
         if len(results) > 1:

@@ -73,6 +73,8 @@ class Checkpoints:
         if not isinstance(timeout_s, int | float) or not timeout_s > 0:
             raise RequestError(f"Checkpoints: timeout_s is {shown(timeout_s)}; expected seconds, more than 0")
         self._directory, self._keep = os.path.realpath(path), keep
+        if os.path.lexists(self._directory) and not os.path.isdir(self._directory):
+            raise TargetExistsError(f"Checkpoints: {quote(path)} is a file; expected a directory, or none yet")
         self._processes, self._operations = Processes(timeout_s), 0
         self._worker = ThreadPoolExecutor(1, "rlx-checkpoints")
         self._pending: list[Future[None]] = []

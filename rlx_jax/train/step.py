@@ -17,6 +17,7 @@ from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, 
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.trace.checks import check_takes
 from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
 
 Loss = Callable[..., jax.Array]
@@ -50,6 +51,7 @@ class TrainStep:
     loss: Loss
     microbatches: int
     jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+    tree: Any = field(default=None, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step.
@@ -80,12 +82,26 @@ class TrainStep:
             raise RequestError(f"step: expected the state of train.init or of a step, got {type(state).__name__}")
         if any(is_consumed(a) for a in (state.step, *state.params.values())):
             raise SessionStateError("step: this state was consumed by an earlier step; go on with the one it returned")
+        self._check_optimizer(state)
+        if isinstance(batch, tuple):
+            raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
         named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
         if named.get("tokens") is None:
             raise RequestError(f"step: a batch is tokens [B, S], or a mapping that has them; got {shown(list(named))}")
         named = {k: a if isinstance(a, jax.Array) else as_host_array(k, a) for k, a in named.items() if a is not None}
         losses.check_batch(self.model, named)
         return named
+
+    def _check_optimizer(self, state: TrainState) -> None:
+        """The state was made by the step's own optimizer, as far as its tree tells."""
+        if self.tree is None:
+            with promoting():
+                self.tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, state.params))
+        if jax.tree.structure(state.optimizer) != self.tree:
+            raise RequestError(
+                "step: the state is of another optimizer than this step: give the same one to train.init(model, "
+                "optimizer) and make_step(model, optimizer)"
+            )
 
     def _function(self, state: Any) -> Any:
         """The jitted step, whose new state lies on the devices as the old one does."""
@@ -128,7 +144,15 @@ class TrainStep:
 
     def _one(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
         others = {k: a for k, a in batch.items() if k != "tokens"}
-        loss, gradients = jax.value_and_grad(lambda p: self.loss(self.model, p, batch["tokens"], **others))(params)
+
+        def scalar(p: Arrays) -> AnyArray:
+            loss = self.loss(self.model, p, batch["tokens"], **others)
+            if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+                found = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
+                raise RequestError(f"step: the loss is one floating number of JAX, made of the parameters; got {found}")
+            return loss
+
+        loss, gradients = jax.value_and_grad(scalar)(params)
         return loss.astype(jnp.float32), gradients
 
 
@@ -151,6 +175,7 @@ def make_step(
     check_trainable(model, optimizer)
     if not callable(loss):
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
+    check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:
         raise RequestError(f"make_step: microbatches is a number, at least 1, got {shown(microbatches)}")
     return TrainStep(model, optimizer, loss, int(microbatches))

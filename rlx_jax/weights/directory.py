@@ -218,8 +218,11 @@ def _choose(directory: str, names: list[str], pickles: str = "") -> str:
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
+            shards = all("-of-" in name for name in fitting)
+            advice = "they are shards, and model.safetensors.index.json says what is in which: copy it too"
             raise MissingFileError(
-                f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; name the one you mean"
+                f"{where}: no model{suffix}, and {len(fitting)} others: {listing(fitting)}; "
+                f"{advice if shards else 'name the one you mean'}"
             )
     refuse_directory(directory, names, pickles)
 

@@ -123,7 +123,10 @@ class MappingSource:
             kind = type(value).__name__
             raise WeightError(f"weight {quote(key)} has a shape only, no values: it was given as a {kind}")
         if isinstance(value, jax.core.Tracer):
-            raise WeightError(f"weight {quote(key)} is traced by a JAX transformation; open weights outside of it")
+            raise WeightError(
+                f"weight {quote(key)} is traced by a JAX transformation; compile outside of it, and give traced "
+                "weights to model.apply(params, …)"
+            )
         if isinstance(value, jax.Array) and value.is_deleted():
             raise WeightError(f"weight {quote(key)} is deleted: a jitted call that donates it has consumed it")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -157,6 +160,8 @@ def _check_value(key: object, value: Any) -> None:
         return
     if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct) or isinstance(value, np.ma.MaskedArray):
         hint = "; flatten nested mappings to dotted keys" if isinstance(value, Mapping) else "; numpy.asarray makes one"
+        if isinstance(value, str):
+            hint = "; a path stands in place of the whole mapping"
         raise WeightDTypeError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
     dtype = value.dtype
     if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):

@@ -205,6 +205,10 @@ def find(tensors: Mapping[str, T], key: object, what: str) -> T:
 
 def close_names(name: str, known: Iterable[str]) -> str:
     """A suggestion among many names; comparing with 200,000 would take minutes."""
+    known = list(known)
+    prefixed = [k for k in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
+    if prefixed:  # all of them have it, or none: the first shows which
+        return f"; did you mean {quote(prefixed[0])}?"
     last = name.rpartition(".")[2]
     likely = [k for k in known if k.rpartition(".")[2] == last or abs(len(k) - len(name)) < 3]
     return did_you_mean(name, likely[:1000])
@@ -239,9 +243,23 @@ def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
     length = int.from_bytes(read(8, 0, where), "little")
     if length > size - 8:
-        raise SafetensorsError(f"{where}: header says {length} bytes, file has {size - 8} after the length")
+        seen = _looks_like(read(min(size, 64), 0, where))
+        raise SafetensorsError(
+            f"{where}: {seen or f'header says {length} bytes, file has {size - 8} after the length'}"
+        )
     limits.at_most(length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes")
     return parse_header(read(length, 8, where), size - 8 - length, where)
+
+
+def _looks_like(head: bytes) -> str:
+    """What a file that is no safetensors is by its first bytes; empty if they tell nothing."""
+    if head.startswith(b"version https://git-lfs"):
+        return "this is a pointer of git-lfs, not the weights: `git lfs pull` fetches them"
+    if head.startswith(b"PK\x03\x04"):
+        return "this is a zip archive, as torch.save writes, under another name: convert it to safetensors"
+    text = head.split(b"\n")[0].decode("ascii", "replace")
+    told = len(text) > 8 and text.isascii() and text.isprintable()
+    return f"this is no safetensors file but a text that begins with {quote(text)}" if told else ""
 
 
 def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:

@@ -47,7 +47,7 @@ def write_checkpoint(
     if not isinstance(format, str) or format not in known:
         names = sorted(known)
         raise UnsupportedError(
-            f"format {quote(format)}: expected {' or '.join(names)}{did_you_mean(str(format), names)}"
+            f"save: format {quote(format)}: expected {' or '.join(names)}{did_you_mean(str(format), names)}"
         )
     if not isinstance(path, str | bytes | os.PathLike) or not _is_path(os.fsdecode(path)):
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory")

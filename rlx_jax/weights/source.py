@@ -12,6 +12,7 @@ from typing import Any, NoReturn, get_args
 
 from rlx_jax.errors import (
     MissingFileError,
+    RlxError,
     UnsupportedError,
     WeightError,
     did_you_mean,
@@ -113,7 +114,12 @@ def open_weights(
         raise WeightError(f"revision={shown(revision)}: these weights are on this machine; it is for 'org/name'")
     found = next((row for row in formats.FORMATS if row.detect(weights)), None)
     if found is not None:
-        source = found.open(weights, OpenOptions(strict, on_nonfinite, links, verify, subtree))
+        try:
+            source = found.open(weights, OpenOptions(strict, on_nonfinite, links, verify, subtree))
+        except RlxError as error:
+            if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
+                error.locate(quote(weights))
+            raise
         try:
             _check_total(source, max_bytes)
         except BaseException:
@@ -143,7 +149,7 @@ def _refuse(path: str) -> NoReturn:
     if os.path.isdir(path):
         refuse_directory(path, list_directory(path))
     if not os.path.lexists(path):
-        hint = "; a model of the Hub is a string 'org/name'"
+        hint = "" if path.endswith(".safetensors") else "; a model of the Hub is a string 'org/name'"
         steps = usable_steps(os.path.dirname(path.rstrip(os.sep)) or ".")
         hint = f"; finished steps beside it: {listing(steps[n] for n in sorted(steps))}" if steps else hint
         raise MissingFileError(f"{quote(path)}: no such file or directory{hint}")

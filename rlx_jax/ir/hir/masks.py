@@ -74,5 +74,5 @@ def mask_kind(mask: MaskKind | str) -> MaskKind:
     if name in ("sliding", "sliding_window", "slidingwindow") and window.isdigit():
         return MaskKind.sliding_window(int(window))
     if name not in MASK_KINDS or window:
-        raise GraphError(f"unknown mask kind {quote(mask)}{did_you_mean(name, [*MASK_KINDS, 'sliding:N'])}")
+        raise GraphError(f"mask: unknown mask kind {quote(mask)}{did_you_mean(name, [*MASK_KINDS, 'sliding:N'])}")
     return MASK_KINDS[name]

@@ -29,7 +29,7 @@ class Gather(Mir):
     def check(self, *operands: TensorType) -> None:
         table, ids = operands
         if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise DTypeError(f"gather: ids are integers, got {ids}")
+            raise DTypeError(f"gather: ids are integers, got {ids}; an input of ids has dtype='int32'")
         if not table.rank:
             raise ShapeError(f"gather: the table has rows, got {table}")
 
