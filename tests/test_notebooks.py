@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
 import json
+import os
 import re
-import tomllib
+import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import nbclient
 import nbformat
 import pytest
 
+from rlx_jax import __version__
+from tests.wheels import build_wheel
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["name"]
+FIRST_CELL: str = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))["FIRST_CELL"]
+WHEEL = f"rlx_jax-{__version__}-py3-none-any.whl"
 
 
 def count(printed: str, before: str) -> int:
@@ -53,17 +62,19 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 
 def test_all_are_there() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == {"devices", "generate", "retrieval", "train", "tour"}
+    names = {"devices", "generate", "retrieval", "tour", "train"}
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_stored_outputs(path: Path) -> None:
-    """Those of one run from top to bottom, without errors, traces of a machine, or megabytes."""
+    """Those of one run from top to bottom, with pictures, without errors, traces of a machine, or megabytes."""
     code = cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
     assert CHECKS[path.stem](printed(outputs))
+    assert sum("image/png" in o.get("data", {}) for o in outputs) >= 2
     assert path.stat().st_size < 120_000
     for text in (printed(outputs), *("".join(cell["source"]) for cell in code)):
         assert not re.search(r"/(tmp|home|root|work|usr|var)/", text)
@@ -71,22 +82,96 @@ def test_stored_outputs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_opens_in_colab(path: Path) -> None:
-    """A notebook of the format that Colab takes, whose first code cell installs this package where it is missing."""
+    """A notebook of the format that Colab takes, whose first code cell is that of all of them."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3" and "Colab" in notebook.cells[0].source
-    first = "".join(cells(path, "code")[0]["source"])
-    assert 'find_spec("rlx_jax") is None' in first and f'%pip install -q "{PROJECT}' in first
+    assert "".join(cells(path, "code")[0]["source"]) == FIRST_CELL.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("missing", "beside", "gpu", "installs", "says"),
+    [
+        ((), (WHEEL,), True, None, "as installed before"),
+        (("optax",), (WHEEL,), False, '-q "rlx-jax[notebooks]" "jax"', "as installed before"),
+        (("rlx_jax", "optax"), (), False, '-q "rlx-jax[notebooks]" "jax"', "from the index"),
+        (("rlx_jax",), (), True, '-q "rlx-jax[notebooks]" "jax[cuda12]"', "from the index"),
+        (("rlx_jax",), ("rlx_jax-0.0.9-py3-none-any.whl", WHEEL), False, f'-q "{WHEEL}[notebooks]" "jax"', WHEEL),
+    ],
+)
+@pytest.mark.parametrize("works", [True, False])
+def test_first_cell(
+    missing: tuple[str, ...],
+    beside: tuple[str, ...],
+    gpu: bool,
+    installs: str | None,
+    says: str,
+    works: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is installed, then a wheel beside the notebook, then the index; and it says which, or what to do."""
+    absent, asked = set(missing), list[str]()
+
+    def pip(arguments: str) -> None:
+        asked.append(arguments)
+        if works:
+            absent.clear()
+
+    for name in beside:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", {"nvidia-smi": "nvidia-smi" if gpu else None}.__getitem__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
+    cell = re.sub(r"%pip install (.*)", r"pip(f'\1')", FIRST_CELL)
+    if "rlx_jax" in missing and not works:
+        with pytest.raises(ModuleNotFoundError, match="make wheel"):
+            exec(cell, {"pip": pip})
+    else:
+        exec(cell, {"pip": pip})
+        assert says in capsys.readouterr().out
+    assert asked == ([] if installs is None else [installs])
+
+
+def run(python: Path, directory: Path, notebook: nbformat.NotebookNode) -> str:
+    """What a notebook prints when an environment's own kernel runs it in a directory."""
+    path = directory / "notebook.ipynb"
+    nbformat.write(notebook, path)
+    environ = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    command: list[str | Path] = [python.parent / "jupyter-execute", "--inplace", "--timeout=1200", path]
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return printed([output for cell in cells(path, "code") for output in cell["outputs"]])
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that had a kernel and no more, where the first cell then found the wheel beside it.
+
+    One for all processes of the tests.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "elsewhere"
+    shared.mkdir(exist_ok=True)
+    python = shared / "venv" / "bin" / "python"
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / WHEEL).exists():
+            subprocess.run([sys.executable, "-m", "venv", shared / "venv"], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", "ipykernel", "nbclient"], check=True)
+            shutil.copy(build_wheel(shared / "built"), shared)
+            first = nbformat.v4.new_code_cell(FIRST_CELL)
+            where = nbformat.v4.new_code_cell("import rlx_jax as rlx; print(rlx.__file__)")
+            said = run(python, shared, nbformat.v4.new_notebook(cells=[first, where]))
+            assert f"from {WHEEL}" in said and str(shared / "venv") in said.splitlines()[-1]
+    return python
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel of its own runs every cell; the train notebook asserts that resumed losses are equal."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # they run longer than they compile
-    notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert CHECKS[path.stem](printed(outputs))
+def test_runs(path: Path, elsewhere: Path, tmp_path: Path) -> None:
+    """From the wheel alone, without a checkout; the train notebook asserts that resumed losses are equal."""
+    said = run(elsewhere, tmp_path, nbformat.read(path, as_version=4))
+    assert "rlx_jax: as installed before" in said
+    assert CHECKS[path.stem](said)

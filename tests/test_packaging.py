@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from tests.wheels import build_wheel
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -36,6 +39,17 @@ def test_every_link_is_in_the_wheel() -> None:
 
 def test_links_are_left_out_of_builds() -> None:
     assert PYPROJECT["tool"]["hatch"]["build"]["exclude"] == list(WHEEL["force-include"].values())
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file(tmp_path: Path) -> None:
+    """Modules and presets of the checkout under the names that are imported, and nothing else but the metadata."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    packages = {directory: f"{package}/" for directory, package in WHEEL["force-include"].items()}
+    tracked = {packages[d] + rest for d, _, rest in (name.partition("/") for name in listed) if d in packages}
+    tracked |= {name for name in listed if name.startswith("rlx_jax/") and not (ROOT / name).is_symlink()}
+    with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == tracked
 
 
 def test_every_directory_with_code_is_a_package() -> None:
