@@ -27,7 +27,7 @@ class Mamba2Spec:
             projections have.
         eps: of both norms.
         time_step_limit: the least and the most of a step; None for no most.
-        activation: behind the convolution and of the gate, a name in `UNARY`.
+        activation: behind the convolution, a name in `UNARY`; that of the gate is silu whatever this is.
     """
 
     heads: int
@@ -83,7 +83,7 @@ class Mamba2Mixer:
     """A normalised `[B,S,H]` → `[B,S,H]`, by a state of fixed size.
 
     z, m, t = x W_in; x, B, C = act(conv(m)); `Δ = clip(softplus(t + dt_bias))`, `A = −exp(A_log)`; the selective scan
-    `y`; then `(w ⊙ rms((y + D x) ⊙ act(z))) W_out`, the norm over each group of heads. Weights under `prefix`: see
+    `y`; then `(w ⊙ rms((y + D x) ⊙ silu(z))) W_out`, the norm over each group of heads. Weights under `prefix`: see
     `Mamba2Spec.shapes`.
 
     Source: Dao and Gu, arXiv:2405.21060.
@@ -126,7 +126,7 @@ class Mamba2Mixer:
     def _normed(self, emit: Emit, out: FlowValue, z: FlowValue) -> FlowValue:
         """The gate, then the norm of each group."""
         s = self.spec
-        gated = out * emit.add_node(Unary(s.activation), z)
+        gated = out * emit.add_node(Unary("silu"), z)
         with emit.scope("norm"):
             parts = gated.reshape(*gated.shape[:-1], s.groups, s.inner // s.groups)
             normed = emit.add_node(Standardize((-1,), s.eps, centre=False), parts).reshape(gated.shape)

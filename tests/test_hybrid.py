@@ -277,6 +277,17 @@ def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:
         assert Mamba2Config.from_hf(read_config(Folder(directory))) == want
 
 
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": "gelu"}, {"time_step_limit": [0.3, 0.6]}], ids=["another activation", "steps in limits"]
+)
+def test_fields_of_mamba2_that_change_its_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
+    """`hidden_act` is that of the convolution alone: the gate of the norm is silu whatever it says."""
+    directory = checkpoints.edited(checkpoints.FIXTURES / "mamba2" / "groups_v5", tmp_path / "m", changes)
+    tokens = load_record(checkpoints.FIXTURES / "mamba2" / "groups_v5")["tokens"][0]
+    config, weights = formulas(checkpoints.FIXTURES / "mamba2" / "groups_v5")
+    assert_close(rlx.load(directory).logits([tokens])[0], hybrid.row(config | changes, weights, tokens)[1])
+
+
 # -- live --------------------------------------------------------------------------------------
 
 
