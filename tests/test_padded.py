@@ -194,6 +194,17 @@ def test_masks_with_holes() -> None:
         jax.jit(lambda m: mixing.hidden_states(np.ones((1, 5), np.int32), attention_mask=m))(jnp.asarray(keep))
 
 
+@pytest.mark.parametrize("keep", [[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]])
+def test_padding_in_front_of_what_carries_a_state(keep: list[int]) -> None:
+    """It would be read, as any token before another is; padding behind the tokens is not."""
+    found = encoder(decaying)
+    for mask in (np.array([keep]), jnp.array([keep])):
+        with pytest.raises(MaskShapeError, match=r"row 0 is not ones, and zeros behind.*recurrent\(step\); pad behind"):
+            found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=mask)
+    behind = found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=[[1, 1, 1, 0, 0]])
+    assert_close(np.asarray(behind)[0, :3], ALONE["a state"][1](TABLE[[1, 2, 3]]))
+
+
 def test_gradients_go_through_rows_of_their_own_lengths() -> None:
     found = encoder(MIXING["mean"][0])
 

@@ -17,7 +17,7 @@ from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.paths import Path
+from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.ir.types import TensorType, symbol
 from rlx_jax.lowering.hir import continued, packed
@@ -283,3 +283,11 @@ def rule_of(op: Op, program: str = "") -> Rule | None:
         return RULES.get(type(op)) or derive_rule(type(op))
     table = PACKED if program == "packed" else PADDED
     return table.get(type(op)) or (unpacked if derive_rule(type(op)) else None)
+
+
+def reads_from_the_left(graph: Graph) -> str:
+    """Which block reads all that stands before a token, so that padding may only stand behind; empty if none does."""
+    for _, node in graph.walk():
+        if rule_of(node.op, "padded") is from_the_left:
+            return f"{path_text(node.origin.path)}: {node.op.text()}"
+    return ""

@@ -29,6 +29,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.lowering.hir.alone import why_rows_mix
 from rlx_jax.lowering.hir.padded import MASK
+from rlx_jax.lowering.hir.rules import reads_from_the_left
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
@@ -119,7 +120,8 @@ class Encoder:
 
         Raises:
             TokenIdError, SequenceLengthError, RequestError.
-            MaskShapeError: one of `inputs` has another shape than the tokens, or the mask other values.
+            MaskShapeError: one of `inputs` has another shape than the tokens, or the mask other values; it leaves out a
+                token in front of others, and a stage carries a state past it.
         """
         block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
@@ -139,18 +141,21 @@ class Encoder:
         if lengths is None and MASK not in inputs and not pads:  # no token of it is padding
             return primary(self.model(block, **inputs))
         # a block that fills its bucket runs the same program
+        given = MASK in inputs
         inputs = {MASK: np.arange(block.shape[1])[None] < valid[:, None], **inputs}
         blocks = self._blocks(frozenset(inputs))
         if isinstance(blocks, ExactBlocks):
             hidden = exact_rows(blocks, block, inputs, self._row_lengths(inputs[MASK], block.shape))
         else:
+            if given and self._from_the_left:
+                self._row_lengths(inputs[MASK], block.shape)
             sizes = blocks.sizes(*block.shape) if pads else block.shape
             hidden = cropped(self.model.programs, primary(blocks.outputs(block, inputs, *sizes)), *block.shape)
         self.model.last = blocks.model.last
         return hidden
 
     def _row_lengths(self, mask: Any, shape: tuple[int, ...]) -> list[int]:
-        """How many tokens each row has, of rows that run at their own lengths.
+        """How many tokens each row has, of rows that run at their own lengths, or that are read from the left.
 
         Raises:
             MaskShapeError: a mask that leaves out other tokens than those behind a row.
@@ -159,9 +164,11 @@ class Encoder:
         valid = keep.sum(axis=1)
         other = keep != (np.arange(shape[1])[None] < valid[:, None])
         for row in np.flatnonzero((valid == 0) | other.any(axis=1))[:1]:
+            why = f"is run at the length of each row: {self.own_lengths}"
+            if not self.own_lengths:
+                why = f"carries a state past what the mask leaves out: {self._from_the_left}; pad behind the tokens"
             raise MaskShapeError(
-                f"attention_mask: row {row} is not ones, and zeros behind them, and {self.model.name} is run at the "
-                f"length of each row: {self.own_lengths}"
+                f"attention_mask: row {row} is not ones, and zeros behind them, and {self.model.name} {why}"
             )
         return [int(n) for n in valid]
 
@@ -295,6 +302,11 @@ class Encoder:
     def own_lengths(self) -> str:
         """Why rows are not padded, but run at their own lengths; empty if they are: then no token reads padding."""
         return self._why_not("padded", frozenset({MASK}))
+
+    @functools.cached_property
+    def _from_the_left(self) -> str:
+        """What reads all that stands before a token, padding in front of it too; empty if nothing does."""
+        return reads_from_the_left(self.model.template().hir)
 
     def _why_not(self, program: str, given: frozenset[str]) -> str:
         """Why a program cannot be derived from the flow with these inputs; empty if it can."""
