@@ -14,13 +14,10 @@ from rlx_jax import GraphModule, blocks
 from rlx_jax.blocks import BlockStage, Custom, Linear, LlamaDecoderSpec, Named, Repeat, RmsNorm, RopeTables, Sequence
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import path_text
+from tests.small import w
 
 H = 4
 X = np.random.default_rng(0).standard_normal((2, 3, H)).astype(np.float32)
-
-
-def w(*shape: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
 
 
 def x_flow() -> rlx.ModelFlow:

@@ -19,6 +19,7 @@ from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
 from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError, SessionStateError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.linalg import MatMul
+from tests.small import compiled, profile, w
 
 H, F, V = 8, 12, 17
 CONTEXT = 16
@@ -26,21 +27,6 @@ LENGTHS = np.array([5, 3], np.int32)  # of the prompts
 CHUNKS = [[4, 1], [1, 1], [0, 2], [2, 3]]  # new tokens of each row
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, V, (2, CONTEXT)).astype(np.int32)
-
-
-def w(*shape: int, seed: int = 0) -> np.ndarray:
-    """A weight that keeps the size of what it multiplies."""
-    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
-
-
-def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
-    """`rlx.compile`, untyped: `params` may be None to a type checker."""
-    return rlx.compile(flow, weights, **options)
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 def tokens_flow() -> rlx.ModelFlow:

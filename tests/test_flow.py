@@ -32,6 +32,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.paths import path_text
 from rlx_jax.program import InputDecl
 from tests.opening import opened
+from tests.small import compiled
 
 B, S, H, V, F = 2, 3, 8, 11, 12
 RNG = np.random.default_rng(0)
@@ -43,11 +44,6 @@ Custom = Callable[[Any, Any], Any]
 def w(*shape: int, seed: int = 0) -> np.ndarray:
     """A random weight."""
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
-
-
-def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
-    """`rlx.compile`, untyped: `params` may be None to a type checker."""
-    return rlx.compile(flow, weights, **options)
 
 
 def x_flow() -> rlx.ModelFlow:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 import rlx_jax as rlx
 from tests.divided import DECODERS, ENCODERS, IMAGES, KINDS, SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import TOLERANCE, assert_close
+from tests.small import profile
 
 RNG = np.random.default_rng(1)
 IDS = RNG.integers(0, V, (4, 11)).astype(np.int32)
@@ -38,11 +39,6 @@ QUICK = {
     ("mistral", "fsdp tensor", 4),
     ("qwen2", "tensor", 8),
 }
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 @functools.lru_cache(maxsize=8)

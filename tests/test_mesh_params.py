@@ -20,17 +20,13 @@ from rlx_jax import errors, losses, train
 from tests.divided import SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import assert_close
 from tests.oracles.packed import meaning, packed
+from tests.small import profile
 
 P = PartitionSpec
 RNG = np.random.default_rng(2)
 IDS = RNG.integers(0, V, (4, 11)).astype(np.int32)
 LENGTHS = np.array([11, 5, 1, 8])
 LAYERS = SIZES["num_hidden_layers"]
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 def check_resting(model: rlx.CompiledModel, params: Any) -> None:

@@ -32,6 +32,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.models import bert, llama
 from tests.oracles.checkpoints import FIXTURES
+from tests.small import compiled, profile, w
 
 ROOT = Path(__file__).parents[1]
 LLAMA, BERT = FIXTURES / "llama" / "mha_tied_sparse", FIXTURES / "bert" / "bare_v5"
@@ -39,21 +40,6 @@ H, F, V, B, S = 8, 12, 11, 2, 3
 X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(0, V, (B, S)).astype(np.int32)
 Spec = jax.ShapeDtypeStruct
-
-
-def w(*shape: int, seed: int = 0) -> np.ndarray:
-    """A weight that keeps the size of what it multiplies."""
-    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
-
-
-def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
-    """`rlx.compile`, untyped: `params` may be None to a type checker."""
-    return rlx.compile(flow, weights, **options)
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 @pytest.fixture(scope="module")

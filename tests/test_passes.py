@@ -29,6 +29,7 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.ir.verify import verify
 from tests.opening import opened
+from tests.small import compiled, profile, w
 
 # Settings vary here over programs that have nothing for some of them to act on.
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
@@ -41,25 +42,10 @@ X = np.random.default_rng(0).standard_normal((B, S, H)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(0, V, (B, S)).astype(np.int32)
 
 
-def w(*shape: int, seed: int = 0) -> np.ndarray:
-    """A weight that keeps the size of what it multiplies."""
-    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
-
-
 WEIGHTS = {
     **{name: w(H, H, seed=i) for i, name in enumerate(("w", "v", "u"))},
     "g": 1 + w(H), "b": w(H, seed=1), "gate": w(F, H), "up": w(F, H, seed=1), "down": w(H, F),
 }  # fmt: skip
-
-
-def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
-    """`rlx.compile`, untyped: `params` may be None to a type checker."""
-    return rlx.compile(flow, weights, **options)
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 def x_flow() -> rlx.ModelFlow:

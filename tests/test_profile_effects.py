@@ -31,6 +31,7 @@ from rlx_jax.lowering.mir.mixed import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, NumericClasses, Table
 from tests.oracles.checkpoints import FIXTURES
+from tests.small import profile
 
 LLAMA = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -47,11 +48,6 @@ def leaves(table: Table, at: str = "") -> list[str]:
         value = getattr(table, f.name)
         found += leaves(value, f"{at}{f.name}.") if isinstance(value, Table) else [f"{at}{f.name}"]
     return found
-
-
-def profile(**tables: Any) -> rlx.CompileProfile:
-    """The default profile with other settings."""
-    return rlx.CompileProfile().replace(**tables)
 
 
 def llama(program: str = "forward", **tables: Any) -> Any:

@@ -22,6 +22,7 @@ from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.region import Repeat, peel_last
 from rlx_jax.ir.verify import verify
+from tests.small import compiled, w
 
 H = 6
 B, S = 2, 3
@@ -30,16 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*layers.roll = .* has no effect
 
 UNROLL, SCAN = (rlx.CompileProfile().replace(layers={"roll": how}) for how in ("unroll", "scan"))
 Layer = Callable[[int], BlockStage]
-
-
-def w(*shape: int, seed: int = 0) -> np.ndarray:
-    """A weight that keeps the size of what it multiplies."""
-    return (np.random.default_rng((seed, *shape)).standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
-
-
-def compiled(flow: Any, weights: Any = None, **options: Any) -> Any:
-    """`rlx.compile`, untyped: `params` may be None to a type checker."""
-    return rlx.compile(flow, weights, **options)
 
 
 def x_flow() -> rlx.ModelFlow:

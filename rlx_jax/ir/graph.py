@@ -162,7 +162,8 @@ class Mir(Op):
         self.check(*operands)
         if not self.traits.stored:  # it may hold a user's function
             return _types_of_eval(self, operands)
-        return _known_types(self, operands, type(self).eval, bool(jax.config.jax_enable_x64))
+        wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+        return _known_types(self, operands, type(self).eval, bool(wide))
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
