@@ -121,7 +121,7 @@ class Snapshot:
             return
         self._check_online(lacking[0])
         self._check_room(lacking)
-        sizes = [self.files[name].nbytes for name in lacking]
+        sizes = [self.files[name].nbytes for name in lacking if self._blob(name) is None]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         with _shown(self.progress, f"{len(lacking)} files", total) as told:
             run_together(lambda name, stop: self._fetch(name, None, "", told, stop), lacking)
