@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ import safetensors.numpy
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.cli.entry import COMMANDS, parser
+from rlx_jax.cli.generating import Timed
 from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
@@ -339,6 +341,19 @@ def test_results_as_json(
     (pair,) = lines(capsys, "score", BASE, " was", "--context", "It")
     assert pair["tokens"] == list(lm.score(("It", " was")).tokens) and pair["context"] == "It"
     assert lines(capsys, "score", BASE, "--context", "It", " was") == [pair]  # options may come first
+
+
+def test_the_clock_begins_with_the_question() -> None:
+    """What is done before the first piece, and between pieces, is in the times."""
+
+    def ask() -> Iterator[str]:
+        time.sleep(0.03)
+        return iter(["a", "b"])
+
+    timed = Timed(ask)
+    for _ in timed:
+        time.sleep(0.02)
+    assert timed.text == "ab" and 0.03 <= timed.first < timed.seconds and timed.seconds >= timed.first + 0.04
 
 
 def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +32,17 @@ from rlx_jax.runtime.report import Report
 
 @dataclass
 class Timed:
-    """The pieces of an answer as they come, and how long they took."""
+    """The pieces of an answer as they come, and how long they took since they were asked for, template and tokens
+    included."""
 
-    pieces: Iterable[str]
+    ask: Callable[[], Iterable[str]]
     text: str = ""
     first: float = 0.0
     seconds: float = 0.0
 
     def __iter__(self) -> Iterator[str]:
         start = time.perf_counter()
-        for piece in self.pieces:
+        for piece in self.ask():
             self.first = self.first or time.perf_counter() - start
             self.text += piece
             yield piece
@@ -101,9 +103,9 @@ def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
     request = request_of(args, session, sampler)
     if args.chat or args.system is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        timed = Timed(lm.chat([*system, {"role": "user", "content": prompt}], stream=True, **request))
+        timed = Timed(lambda: lm.chat([*system, {"role": "user", "content": prompt}], stream=True, **request))
     else:
-        timed = Timed(lm.stream(prompt, **request))
+        timed = Timed(lambda: lm.stream(prompt, **request))
     for piece in timed:
         session.interrupt.check()
         if not args.json:
@@ -145,7 +147,7 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
             talk = lm.conversation(opening)
         if asked in ("", "/new"):
             continue
-        timed = Timed(talk.stream(asked, **request))
+        timed = Timed(functools.partial(talk.stream, asked, **request))
         for piece in timed:
             session.interrupt.check()
             if not args.json:
