@@ -29,7 +29,7 @@ from rlx_jax.blocks import (
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.hooks import METHODS, Hooked, Hooks
+from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -98,7 +98,7 @@ QWEN3 = LayerForm(Qwen3DecoderSpec.of, qwen3_prefill_layer_fused, qwen3_prefill_
 
 
 @dataclass(frozen=True)
-class CausalFlow(Generic[A]):
+class CausalFlow(HookMethods, Generic[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
     A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `shapes`, `assemble`.
@@ -127,8 +127,6 @@ class CausalFlow(Generic[A]):
     hooks: Hooks = Hooks()
 
     config_type: ClassVar[type[CausalConfig]]
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     def __post_init__(self) -> None:
         check_recipe(self)

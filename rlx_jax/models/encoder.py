@@ -15,7 +15,7 @@ import numpy as np
 from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
-from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
@@ -49,7 +49,7 @@ E = TypeVar("E", bound=EncoderConfig)
 
 
 @dataclass(frozen=True)
-class EncoderFlow(Generic[E]):
+class EncoderFlow(HookMethods, Generic[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally those in `optional`, such as
     `attention_mask` (1 keeps a key). Output: `hidden_states` `[batch, seq, hidden]`; of a family that pools, `pooled`
     besides, one vector for each row.
@@ -80,8 +80,6 @@ class EncoderFlow(Generic[E]):
         ("token_type_ids", 0),
         ("position_ids", POSITIONS),
     )
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     def __post_init__(self) -> None:
         check_recipe(self)

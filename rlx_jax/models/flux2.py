@@ -23,7 +23,7 @@ from rlx_jax.blocks.flux2 import (
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
-from rlx_jax.models.hooks import METHODS, HookedLayers, Hooks
+from rlx_jax.models.hooks import HookedLayers, HookMethods, Hooks
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
@@ -101,7 +101,7 @@ def _axes(c: Fields) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Flux2Flow:
+class Flux2Flow(HookMethods):
     """The recipe. Inputs, named as in diffusers: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states`
     `[batch, text, joint_attention_dim]`, `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids`
     `[text, axes]` integers, with an axis of rows in front or none (of several rows the first counts), and where the
@@ -122,8 +122,6 @@ class Flux2Flow:
     text: int | None = None
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:

@@ -1,9 +1,8 @@
 """Hooks: how a user changes what a recipe assembles, without touching the family's file.
 
-A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this module as its own:
+A recipe is a frozen dataclass that inherits `HookMethods` and holds `Hooks`:
 
     hooks: Hooks = Hooks()
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
 Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
 `hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
@@ -173,5 +172,14 @@ def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
     return SelectedBlocks(BlockPattern(pattern), lambda edit: add_patch(recipe, WithBlocks(edit)))
 
 
-METHODS = (on_layer, add_before, add_after, add_after, add_patch, set_profile, set_profile_near, select_blocks)
-"""In the order in which a recipe names them; `after` is short for `after_layers`."""
+class HookMethods:
+    """The methods of every recipe that holds `hooks`. One more hook is one more row here; recipes stay as they are."""
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = add_after
+    after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+    profile_near = set_profile_near
+    at = select_blocks
