@@ -65,7 +65,8 @@ class LoraLinear:
             y = emit.add_node(replace(op, activation=""), *map(emit.wrap, product.inputs))
         turn = 1 if op.contract else -1
         # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
-        of_out, of_in = (None if isinstance(r, Parts) else r for r in emit.roles.get(adapter.key, (None, None))[::turn])
+        roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
+        of_out, of_in = (None if isinstance(role, Parts) else role for role in roles)
         out, wide = shape[::turn]
         a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
         b = emit.param(adapter.b, (out, self.rank), (of_out, None), "zeros")

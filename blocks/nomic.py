@@ -62,6 +62,7 @@ class NomicEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "NomicEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
+        emit.suppose(s.shapes(emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         with emit.scope("attn"):
@@ -122,6 +123,8 @@ class NomicSelector:
         x, p = emit.require(value, "NomicSelector"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
+        hidden = int(x.type.shape[-1])
+        emit.suppose(self.shapes(hidden, emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         with emit.scope("selector"):
             weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
             out = f"{p}.attn.out_proj"

@@ -150,8 +150,16 @@ class CausalFlow(HookMethods, Generic[A]):
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe for how a checkpoint stores its weights, such as under a prefix."""
-        return self
+        """The recipe for how a checkpoint stores its weights, such as under a prefix. A head that is stored beside a
+        tied embedding is the head: it may differ, and comparing would read data."""
+        if not (self.config.tie_word_embeddings and source.has(HEAD)):
+            return self
+        config: Any = self.config
+        return replace(self, config=replace(config, tie_word_embeddings=False))
+
+    def reads(self, source: WeightSource) -> WeightSource:
+        """A checkpoint's weights as the recipe reads them: what is packed in a way of its own is unpacked."""
+        return source
 
     def spec(self, index: int = 0) -> Any:
         """The spec of layer `index`: what a layer hook sees."""
@@ -273,6 +281,7 @@ def decoder_flow(
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
         .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*leave, *unread))
+        .read_through(recipe.reads)
         .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)

@@ -94,8 +94,9 @@ class EncoderFlow(HookMethods, Generic[E]):
 
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe under the prefix that a checkpoint's keys have."""
-        found = (prefix for prefix in self.prefixes if source.has(f"{prefix}.{self.embedding}"))
-        return replace(self, prefix=next(found, ""))
+        prefixes = (*self.prefixes, "")
+        found = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
+        return replace(self, prefix=next(found, self.prefix))
 
     @property
     def max_positions(self) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 
 from rlx_jax.blocks import BlockStage, Repeat, stream_id
 from rlx_jax.blocks.flux2 import (
-    MODULATIONS,
     Flux2BlockSpec,
     Flux2Conditioning,
     Flux2DoubleBlock,
@@ -202,10 +201,7 @@ def weight_specs(config: Flux2Config, dtype: Any = np.float32) -> dict[str, jax.
         "norm_out.linear.weight": (2 * h, h),
         "proj_out.weight": (c.patch_size**2 * c.out_channels, h),
     }
-    for name in ("timestep", *["guidance"] * c.guidance_embeds):
-        key = f"time_guidance_embed.{name}_embedder"
-        shapes |= {f"{key}.linear_1.weight": (h, c.timestep_guidance_channels), f"{key}.linear_2.weight": (h, h)}
-    shapes |= {f"{key}.linear.weight": (count * h, h) for key, count in MODULATIONS.values()}
+    shapes |= Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds).shapes()
     for kind, count in (("double", c.num_layers), ("single", c.num_single_layers)):
         block = c.block(kind).shapes()
         shapes |= {f"{BLOCKS[kind]}.{i}.{key}": shape for i in range(count) for key, shape in block.items()}

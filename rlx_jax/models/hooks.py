@@ -11,7 +11,7 @@ Its `assemble` applies them: `hooks.profile` and the weights at the start, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -20,7 +20,9 @@ from rlx_jax.blocks import BlockStage, Repeat
 from rlx_jax.blocks.control import check_stages
 from rlx_jax.errors import GraphError
 from rlx_jax.flow import ModelFlow
+from rlx_jax.ir.inits import Init
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.trace.declared import WeightDecl
 from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.selecting import BlockPattern
 
@@ -172,6 +174,23 @@ def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
     return SelectedBlocks(BlockPattern(pattern), lambda edit: add_patch(recipe, WithBlocks(edit)))
 
 
+@dataclass(frozen=True)
+class WithParam:
+    """The edit of a flow that says of weights what their stages do not. A class, so that a recipe with it can be
+    pickled."""
+
+    decl: WeightDecl
+
+    def __call__(self, flow: ModelFlow) -> ModelFlow:
+        return replace(flow, declared=(*flow.declared, self.decl))
+
+
+def declare_param(recipe: R, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> R:
+    """Say of the weights whose checkpoint keys match a glob their shape, how they are drawn, or both: see
+    `ModelFlow.param`."""
+    return add_patch(recipe, WithParam(WeightDecl.of(pattern, shape, init)))
+
+
 class HookMethods:
     """The methods of every recipe that holds `hooks`. One more hook is one more row here; recipes stay as they are."""
 
@@ -183,3 +202,4 @@ class HookMethods:
     profile = set_profile
     profile_near = set_profile_near
     at = select_blocks
+    param = declare_param

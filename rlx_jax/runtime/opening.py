@@ -27,6 +27,7 @@ from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.weights.beside import with_drawn
+from rlx_jax.weights.source import open_weights
 
 
 def open_programs(
@@ -59,7 +60,9 @@ def open_programs(
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
     seed = check_missing(missing, key)
-    named = by_name([as_flow(flow) if seed is None else drawing(as_flow(flow)) for flow in flows])
+    weights = None if weights is None else open_weights(weights)
+    made = [as_flow(flow, weights) for flow in flows]
+    named = by_name([flow if seed is None else drawing(flow) for flow in made])
     builds = build_flows(named, weights)
     fresh: dict[str, jax.Array] = {}
     if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
@@ -76,7 +79,7 @@ def open_programs(
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
     programs.opened = merge, program
-    programs.initialised = tuple(fresh)
+    programs.initialised, programs.seed = tuple(fresh), seed
     warn_without_effect(
         [
             facts_of(t, choose_profile(t.built, profile), plan.settings, serves or (program,), bool(serves))
@@ -164,8 +167,9 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def as_flow(flow: Any) -> Buildable:
-    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built."""
+def as_flow(flow: Any, weights: WeightSource | None = None) -> Buildable:
+    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built. A recipe is that
+    for how `weights` are stored, where it is compiled with some: under a prefix, with a head beside its embedding."""
     if isinstance(flow, Buildable):
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
@@ -177,7 +181,8 @@ def as_flow(flow: Any) -> Buildable:
             f"{flow.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
         )
     if callable(getattr(flow, "assemble", None)):
-        return as_flow(flow.assemble())
+        fits = weights is not None and callable(getattr(flow, "stored_in", None))
+        return as_flow((flow.stored_in(weights) if fits else flow).assemble())
     if callable(flow):
         return as_flow(flow())
     raise GraphError(

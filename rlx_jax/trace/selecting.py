@@ -22,16 +22,20 @@ class BlockPattern:
     >>> pattern.matches(("layers", 3, "self_attn", "q_proj")), pattern.matches(("layers", 3, "self_attn"))
     (True, False)
 
+    `method` is what messages say takes it; those of `param` are over the keys of weights.
+
     Raises:
         GraphError: it is no string, an empty one, or its brackets do not close.
     """
 
     text: str
+    method: str = "at"
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
+            what = "path of a block" if self.method == "at" else "key of a weight"
             raise GraphError(
-                f"at: a pattern is the dotted path of a block, such as 'layers.*.self_attn.o_proj'; got "
+                f"{self.method}: a pattern is the dotted {what}, such as 'layers.*.self_attn.o_proj'; got "
                 f"{shown(self.text)}"
             )
         _compiled(self.text)
