@@ -68,8 +68,8 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    own = "revision token subfolder profile mesh dtype strict recipe missing key progress".split()
-    check_options("load", options, own)
+    names = "revision token subfolder profile mesh dtype strict recipe missing key progress".split()
+    check_options("load", options, names)
     root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""

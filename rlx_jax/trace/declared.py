@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlx_jax.errors import GraphError, did_you_mean, shown
 from rlx_jax.ir.inits import Init, check_init
@@ -34,7 +35,8 @@ class WeightDecl:
     @staticmethod
     def of(pattern: str, shape: Sequence[int] | None, init: Init | None) -> WeightDecl:
         """As `flow.param` takes it."""
-        return WeightDecl(BlockPattern(pattern, "param"), tuple(shape) if isinstance(shape, list) else shape, init)
+        sizes: Any = tuple(shape) if isinstance(shape, list) else shape
+        return WeightDecl(BlockPattern(pattern, "param"), sizes, init)
 
     def matches(self, key: str) -> bool:
         """Whether it is about the weight under a key."""
