@@ -89,6 +89,7 @@ class ModelFlow(Stages):
     more: WeightSource | None = None
     missing: Literal["error", "init"] = "error"
     reads: Callable[[WeightSource], WeightSource] | None = None
+    no_training: str = ""  # why it cannot be trained as it was, where it cannot
     mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

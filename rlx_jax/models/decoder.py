@@ -127,6 +127,7 @@ class CausalFlow(HookMethods, Generic[A]):
     hooks: Hooks = Hooks()
 
     config_type: ClassVar[type[CausalConfig]]
+    outer: ClassVar[str] = ""  # what names of modules begin with in PEFT's files, where keys of checkpoints need not
 
     def __post_init__(self) -> None:
         check_recipe(self)

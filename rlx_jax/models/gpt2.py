@@ -84,6 +84,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     prefix: str = "transformer"
 
     config_type = Gpt2Config
+    outer: ClassVar[str] = "transformer."
 
     def stored_in(self, source: WeightSource) -> Self:
         made = super().stored_in(source)

@@ -18,7 +18,17 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import Template, facts_of, make_template
 from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
-from rlx_jax.errors import GraphError, ProfileError, RequestError, RlxWarning, UnexpectedWeightError, listing, shown
+from rlx_jax.errors import (
+    GraphError,
+    ProfileError,
+    RequestError,
+    RlxWarning,
+    UnexpectedWeightError,
+    UnsupportedError,
+    listing,
+    shown,
+)
+from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
@@ -62,6 +72,9 @@ def open_programs(
     seed = check_missing(missing, key)
     weights = None if weights is None else open_weights(weights)
     made = [as_flow(flow, weights) for flow in flows]
+    if program == "train":
+        for flow in made:
+            refuse_untrained(flow)
     named = by_name([flow if seed is None else drawing(flow) for flow in made])
     builds = build_flows(named, weights)
     fresh: dict[str, jax.Array] = {}
@@ -165,6 +178,16 @@ def paused_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def refuse_untrained(flow: Buildable) -> None:
+    """A flow is not trained where its training has something that there is not, such as dropout.
+
+    Raises:
+        UnsupportedError: why.
+    """
+    if isinstance(flow, ModelFlow) and flow.no_training:
+        raise UnsupportedError(f"{flow.name}: training: {flow.no_training}")
 
 
 def as_flow(flow: Any, weights: WeightSource | None = None) -> Buildable:

@@ -84,7 +84,8 @@ class Parameters:
 
     def at(self, key: str) -> str:
         """A weight as messages name it, with the file that has it."""
-        return f"weight {quote(key)} ({self.source.where(key)})" if self.source else f"weight {quote(key)}"
+        there = self.source is not None and self.source.has(key)
+        return f"weight {quote(key)} ({self.source.where(key)})" if self.source and there else f"weight {quote(key)}"
 
     # -- programs ----------------------------------------------------------------------------
 
