@@ -180,7 +180,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
     """One A for the three, and the rows of B that each has: the model is that of W + s (B A)ᵀ by hand; saved under the
     names that PEFT has for a model with a head; and the weights that hold the adapter count before its files."""
     rng, base = np.random.default_rng(1), numpy_reference.read_weights(GPT2)
-    pairs, width, changed = {}, base["h.0.attn.c_attn.weight"].shape[0], dict(base)
+    pairs, width, changed = dict[str, Any](), base["h.0.attn.c_attn.weight"].shape[0], dict(base)
     for key in [key for key in base if key.endswith("c_attn.weight")]:
         a, b = rng.normal(size=(2, width)), rng.normal(size=(3 * width, 2))
         stem = key.removesuffix(".weight")
@@ -204,8 +204,8 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
     trained = {key: 2 * value if "lora_B" in key else value for key, value in model.weights().items()}
     held = again.assemble().build(trained)
     key = "h.0.attn.c_attn.lora_B.weight"
-    np.testing.assert_array_equal(from_files.source.read(key), pairs[key])  # type: ignore[union-attr]
-    np.testing.assert_array_equal(held.source.read(key), 2 * pairs[key])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(from_files.source.read(key), pairs[key])
+    np.testing.assert_array_equal(held.source.read(key), 2 * pairs[key])
 
 
 def test_dropout_is_not_left_out_in_silence() -> None:

@@ -116,8 +116,9 @@ def lora(
 
 def _patched(recipe: R, edit: Edit) -> R:
     made: Any = recipe
-    found: R = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
-    return found
+    found: Any = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
+    changed: R = found
+    return changed
 
 
 # -- what a model has of them --------------------------------------------------------------------
