@@ -70,7 +70,8 @@ def open_programs(
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
     seed = check_missing(missing, key)
-    weights = None if weights is None else open_weights(weights)
+    if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
+        weights = open_weights(weights)
     made = [as_flow(flow, weights) for flow in flows]
     if program == "train":
         for flow in made:
@@ -190,7 +191,7 @@ def refuse_untrained(flow: Buildable) -> None:
         raise UnsupportedError(f"{flow.name}: training: {flow.no_training}")
 
 
-def as_flow(flow: Any, weights: WeightSource | None = None) -> Buildable:
+def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built. A recipe is that
     for how `weights` are stored, where it is compiled with some: under a prefix, with a head beside its embedding."""
     if isinstance(flow, Buildable):
