@@ -162,7 +162,8 @@ class Mir(Op):
         self.check(*operands)
         if not self.traits.stored:  # it may hold a user's function
             return _types_of_eval(self, operands)
-        kinds = tuple(type(getattr(self, name)) for name in getattr(self, "__dataclass_fields__", ()))  # 1, 1.0 and True are equal
+        names = getattr(self, "__dataclass_fields__", ())
+        kinds = tuple(type(getattr(self, name)) for name in names)  # 1, 1.0 and True are equal
         wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         return _known_types(self, kinds, operands, type(self).eval, bool(wide))
 
