@@ -118,6 +118,22 @@ def ragged(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Ar
     return combined(out[jnp.argsort(order)].astype(F32), x, weights)
 
 
+def mosaic(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
+    """As `ragged`, by the kernel for Hopper that comes with jax."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    flat = ids.reshape(-1)
+    order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=len(w["gate"])).astype(jnp.int32)
+    inside = x[order // ids.shape[-1]]
+
+    def product(x: jax.Array, w: jax.Array, columns: int) -> jax.Array:
+        return ragged_dot(x, w, group_sizes=sizes, block_m=128, block_n=columns, block_k=64, max_concurrent_steps=4,
+                          grid_block_n=1, transpose_rhs=True)  # fmt: skip
+
+    inner = jax.nn.silu(product(inside, w["gate"], 192)) * product(inside, w["up"], 192)
+    return combined(product(inner, w["down"], 128)[jnp.argsort(order)].astype(F32), x, weights)
+
+
 def combined(out: jax.Array, x: jax.Array, weights: jax.Array) -> jax.Array:
     """The weighted sum of the choices of each token."""
     return (out.reshape(*weights.shape, -1) * weights[..., None]).sum(-2).astype(x.dtype)
@@ -149,6 +165,7 @@ def forms(c: Sizes, tokens: int, gpu: bool) -> dict[str, Form]:
         f"blocks of {2 * half}, one by one": Form(functools.partial(blocks, 2 * half, True), least=256),
     }
     if gpu:
+        known["ragged_dot of Mosaic"] = Form(mosaic, least=512)
         for name in ("grouped_gemm", "fusion"):
             option = ((f"xla_gpu_experimental_use_ragged_dot_{name}", True),)
             known[f"ragged_dot, {name}"] = Form(ragged, option, least=8)

@@ -152,7 +152,8 @@ def rule_operands(c: hand.Sizes, batch: int, seq: int, dtype: Any) -> list[jax.A
 def rules(seq: int) -> dict[str, hand.Rule]:
     """By hand and ours, for so many tokens."""
     op = GatedDeltaOp(held=True)
-    names = ("one_token",) if seq == 1 else ("chunks_at_once", "chunk_by_chunk")
+    names = ["one_token"] if seq == 1 else ["chunks_at_once", "chunk_by_chunk"]
+    names += ["one_pass" if seq == 1 else "states_in_one"] * running_device().has_kernels
     ours = {f"ours, {name}": (lambda *a, n=name: IMPLEMENTATIONS[n](op, *a)) for name in names}
     return (hand.TOKEN if seq == 1 else hand.PROMPT) | ours
 
@@ -209,7 +210,7 @@ def hand_call(shape: Shape, rule: hand.Rule, params: Any, batch: int, seq: int, 
     ids = prompts(shape, batch, seq)
     if seq > 1:
         return lambda: jax.block_until_ready(run(params, ids, np.int32(0), fresh())[0])
-    held = [jnp.zeros((batch,), jnp.int32), fresh()]
+    held = [jnp.asarray(ids[:, 0]), fresh()]
 
     def decode() -> None:
         for i in range(steps):

@@ -204,7 +204,8 @@ def experts_alone(shape: Shape, layers: list[Any], tokens: int, rounds: int) -> 
     """Milliseconds of each form; those that do not compile or take too much room are told and left out."""
     gpu, queued = jax.default_backend() == "gpu", 10 if tokens <= 512 else 1
     tried = hand.forms(shape.sizes, tokens, gpu)
-    ways = {"gathered": 32, "xla": 512, "blocked": 1 << 30, "looped": 1 << 30}
+    ways = {"gathered": 32, "xla": 512, "blocked": 1 << 30, "looped": 64 if gpu else 1 << 30}
+    ways |= {"grouped": 1 << 30} if running_device().has_kernels else {}
     tried |= {f"ours, {way}": hand.Form(our_way(way)) for way, most in ways.items() if tokens <= most}
     calls: dict[str, Call] = {}
     for name, form in tried.items():
@@ -243,7 +244,7 @@ def hand_call(shape: Shape, form: hand.Form, params: Any, batch: int, seq: int, 
     lowered = jax.jit(function, donate_argnums=(3,)).lower(params, tokens, start, specs)
     compiled = lowered.compile(compiler_options=dict(form.options))
     ids = prompts(shape, batch, seq)
-    held = [jnp.zeros((batch,), jnp.int32), fresh()]
+    held = [jnp.asarray(ids[:, 0]), fresh()]  # rows that were alike would choose the same experts
 
     def decode() -> None:
         for i in range(steps):

@@ -254,6 +254,8 @@ class Backend(_Table):
         of the experts of each token, `blocked` sorts what was chosen into blocks of one expert each, `looped` takes
         these one after the other, `ragged` leaves the sorted groups to `jax.lax.ragged_dot`; `auto` goes by the
         numbers of tokens and experts, and is `looped` on the CPU.
+    kernels: whether kernels of our own, in Pallas, run experts and recurrences: `auto` where they were measured, which
+        is on one H100 or H200, in programs that are not trained; `off` nowhere.
     steps_per_dispatch: tokens of a row that one call of the generating loop gives; `auto` is 4 on the CPU, else 16.
     stop_early: the loop ends with its last row, and not after so many steps; `auto` says so on the CPU. Where the
         number of turns is known beforehand, a GPU's host thread prepares the next call meanwhile.
@@ -267,6 +269,7 @@ class Backend(_Table):
     unfuse_regions: bool | Literal["auto"] = "auto"
     products: Literal["auto", "xla", "row"] = "auto"
     experts: Literal["auto", "dense", "gathered", "blocked", "looped", "ragged"] = "auto"
+    kernels: Literal["auto", "off"] = "auto"
     steps_per_dispatch: int | Literal["auto"] = "auto"
     stop_early: bool | Literal["auto"] = "auto"
     compiler_options: Options = field(default_factory=Options)

@@ -51,6 +51,11 @@ class Device:
     capability: tuple[int, int] | None = None
     cudnn: Cudnn | None = None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of our own were measured on it."""
+        return self.kind == "cuda" and self.capability == HOPPER
+
     def __str__(self) -> str:
         facts = [self.kind] if self.name != self.kind else []
         facts += [f"{self.memory / 1e9:.0f} GB"] if self.memory else []
@@ -63,8 +68,19 @@ FLASH = (8, 0)
 """The compute capability that cuDNN's flash attention begins with."""
 
 
+HOPPER = (9, 0)
+"""That of an H100 and an H200."""
+
+
 def _cuda(name: str, memory: int, bandwidth: float, flops: float, capability: tuple[int, int]) -> Device:
-    return Device(name, "cuda", memory, bandwidth, flops, capability, Cudnn() if capability >= FLASH else None)
+    return Device(name, "cuda", memory, bandwidth, flops, capability, _cudnn(capability))
+
+
+def _cudnn(capability: tuple[int, int] | None) -> Cudnn | None:
+    """What cuDNN takes there."""
+    if capability is None or capability < FLASH:
+        return None
+    return Cudnn(width=256) if capability == HOPPER else Cudnn()
 
 
 DEVICES: dict[str, Device] = {
@@ -134,7 +150,7 @@ def described(device: Any) -> Device:
     known = DEVICES[product] if product in DEVICES and DEVICES[product].kind == kind else Device(kind, kind)
     if kind == "cuda" and known.name == kind:
         capability = _capability(getattr(device, "compute_capability", ""))
-        known = replace(known, capability=capability, cudnn=Cudnn() if capability and capability >= FLASH else None)
+        known = replace(known, capability=capability, cudnn=_cudnn(capability))
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     return replace(known, memory=int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else host_bytes())
 

@@ -789,6 +789,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     "backend.cpu.unfuse_regions": [(small, False, "")],
     "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
     "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
+    "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on one H100")],
     "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],
     "backend.cpu.stop_early": [(embedding, False, "only a CausalLM generates"), (generating, False, "")],
 }

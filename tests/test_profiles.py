@@ -82,6 +82,7 @@ SETTINGS: dict[str, Any] = {
     "backend.tpu.unfuse_regions": True,
     **{f"backend.{b}.products": "row" for b in ("cpu", "cuda", "rocm", "tpu")},
     **{f"backend.{b}.experts": "blocked" for b in ("cpu", "cuda", "rocm", "tpu")},
+    **{f"backend.{b}.kernels": "off" for b in ("cpu", "cuda", "rocm", "tpu")},
     **{f"backend.{b}.steps_per_dispatch": 8 for b in ("cpu", "cuda", "rocm", "tpu")},
     **{f"backend.{b}.stop_early": False for b in ("cpu", "cuda", "rocm", "tpu")},
 }

@@ -15,8 +15,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError
-from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, module_id, together
+from rlx_jax.lowering.inspect.scopes import Instruction, block_paths, instructions, kernel_name, module_id, together
 from rlx_jax.runtime.block_times import IDLE, NOT_ATTRIBUTED, SMALL, BlockTime, BlockTimes, KernelTime, block_times
+from rlx_jax.runtime.profiling import _which
 from rlx_jax.runtime.tracing import MARK, Kernel, Trace, read_trace
 from tests import divided
 from tests.oracles import mtp_drafts
@@ -79,6 +80,9 @@ def test_the_blocks_of_a_program() -> None:
     before = module_id(proto_of(executable))
     model(np.ones((3, 4), np.float32))
     assert module_id(proto_of([*model.programs.executables.values()][-1])) > before  # none before: 0
+    names = [e.call.runtime_executable().hlo_modules()[0].name for e in model.programs.executables.values()]
+    assert names == ["jit_forward_of_n_2", "jit_forward_of_n_3"]  # by which a GPU's trace tells them
+    assert kernel_name("loop-fusion.7") == "loop_fusion_7"
     assert together("layers.{i}.mlp.0") == together("layers.12.mlp.3") == "layers.*.mlp.*"
     assert together("w12.3a") == "w12.3a"
 
@@ -253,6 +257,28 @@ def test_a_trace_without_kernels() -> None:
         other.start_ns = outside
         with pytest.raises(UnsupportedError, match="names no kernel of a compiled program"):
             read_trace(data(mark, other))
+
+
+def test_a_trace_of_a_gpu() -> None:
+    """It names CUDA graphs, and in them kernels as XLA does; it numbers programs as it likes, so that their names
+    count, and where two have one name, their kernels do."""
+    mark = SimpleNamespace(name=MARK, start_ns=0.0, duration_ns=10.0, stats=[])
+    stats = [("hlo_op", "command_buffer_1"), ("hlo_module", "jit_forward"), ("program_id", 9)]
+    kernel = SimpleNamespace(name="fusion_7_1", start_ns=1.0, duration_ns=2.0, stats=stats)
+    trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=[mark, kernel])])]))
+    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1"),)
+
+    def program(number: int, module: str, *names: str) -> Any:
+        made = {name: Instruction("fusion") for name in names}
+        return SimpleNamespace(number=number, module=module, instructions=lambda: made)
+
+    other, small, large = program(9, "jit_other"), program(1, "jit_forward", "a"), program(2, "jit_forward", "a", "b")
+    compiled = [other, small, large]
+    assert _which(compiled, (9, "jit_other"), set()) is other and _which(compiled, (9, "jit_none"), {"a"}) is None
+    assert (
+        _which(compiled, (9, "jit_forward"), {"a", "b"}) is large
+        and _which(compiled, (1, "jit_forward"), {"b"}) is small
+    )
 
 
 # -- the flame graph ---------------------------------------------------------------------------

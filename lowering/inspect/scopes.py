@@ -96,6 +96,11 @@ def _placed(
     return next((Instruction(own.opcode, made[n].primitive, made[n].path) for n in last_first if made[n].path), own)
 
 
+def kernel_name(instruction: str) -> str:
+    """What XLA calls the kernel of an instruction."""
+    return re.sub(r"\W", "_", instruction)
+
+
 def module_id(proto: bytes) -> int:
     """The number of a compiled program in traces, from its serialised `HloModuleProto`: field 5, 0 where it is left
     out. No Python name gives it."""

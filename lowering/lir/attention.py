@@ -2,8 +2,10 @@
 
 Measured on one H200, bf16, 32 query heads on 8 of width 64, µs, XLA and cuDNN: a causal prompt of 8 x 2048 5545 and
 457, of 1 x 512 105 and 67; one new token over a cache of 2048, 1 row 74 and 44, 32 rows 102 and 70; 16 new tokens
-over a cache, where cuDNN needs the whole mask, 127 and 124. On one core of an AMD EPYC, f32, 12 heads of width 32, ms,
-XLA as it is and `heads_first`: 16 x 32 tokens 0.81 and 0.66, 8 x 64 1.61 and 1.24, 4 x 128 3.54 and 2.05.
+over a cache, where cuDNN needs the whole mask, 127 and 124. 8 heads on 2 of width 256: a prompt of 1 x 4096 693 and
+213; one token over a cache of 4096, 8 rows 68 and 84, of 2048, 64 rows 231 and 102. On one core of an AMD EPYC, f32, 12
+heads of width 32, ms, XLA as it is and `heads_first`: 16 x 32 tokens 0.81 and 0.66, 8 x 64 1.61 and 1.24, 4 x 128 3.54
+and 2.05.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any
+FEW_KEYS = 1 << 16
+"""Rows times keys up to which XLA is faster for one new token and heads over 128 wide."""
 
 
 def choose(call: Call, device: Device, wanted: str) -> Choice:
@@ -65,6 +69,8 @@ def why_not_cudnn(call: Call, device: Device) -> str:
         return f"cuDNN does not mean the same with the operands {', '.join(op.extra)}"
     if op.extra and (queries > 1 or op.window is not None or not op.causal):
         return f"cuDNN does not gain where {queries} queries stand at positions of their own"
+    if op.extra and width > 128 and int(q.shape[0]) * keys <= FEW_KEYS:
+        return f"cuDNN does not gain over {keys} keys of heads {width} wide"
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
     return ""

@@ -5,6 +5,7 @@
 - `blocked` sorts the choices by expert, in blocks of one expert each, and multiplies block by block: no more than the
   products that are needed, and the rest of the last block of each expert;
 - `looped` does so block by block, and computes those alone that have choices in them;
+- `grouped` sorts too, and multiplies each block with the weights where they stand: kernels of our own (`grouped.py`);
 - `ragged` sorts too, and leaves the groups to `jax.lax.ragged_dot`, which is one kernel on a TPU and on other platforms
   every expert for every token.
 
@@ -31,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.experts import ExpertFfn, plus
+from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.division import Division, on_one
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
@@ -39,13 +41,18 @@ AnyArray = Any
 NONE = (None, None, None)
 """Of experts without biases."""
 
+IN_KERNELS = ("silu", "relu", "gelu_tanh")
+
 WORK = 200.0
 """Operations for each byte of weights up to which computing every expert hides behind reading it, where the device does
 not say."""
 
 
-def choose_experts(graph: Graph, device: Device, wanted: str, division: Division | None = None) -> dict[Call, Choice]:
-    """How every mixture of a program with static sizes runs. `wanted` is auto or the name of an implementation.
+def choose_experts(
+    graph: Graph, device: Device, wanted: str, division: Division | None = None, kernels: bool = False
+) -> dict[Call, Choice]:
+    """How every mixture of a program with static sizes runs. `wanted` is auto or the name of an implementation; auto
+    takes `kernels` of our own where it may.
 
     Where devices have experts of their own, each chooses for these, and for the tokens that are brought to them.
     """
@@ -53,7 +60,9 @@ def choose_experts(graph: Graph, device: Device, wanted: str, division: Division
     if wanted != "auto":
         chosen = Choice("xla", "dense, as asked for") if wanted == "dense" else Choice(wanted, "asked for")
         return dict.fromkeys(calls, chosen)
-    return {call: choose(call, device) if division is None else choose_apart(call, device, division) for call in calls}
+    if division is not None:
+        return {call: choose_apart(call, device, division) for call in calls}
+    return {call: choose(call, device, kernels) for call in calls}
 
 
 def choose_apart(call: Call, device: Device, division: Division) -> Choice:
@@ -73,10 +82,12 @@ def choose_apart(call: Call, device: Device, division: Division) -> Choice:
     return replace(chosen, reason=f"{gate.shape[0]} of {experts} experts on each device: {chosen.reason}")
 
 
-def choose(call: Call, device: Device) -> Choice:
+def choose(call: Call, device: Device, kernels: bool = False) -> Choice:
     """The implementation of one mixture."""
     _, (_, gate, _, _, _, ids, *_) = call
     experts, chosen, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
+    if kernels and 2 * chosen >= experts and fits_kernels(call):
+        return Choice("grouped", f"{chosen} choices of {experts} experts, whose weights are read where they stand")
     if device.kind == "cpu":
         return Choice("looped", "batches of products are slow on a CPU")
     if chosen <= experts:
@@ -87,6 +98,16 @@ def choose(call: Call, device: Device) -> Choice:
     if 2 * tokens <= work * gate.dtype.itemsize:
         return Choice("xla", f"{tokens} tokens: reading the experts takes longer than computing all")
     return Choice("blocked", f"{chosen} choices of {experts} experts")
+
+
+def fits_kernels(call: Call) -> bool:
+    """Whether `grouped` takes it: 16 bits, sizes that 32 divides, and an activation that such a kernel has."""
+    op, (x, gate, *_) = call
+    assert isinstance(op, ExpertFfn)
+    sizes = all(int(n) % 32 == 0 for n in gate.shape[1:])
+    return (
+        sizes and short_name(x.dtype) in ("bf16", "f16") and op.precision == "default" and op.activation in IN_KERNELS
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +217,7 @@ def gathered(
 
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    return _combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def blocked(
@@ -234,7 +255,7 @@ def blocked(
     else:
         parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (cut.choice, cut.owner, cut.used))
         out = lax.map(turn, tuple(parts))
-    return _combined(op, cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(op, cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def looped(
@@ -259,7 +280,7 @@ def looped(
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
     out = lax.map(block, (inside, cut.owner, cut.used[:, 0]))
-    return _combined(op, cut.back(out), x, weights, _mine(ids, gate, devices))
+    return combined(op, cut.back(out), x, weights, _mine(ids, gate, devices))
 
 
 @dataclass(frozen=True)
@@ -313,7 +334,7 @@ def ragged(
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(inside, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
     out = product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)]
-    return _combined(op, out, x, weights, _mine(ids, gate, devices))
+    return combined(op, out, x, weights, _mine(ids, gate, devices))
 
 
 def block_rows(choices: int, experts: int) -> int:
@@ -331,7 +352,7 @@ def _mine(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
     return ids < len(gate) if devices > 1 else None
 
 
-def _combined(op: ExpertFfn, out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
+def combined(op: ExpertFfn, out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
     """The weighted sum of what the choices of each token give, `[choices, H]` f32; of those that are `mine` alone."""
     each = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
     return (each if mine is None else jnp.where(mine[..., None], each, 0)).sum(-2).astype(x.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.graph import Graph, Mir
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
@@ -18,6 +19,16 @@ from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.products import choose_products, row
 from rlx_jax.lowering.lir.recurrent import choose_recurrent, chunk_by_chunk, chunks_at_once, one_token
+
+
+def in_kernels(module: str, name: str) -> Callable[..., Any]:
+    """An implementation of a module that imports Pallas, imported where one runs."""
+
+    def run(op: Mir, *arrays: Any) -> Any:
+        return getattr(importlib.import_module(f"rlx_jax.lowering.lir.{module}"), name)(op, *arrays)
+
+    return run
+
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
@@ -31,30 +42,35 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "blocked": blocked,
     "looped": looped,
     "ragged": ragged,
+    "grouped": in_kernels("grouped", "grouped"),
+    "one_pass": in_kernels("delta", "one_pass"),
+    "states_in_one": in_kernels("delta", "states_in_one"),
 }
 """How to run an op, by the name of the implementation; each equals `eval`."""
 
-ONLY = {"cudnn": "cuda"}
-"""The platform that an implementation runs on, where it is one."""
+KERNELS = ("grouped", "one_pass", "states_in_one")
+"""Kernels of our own."""
 
 CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn)
 """The ops that may have a choice."""
 
 
 def choose_all(
-    graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None = None
+    graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None, kernels: bool
 ) -> dict[Call, Choice]:
     """The implementation of every attention and mixture of experts of a program with static sizes, and of products and
-    recurrences where `eval` loses.
+    recurrences where `eval` loses. `kernels` of our own run on one device.
 
     Raises:
         UnsupportedError: see `choose_attention`.
     """
+    own = kernels and division is None and device.has_kernels
     chosen = choose_attention(graph, device, attention)
-    chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device)
-    return chosen | choose_experts(graph, device, experts, division)
+    chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device, own)
+    return chosen | choose_experts(graph, device, experts, division, own)
 
 
-def runnable(choices: Mapping[Call, Choice], kind: str) -> dict[Call, Choice]:
-    """The choices that a device of this kind can run; `eval` means the same as the others."""
-    return {call: choice for call, choice in choices.items() if ONLY.get(choice.implementation, kind) == kind}
+def runnable(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
+    """The choices that a device can run; `eval` means the same as the others."""
+    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if device.has_kernels else KERNELS)
+    return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

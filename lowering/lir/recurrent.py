@@ -9,6 +9,7 @@ other, which stays in its cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jax import lax
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.recurrent import CHUNK, GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 AnyArray = Any
@@ -29,6 +31,8 @@ FEW = 16
 TURN = 8
 """Chunks that the loop over states takes at a time: on one H200, 4096 tokens of 16 heads take 1.61 ms at 1, 1.12 at 4,
 1.10 at 8, 1.16 at 16."""
+READ = 4 << 20
+"""Bytes of a state from which a step takes as long as they do."""
 BLOCK = 8
 """Rows of a triangular system that are solved by powers, whose entries grow with the binomials of that number."""
 
@@ -36,23 +40,37 @@ BLOCK = 8
 # -- the choice --------------------------------------------------------------------------------
 
 
-def choose_recurrent(graph: Graph, device: Device) -> dict[Call, Choice]:
-    """The form of every recurrence of a program with static sizes; the others run token by token."""
+def choose_recurrent(graph: Graph, device: Device, kernels: bool = False) -> dict[Call, Choice]:
+    """The form of every recurrence of a program with static sizes, among `kernels` too; the others run token by
+    token."""
     calls = (call_of(g, n) for g, n in graph.walk() if isinstance(n.op, Recurrence))
-    return {call: choice for call in calls if (choice := choose(call, device)) is not None}
+    return {call: choice for call in calls if (choice := choose(call, device, kernels)) is not None}
 
 
-def choose(call: Call, device: Device) -> Choice | None:
+def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     """The form of one recurrence; None: token by token."""
     op, operands = call
     assert isinstance(op, Recurrence)
-    tokens = int(operands[0].shape[1])
+    tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)
     if tokens == 1:
+        many = math.prod(map(int, operands[2].shape)) * int(operands[1].shape[-1])
+        if fits and not op.every and 4 * many >= READ:
+            return Choice("one_pass", "the state is read once")
         return Choice("one_token", "there is no loop over one token")
     if tokens < FEW or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
+    if fits and short_name(operands[2].dtype) in ("bf16", "f16"):
+        return Choice("states_in_one", f"{tokens} tokens as products of matrices, states in one kernel")
     name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
     return Choice(name, f"{tokens} tokens as products of matrices")
+
+
+def fits_kernels(call: Call) -> bool:
+    """Whether the kernels of `delta.py` take it: widths that are powers of two, of 16 at least."""
+    op, operands = call
+    if not isinstance(op, GatedDeltaOp):
+        return False
+    return all(width >= 16 and not width & (width - 1) for width in (int(t.shape[3]) for t in operands[1:3]))
 
 
 # -- the forms ---------------------------------------------------------------------------------
@@ -150,12 +168,17 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
         return jnp.exp(ready[3][..., -1:, :]) * held + dot("bgrik,bgriv->bgrkv", ready[2], new(held, ready))
 
     def give(held: AnyArray, part: Any, ready: Any) -> AnyArray:
-        q, k, *_ = part
-        inside = ready[4] * dot("bgrik,bgrjk->bgrij", q, k)
-        across = jnp.exp(ready[3]) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, ready[1].shape), held)
-        return scale * (across + dot("bgrij,bgrjv->bgriv", inside, new(held, ready)))
+        return delta_given(scale, dtype, held, part, ready, new(held, ready))
 
     return Chunk(prepare, carry, give)
+
+
+def delta_given(scale: float, dtype: Any, held: AnyArray, part: Any, ready: Any, new: AnyArray) -> AnyArray:
+    """What a chunk gives, of the state before it and of what it writes, `new`."""
+    (q, k, *_), (_, erased, _, total, between), dot = part, ready, partial(product, dtype)
+    inside = between * dot("bgrik,bgrjk->bgrij", q, k)
+    across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), held)
+    return scale * (across + dot("bgrij,bgrjv->bgriv", inside, new))
 
 
 def scan_chunk(dtype: Any) -> Chunk:

@@ -14,6 +14,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Node
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -94,6 +95,16 @@ def has_products(facts: Facts) -> bool:
 def has_experts(facts: Facts) -> bool:
     """There is a mixture of experts, for which an implementation is chosen."""
     return any(isinstance(node.op, ExpertFfn) for node in facts.nodes())
+
+
+def kernels(value: Any, facts: Facts) -> str:
+    """Kernels of our own run experts and recurrences, where they were measured, on one device."""
+    if not any(isinstance(node.op, ExpertFfn | GatedDeltaOp | SelectiveScanOp) for node in facts.nodes()):
+        return "there are no experts and no recurrence"
+    device = facts.settings.device
+    if facts.settings.division is not None or not device.has_kernels:
+        return f"kernels run on one H100 or H200, not on {'a mesh' if facts.settings.division else device.name}"
+    return "a program that is trained has none" if set(facts.programs) == {"train"} else ""
 
 
 def has_attention(facts: Facts) -> bool:
@@ -289,6 +300,7 @@ EFFECTS: Mapping[str, Idle] = {
     "backend.*.unfuse_regions": unfused,
     "backend.*.products": without(has_products, "there is no matrix product"),
     "backend.*.experts": without(has_experts, "there is no mixture of experts"),
+    "backend.*.kernels": kernels,
     "backend.*.steps_per_dispatch": generated,
     "backend.*.stop_early": generated,
     "backend.*.compiler_options": always,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -148,15 +149,19 @@ def compile_program(
     inputs: Arrays,
     shardings: Shardings | None = None,
     beside: Mapping[str, Lir] | None = None,
+    name: str = "function",
 ) -> Executable:
-    """Trace and compile with XLA; the state is donated, and that is proved. `beside`: see `RunsOthers`.
+    """Trace and compile with XLA; the state is donated, and that is proved. `beside`: see `RunsOthers`; `name`: what
+    XLA calls it, as traces do, with `_` for what no identifier has.
 
     Raises:
         ProfileError: XLA does not take one of the profile's compiler options.
     """
 
-    def consuming(params: Arrays, state: StateArrays, kept: Arrays, consumed: Arrays) -> Results:
-        return function(params, state, {**kept, **consumed})
+    def called(params: Arrays, state: StateArrays, kept: Arrays, *consumed: Arrays) -> Results:
+        return function(params, state, {**kept, **consumed[0]} if consumed else kept)
+
+    called.__name__ = re.sub(r"\W+", "_", name)
 
     # With debug_nans jax keeps every argument alive, so there is nothing to donate and nothing to prove.
     may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
@@ -173,7 +178,7 @@ def compile_program(
         }
     # An array of the state that is written and not read, as in prefill, is an argument too: it gives its memory.
     at["keep_unused"] = donates_state
-    jitted = jax.jit(consuming if consumed else function, donate_argnums=donated, compiler_options=options, **at)
+    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, **at)
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))
     lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))

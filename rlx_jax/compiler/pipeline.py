@@ -206,8 +206,14 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
         make_plan(settings),
         donate_inputs=reusable_inputs(graph, settings.donate_inputs),
         choices=choose_all(
-            graph, settings.device, settings.attention, settings.products, settings.experts, settings.division
-        ),
+            graph,
+            settings.device,
+            settings.attention,
+            settings.products,
+            settings.experts,
+            settings.division,
+            settings.kernels,
+        ),  # fmt: skip
     )
     return Lir(graph, plan)
 
@@ -232,6 +238,7 @@ def make_plan(settings: Settings) -> Plan:
         compiler_options=options,
         products=settings.products,
         experts=settings.experts,
+        kernels=settings.kernels,
     )
 
 
@@ -282,7 +289,7 @@ def choices_here(lir: Lir, here: Device) -> Mapping[Call, Choice]:
     Raises:
         UnsupportedError: an implementation was asked for by name, and this device has none.
     """
-    choices = runnable(lir.plan.choices, here.kind)
+    choices = runnable(lir.plan.choices, here)
     idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
     if lir.plan.implementation in idle:
         raise UnsupportedError(

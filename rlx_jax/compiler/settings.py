@@ -74,6 +74,7 @@ class Settings:
     donate_inputs: tuple[str, ...]
     products: str
     experts: str
+    kernels: bool
     loop: Loop
     compiler_options: tuple[tuple[str, str | bool | int | float], ...]
     sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -145,6 +146,7 @@ def settings_for(
         donate_inputs=profile.donation.inputs,
         products=backend.products,
         experts=backend.experts,
+        kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
         loop=choose_loop(backend, target),
         compiler_options=tuple(sorted(backend.compiler_options.items())),
         sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
@@ -188,6 +190,7 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         donate_inputs=(),
         products="auto",
         experts="auto",
+        kernels=False,
         loop=choose_loop(Backend(), target),
         compiler_options=(),
     )
@@ -204,6 +207,7 @@ def settings_of(plan: Plan) -> Settings:
         donate_inputs=plan.donate_inputs,
         products=plan.products,
         experts=plan.experts,
+        kernels=plan.kernels,
         compiler_options=tuple(sorted(plan.compiler_options.items())),
     )
 

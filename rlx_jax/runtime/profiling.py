@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import RunsOthers
+from rlx_jax.compiler.executable import Executable, RunsOthers
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, module_id
+from rlx_jax.lowering.inspect.scopes import DRAFTING, Instruction, block_paths, instructions, kernel_name, module_id
 from rlx_jax.runtime.block_times import BlockTimes, block_times
-from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.runtime.state import State
 from rlx_jax.runtime.tracing import trace_of
 
@@ -31,20 +33,53 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
             jax.block_until_ready(run())
 
     trace = trace_of(repeated)
-    seen = {(kernel.program, kernel.module) for kernel in trace.kernels}
-    found: dict[tuple[int, str], tuple[str, Mapping[str, Instruction]]] = {}
-    beside = [found.programs for model in models for found in model.beside.values()]
-    own, *drafting = dict.fromkeys((*models, *beside))
-    entries = [("", *entry) for entry in own.executables.items()]
-    entries += [(f"{DRAFTING}: ", *entry) for programs in drafting for entry in programs.executables.items()]
-    for role, key, executable in entries:
-        for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
-            name = (module_id(module.as_serialized_hlo_module_proto()), module.name)
-            if name in seen:
-                others = key.around.beside().values() if isinstance(key.around, RunsOthers) else ()
-                paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *others)))
-                found[name] = role + key.text, instructions(executable.call.as_text() or "", paths)
+    ran: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for kernel in trace.kernels:
+        ran[kernel.program, kernel.module].add(kernel.instruction)
+    compiled = list(_compiled(models))
+    found = {place: one.described() for place, names in ran.items() if (one := _which(compiled, place, names))}
     return block_times(trace, found, runs, running_device().name)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A program as a trace may name it: XLA's number and name of it, and what we call it."""
+
+    number: int
+    module: str
+    text: str
+    key: ProgramKey
+    executable: Executable
+
+    def instructions(self) -> dict[str, Instruction]:
+        """Its instructions, under the names of their kernels too."""
+        others = self.key.around.beside().values() if isinstance(self.key.around, RunsOthers) else ()
+        paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *others)))
+        made = instructions(self.executable.call.as_text() or "", paths)
+        return {kernel_name(name): instruction for name, instruction in made.items()} | made
+
+    def described(self) -> tuple[str, Mapping[str, Instruction]]:
+        return self.text, self.instructions()
+
+
+def _compiled(models: Sequence[Programs]) -> Iterator[_Compiled]:
+    """The programs of models: of the one that is asked, and of those that draft."""
+    beside = [found.programs for model in models for found in model.beside.values()]
+    for place, programs in enumerate(dict.fromkeys((*models, *beside))):
+        for key, executable in programs.executables.items():
+            for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
+                number = module_id(module.as_serialized_hlo_module_proto())
+                yield _Compiled(number, module.name, f"{DRAFTING}: " * (place > 0) + key.text, key, executable)
+
+
+def _which(compiled: Sequence[_Compiled], place: tuple[int, str], names: set[str]) -> _Compiled | None:
+    """The program of a trace's number and name, whose kernels are `names`. A GPU's trace has numbers of its own: there
+    it is the one of that name; of several, such as that of a model and of one that drafts, whose kernels they are."""
+    of_name = [one for one in compiled if one.module == place[1]]
+    fitting = [one for one in of_name if one.number == place[0]] or of_name
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    return max(fitting, key=lambda one: len(names & one.instructions().keys()))
 
 
 def profile_calls(

@@ -141,7 +141,6 @@ class Programs:
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
         self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
-        self.seed: jax.Array | None = None  # what they are drawn with
         self.opened = (False, "forward")  # whether for requests, whose weights are merged; and for which program
         making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
         self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
@@ -225,7 +224,7 @@ class Programs:
             with own_mesh(self.division):
                 beside = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
-                made = compile_program(program.lir, program.run, params, state, inputs, at, beside)
+                made = compile_program(program.lir, program.run, params, state, inputs, at, beside, key.text)
             made.seconds = {"plan": program.seconds, **made.seconds}
             self.tell(what, 1, 1)
             return made

@@ -70,7 +70,10 @@ def read_trace(data: Any) -> Trace:
         first, last = max(event.start_ns, start), min(event.start_ns + event.duration_ns, end)
         if "hlo_op" in stats and first < last:
             number, module = int(stats.get("program_id", 0)), str(stats.get("hlo_module", ""))
-            kernels.append(Kernel(first, last, number, module, str(stats["hlo_op"])))
+            # Of a CUDA graph the trace names the whole, and the event the kernel.
+            name = str(stats["hlo_op"])
+            name = event.name if name.startswith("command_buffer") else name
+            kernels.append(Kernel(first, last, number, module, name))
             devices.add(stats.get("device_ordinal", 0))
     if not kernels:
         raise UnsupportedError(

@@ -1,0 +1,213 @@
+"""Kernels of our own: interpreted against NumPy in float64, lowered for a GPU, and where a plan takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.blocks import MoeSpec
+from rlx_jax.device import DEVICES, Device
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.lowering.lir import attention, experts, recurrent
+from rlx_jax.lowering.lir.experts import sorted_blocks
+from rlx_jax.lowering.lir.grouped import TILES, compared_blocks
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable
+from tests.oracles import op_formulas
+from tests.oracles.comparing import assert_close
+from tests.test_recurrences import delta_case, distance, transcript
+
+Made = tuple[Any, str, list[np.ndarray]]
+
+
+def mixture(tokens: int, top: int, count: int, contract: int = 1, biased: bool = False, dtype: str = "f32") -> Made:
+    """Experts of width 32 over 64."""
+    rng = np.random.default_rng(tokens)
+    gate, up, down = (rng.normal(size=(count, *size)) / 8 for size in ((32, 64), (32, 64), (64, 32)))
+    if not contract:
+        gate, up, down = (w.transpose(0, 2, 1) for w in (gate, up, down))
+    ids = np.stack([rng.permutation(count)[:top] for _ in range(tokens)]).reshape(1, tokens, top)
+    floats = [np.asarray(jnp.asarray(a, as_dtype(dtype))) for a in (rng.normal(size=(1, tokens, 64)), gate, up, down)]
+    weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+    biases = [rng.normal(size=(count, n)).astype(np.float32) for n in (32, 32, 64)] if biased else []
+    own: dict[str, Any] = {"biased": True, "clamp": ClampedGate(1.3, 1.7, 0.6)} if biased else {}
+    return ExpertFfn(contract=contract, **own), "grouped", [*floats, weights, ids.astype(np.int32), *biases]
+
+
+def delta(name: str, sizes: tuple[int, ...], **options: Any) -> Made:
+    op = GatedDeltaOp(**{"held": True} | options)
+    return op, name, [np.float32(a) for a in delta_case(sizes)][: 5 + op.held]
+
+
+CASES: dict[str, Made] = {
+    "experts, one block each": mixture(5, 2, 4),
+    "experts, blocks that are full, the other way around": mixture(40, 3, 4, contract=0),
+    "experts with biases, sorted": mixture(700, 3, 3, biased=True),
+    "one token": delta("one_pass", (2, 1, 2, 16, 4, 32)),
+    "one token from zeros": delta("one_pass", (1, 1, 1, 16, 2, 16), held=False, scale=0.7),
+    "fewer tokens than a chunk": delta("states_in_one", (2, 20, 1, 16, 3, 32)),
+    "three chunks": delta("states_in_one", (2, 131, 2, 32, 4, 16)),
+}  # fmt: skip
+
+
+def results(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_is_the_formula(case: str) -> None:
+    op, name, arrays = CASES[case]
+    wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in arrays]
+    want = op_formulas.experts(op, *wide) if isinstance(op, ExpertFfn) else transcript(op, wide)
+    got = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a))(*arrays)
+    for one, other in zip(results(got), results(want), strict=True):
+        assert distance(one, np.asarray(other)) <= 5e-6
+
+
+def test_experts_in_bf16() -> None:
+    """Sums are f32; what lies between the products is rounded once."""
+    op, name, arrays = mixture(40, 2, 3, dtype="bf16")
+    got = IMPLEMENTATIONS[name](op, *arrays)
+    wide = [np.asarray(a, np.float64) if a.dtype != np.int32 else a for a in arrays]
+    assert got.dtype == jnp.bfloat16
+    assert_close(np.asarray(got, np.float32), op_formulas.experts(op, *wide), tolerance=0.02)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["experts, one block each", *(pytest.param(c, marks=pytest.mark.slow) for c in ("one token", "three chunks"))],
+)
+def test_a_kernel_has_the_gradient_of_its_op(case: str) -> None:
+    op, name, arrays = CASES[case]
+    floats = [i for i, a in enumerate(arrays) if a.dtype == np.float32]
+
+    def slopes(run: Any) -> Any:
+        return jax.jit(jax.grad(lambda *a: sum(jnp.sum(jnp.cos(r)) for r in results(run(*a))), floats))(*arrays)
+
+    for got, want in zip(slopes(lambda *a: IMPLEMENTATIONS[name](op, *a)), slopes(op.eval), strict=True):
+        assert distance(got, np.asarray(want)) <= 2e-5
+
+
+@pytest.mark.parametrize(("choices", "count", "rows"), [(1, 5, 16), (37, 3, 4)])
+def test_comparing_sorts(choices: int, count: int, rows: int) -> None:
+    """The blocks of `sorted_blocks`, whose rows that nobody uses say other choices."""
+    ids = jnp.asarray(np.random.default_rng(choices).integers(0, count, choices).astype(np.int32))
+    cuts = jax.jit(lambda i: [vars(cut(i, count, rows)) for cut in (compared_blocks, sorted_blocks)])(ids)
+    got, want = ({name: np.asarray(a) for name, a in cut.items()} for cut in cuts)
+    assert (got["used"] == want["used"]).all() and (got["place"] == want["place"]).all()
+    assert (got["owner"] == want["owner"])[want["used"].any(1)].all()
+    assert (got["choice"] == want["choice"])[want["used"]].all()
+
+
+LOWERED: dict[str, Made] = {
+    **{f"experts, blocks of {rows}": mixture(rows * 2, 2, 4, dtype="bf16") for rows in TILES},
+    "experts with biases": mixture(8, 2, 4, biased=True),
+    **{case: CASES[case] for case in ("one token", "three chunks")},
+}
+
+
+@pytest.mark.parametrize("case", LOWERED)
+def test_a_kernel_lowers_for_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, name, arrays = LOWERED[case]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    given = [jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 and a.ndim == 3 else a for a in arrays]
+    text = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == (2 if name == "grouped" else 1)
+
+
+# -- where a plan takes them -------------------------------------------------------------------
+
+
+def types(*shapes: tuple[int, ...], dtype: str = "bf16") -> tuple[TensorType, ...]:
+    return tuple(TensorType(shape, as_dtype(dtype)) for shape in shapes)
+
+
+def experts_of(tokens: int, inner: int = 768, dtype: str = "bf16") -> tuple[TensorType, ...]:
+    wide, narrow = (128, inner, 2048), (128, 2048, inner)
+    given = types((1, tokens, 2048), wide, wide, narrow, dtype=dtype)
+    return *given, *types((1, tokens, 8), dtype="f32"), *types((1, tokens, 8), dtype="i32")
+
+
+def delta_of(rows: int, tokens: int, width: int = 128, dtype: str = "bf16") -> tuple[TensorType, ...]:
+    heads = (rows, tokens, 16)
+    wide = types(*((*heads, width),) * 3, dtype=dtype)
+    return *wide, *types(heads, heads, (rows, 16, width, width), dtype="f32")
+
+
+DELTA = GatedDeltaOp(held=True)
+CHOICES: dict[str, tuple[Any, tuple[TensorType, ...], str]] = {
+    "experts of a token": (ExpertFfn(), experts_of(1), "gathered"),
+    "experts of 8 tokens": (ExpertFfn(), experts_of(8), "grouped"),
+    "experts of a prompt": (ExpertFfn(), experts_of(4096), "grouped"),
+    "experts in f32": (ExpertFfn(), experts_of(4096, dtype="f32"), "blocked"),
+    "experts of an odd width": (ExpertFfn(), experts_of(4096, inner=760), "blocked"),
+    "experts with an activation of their own": (ExpertFfn("mish"), experts_of(4096), "blocked"),
+    "experts that are pinned": (ExpertFfn(precision="highest"), experts_of(4096), "blocked"),
+    "a token of one row": (DELTA, delta_of(1, 1), "one_token"),
+    "a token of 8 rows": (DELTA, delta_of(8, 1), "one_pass"),
+    "a token, every state": (GatedDeltaOp(held=True, every=True), delta_of(8, 1), "one_token"),
+    "a token of an odd width": (DELTA, delta_of(8, 1, width=96), "one_token"),
+    "a prompt": (DELTA, delta_of(1, 512), "states_in_one"),
+    "a prompt in f32": (DELTA, delta_of(1, 512, dtype="f32"), "chunks_at_once"),
+    "a scan": (SelectiveScanOp(), types((1, 64, 4, 8), (1, 64, 4), (4,), *((1, 64, 1, 8),) * 2), "chunks_at_once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_where_kernels_run(case: str) -> None:
+    """Where they gain and what they take; never where they are off."""
+    op, operands, want = CHOICES[case]
+    choose = experts.choose if isinstance(op, ExpertFfn) else recurrent.choose
+    found, without = (choose((op, operands), DEVICES["h200"], kernels) for kernels in (True, False))
+    assert found is not None and without is not None
+    assert found.implementation == want and without.implementation not in KERNELS
+    assert not runnable({(op, operands): found}, DEVICES["a100"]) or want not in KERNELS
+    assert runnable({(op, operands): found}, DEVICES["h100"])
+
+
+PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "an H200": ({"target": "h200"}, "forward", True),
+    "an A100": ({"target": "a100"}, "forward", False),
+    "no kernels": ({"target": "h200", "kernels": "off"}, "forward", False),
+    "training": ({"target": "h200"}, "train", False),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_says_which_kernels_run(case: str) -> None:
+    """By the device, the profile, and whether the program is trained."""
+    options, program, want = PLANS[case]
+    spec = MoeSpec(num_experts=4, top_k=2, inner=32)
+    flow = rlx.ModelFlow("m").input("x", ("batch", 32)).moe("l", spec)
+    rng = np.random.default_rng(0)
+    weights = {f"l.{key}": rng.normal(size=shape).astype("f4") for key, shape in spec.shapes(32).items()}
+    backend = {"cuda": {"kernels": options["kernels"]}} if "kernels" in options else {}
+    profile = rlx.CompileProfile().replace(
+        fusion={"target": options["target"]}, precision={"compute": "bf16"}, backend=backend
+    )
+    with pytest.warns(rlx.errors.RlxWarning, match="chosen for the one"):
+        model = rlx.compile(flow, weights, profile=profile, program=program)
+    assert ("grouped" in str(model.text("lir", np.ones((4, 32), np.float32)))) == want
+
+
+def wide_heads(device: Device, rows: int, tokens: int, keys: int) -> str:
+    """What attention runs by, with heads 256 wide."""
+    q, k = (rows, tokens, 8 * 256), (rows, keys, 2 * 256)
+    extra = ("positions",) if tokens == 1 else ()
+    op = AttentionOp(8, 2, causal=True, extra=extra)
+    given = types(q, k, k) + (types((rows, tokens), dtype="i32") if extra else ())
+    return attention.choose((op, given), device, "auto").implementation
+
+
+def test_heads_that_are_256_wide() -> None:
+    """cuDNN takes them on a Hopper: prompts, and one token where there are many keys."""
+    hopper = DEVICES["h200"]
+    assert wide_heads(hopper, 1, 512, 512) == "cudnn" and wide_heads(DEVICES["a100"], 1, 512, 512) == "xla"
+    assert wide_heads(hopper, 8, 1, 4096) == "xla" and wide_heads(hopper, 64, 1, 2048) == "cudnn"
