@@ -200,18 +200,21 @@ def test_a_module_that_is_right_is_always_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_greedy_texts_of_many_weights(directory: Path, tmp_path: Path) -> None:
-    """Six sets of random weights of the model, some with what the module was made for, 60 tokens of each prompt."""
-    first, accepted = rlx.load(directory), 0
-    for seed in range(6):
+def test_greedy_texts_of_many_weights(tmp_path: Path) -> None:
+    """Twenty sets of weights of the model, some with what the module was made for, 256 tokens of each prompt: drafts of
+    the module, and of the first model."""
+    where = mtp_drafts.checkpoint(tmp_path / "long", 1, {"max_position_embeddings": 300}, planted=4.0)
+    first, accepted = rlx.load(where), {"module": 0, "model": 0}
+    for seed in range(20):
         own = first.model.params
         params = first.model.init(seed) if seed % 2 else {k: a * (1 + 0.01 * seed) for k, a in own.items()}
         lm: Any = rlx.CausalLM(first.model.replace(params=params))
-        want = lm.generate(PROMPTS, 60)
-        assert lm.generate(PROMPTS, 60, speculative="mtp", draft_tokens=2) == want
-        assert lm.generate(PROMPTS[:1], 60, speculative="mtp", draft_tokens=1) == want[:1]
-        accepted += lm.report().speculative.accepted
-    assert accepted > 60
+        want = lm.generate(PROMPTS, 256)
+        for name, source, count in (("module", "mtp", 2), ("model", first, 3)):
+            assert lm.generate(PROMPTS, 256, speculative=source, draft_tokens=count) == want
+            accepted[name] += lm.report().speculative.accepted
+        assert lm.generate(PROMPTS[:1], 256, speculative="mtp", draft_tokens=1) == want[:1]
+    assert min(accepted.values()) > 2000
 
 
 @pytest.mark.slow
