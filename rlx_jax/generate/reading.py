@@ -91,7 +91,8 @@ def check_is_state(state: Any, where: str) -> DecodeState:
     """
     if isinstance(state, DecodeState):
         return state
-    raise RequestError(f"{where}: expected the state that prefill returned, got {type(state).__name__}")
+    pair = "; prefill returns logits and the state" if isinstance(state, tuple) else ""
+    raise RequestError(f"{where}: expected the state that prefill returned, got {type(state).__name__}{pair}")
 
 
 # -- a request behind a state ------------------------------------------------------------------

@@ -151,7 +151,7 @@ def using(*added: Plugin) -> Iterator[None]:
     """
     for plugin in added:
         if not isinstance(plugin, Plugin):
-            raise PluginError(f"using takes plugins, got {shown(plugin)}")
+            raise PluginError(f"using takes plugins, as Plugin(name, …) makes them, got {shown(plugin)}")
     token = _added.set((*_added.get(), *added))
     try:
         known()

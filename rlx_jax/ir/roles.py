@@ -43,9 +43,9 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
     named = [role for role in roles if role is not None]
     if len(roles) != t.rank or len(set(named)) < len(named):
         raise GraphError(f"{where}: {t} needs one role, or None, for each of its axes, each once; got {shown(roles)}")
-    for role, dim in zip(roles, t.shape, strict=True):
-        if isinstance(role, Parts) and is_static(dim) and sum(size for size, _ in role.of) != dim:
-            raise GraphError(f"{where}: {t}: the parts of an axis make up its {dim}; got {role}")
+    for axis, dim in zip(roles, t.shape, strict=True):
+        if isinstance(axis, Parts) and is_static(dim) and sum(size for size, _ in axis.of) != dim:
+            raise GraphError(f"{where}: {t}: the parts of an axis make up its {dim}; got {axis}")
     return tuple(roles)
 
 

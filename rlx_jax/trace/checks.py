@@ -46,7 +46,7 @@ def check_takes(
         raise error(f"{where}: the function is called as {called}, and it takes {signature}") from cause
 
 
-def has_no(writer: object, name: str) -> str:
+def has_no(writer: object, name: str | None) -> str:
     """A name that `writer` does not have, and those close to it."""
     close = did_you_mean(name, (known for known in dir(writer) if not known.startswith("_")))
     return f"{quote(name)}{close or '; docs/graph.md lists what it has'}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rlx_jax.errors import GraphError, NameCollisionError, quote, shown
+from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.trace.checks import check_takes
@@ -94,6 +94,7 @@ class _Rewriting:
         self.old: tuple[Node, ...] = tuple(emit.builder.nodes)
         self.state, self.inputs = emit.state, list(emit.builder.inputs)
         self.new = Builder(emit.builder.name, emit.builder.types)
+        self.resized = ""
         self.solid = [i for i, node in enumerate(self.old) if not isinstance(node.op, Leaf)]
         self.selected = edit.blocks.among(self.old, where)
         self.blocks: dict[Path, list[int]] = {}
@@ -166,8 +167,13 @@ class _Rewriting:
     def _copy(self, number: int, values: _Values) -> None:
         node = self.old[number]
         origin = replace(node.origin, path=values.path(node.origin.path))
-        with self.new.at(origin), located(origin):
-            made = self.new.add(node.op, *(self._now(v, values) for v in node.inputs))
+        try:
+            with self.new.at(origin), located(origin):
+                made = self.new.add(node.op, *(self._now(v, values) for v in node.inputs))
+        except ShapeError as error:
+            if self.resized:
+                error.args = (f"{str(error).rstrip('.')}; {self.resized}",)
+            raise
         values.own.update({Value(number, i): v for i, v in enumerate(made)})
 
     def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
@@ -201,6 +207,9 @@ class _Rewriting:
                 )
             values.own |= {v: now for v, now in inner_values.own.items() if v.node in set(numbers)}
             values.own[given] = emit.own(made)
+            before = self.old[given.node].types[given.index]
+            if made.type.shape != before.shape:
+                self.resized = f"{path_text(path)} gave {before} before it was changed, and {made.type} now"
         emit.repeating = False
         within = f"{path_text(block)}."
         gone = [] if written else [c for c in promised if f"{c.path}.".startswith(within)]

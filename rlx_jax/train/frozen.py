@@ -33,5 +33,6 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
         found[name] = bool(matched)
     if idle := [glob.text for glob in globs if glob.text not in seen]:
         keys = [key for program in model.programs.layout.leaves.values() for key in keys_of(program)]
-        raise RequestError(f"mask: {quote(idle[0])} matches no weight{did_you_mean(idle[0], keys, alike=0.7)}")
+        close = did_you_mean(idle[0], keys, alike=0.7) or f"; weights are {listing(keys, 3)}"
+        raise RequestError(f"mask: {quote(idle[0])} matches no weight{close}")
     return found

@@ -81,7 +81,9 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         RequestError, WeightDTypeError: they are not; names the leaf.
     """
     if not isinstance(model, CompiledModel):
-        raise RequestError(f"train: expected what rlx_jax.compile returns, got {type(model).__name__}")
+        raise RequestError(
+            f"train: expected what rlx_jax.compile returns, and behind it an optimizer; got {type(model).__name__}"
+        )
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise RequestError(f"train: expected an optax optimizer, with init and update, got {shown(optimizer)}")
     for name, spec in model.param_specs().items():

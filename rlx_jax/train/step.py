@@ -79,7 +79,10 @@ class TrainStep:
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
         """The batch by name, checked."""
         if not isinstance(state, TrainState):
-            raise RequestError(f"step: expected the state of train.init or of a step, got {type(state).__name__}")
+            raise RequestError(
+                "step: expected the state of train.init or of a step, and behind it a batch; got "
+                f"{type(state).__name__}"
+            )
         if any(is_consumed(a) for a in (state.step, *state.params.values())):
             raise SessionStateError("step: this state was consumed by an earlier step; go on with the one it returned")
         self._check_optimizer(state)
