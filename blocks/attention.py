@@ -166,7 +166,9 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
     s = spec
     keys = dict(zip("qkv", (s.q_key, s.k_key, s.v_key), strict=True))
     biases = dict(zip("qkv", s.biases or (None, None, None), strict=True))
-    made = {}
+    kv, hidden, made = s.num_kv_heads * s.head_dim, x.type.shape[-1], {}
+    wide = s.num_heads * s.head_dim * (1 + s.gated)
+    emit.suppose({s.q_key: (wide, hidden), s.k_key: (kv, hidden), s.v_key: (kv, hidden)})
     for name in wanted:
         with emit.scope(f"{name}_proj"):
             roles = ("heads" if name == "q" else "kv_heads", "hidden")

@@ -145,7 +145,7 @@ class LlamaKvTap:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaKvTap")
         with emit.scope("input_layernorm"):
-            gamma = emit.param(f"{self.layer_prefix}.input_layernorm.weight")
+            gamma = emit.weight(f"{self.layer_prefix}.input_layernorm.weight", likely=x.type.shape[-1:])
             normed = emit.add_node(hir.RmsNorm(self.eps), x, gamma, norm_beta(emit, x))
         sizes = DecoderLayerSpec(
             num_heads=1, head_dim=self.head_dim, num_kv_heads=1, qkv_bias=self.attention_bias,

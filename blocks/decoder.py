@@ -18,7 +18,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.emit import Emit, FlowValue
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -71,6 +71,22 @@ class CheckHidden:
         x = emit.require(value, self.stage)
         check_hidden(emit, x, self.shape, self.stage)
         return x
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The shapes of the weights of the layer under `prefix`, where no source has them; the value is passed on."""
+
+    prefix: str
+    spec: DecoderLayerSpec
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        if value is not None:
+            known = (emit.size_of(f"{self.prefix}.{name}.weight", 0) for name in MLP[:2])
+            inner = next((size for size in known if size is not None), 0)
+            hidden = value.type.shape[-1]
+            emit.suppose(self.spec.shapes(int(hidden) if is_static(hidden) else 0, inner), self.prefix)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +175,7 @@ class DecoderLayerSpec:
         return Sequence(
             (
                 *([] if self.hidden_shape is None else [CheckHidden(self.hidden_shape, stage)]),
+                LayerWeights(prefix, self),
                 *self._added(prefix, n.before_attention, mixer, n.after_attention),
                 *self._added(prefix, n.before_mlp, [self.mlp(prefix)], n.after_mlp),
             )
@@ -303,6 +320,7 @@ class LlamaDecoder:
         check_hidden(emit, x, s.hidden_shape, "LlamaDecoder")
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         zero = norm_beta(emit, x)
+        LayerWeights(p, s.layer()).emit(emit, x)
 
         def weight(name: str) -> FlowValue:
             return emit.param(f"{p}.{name}.weight", roles=ROLES.get(name))

@@ -101,6 +101,7 @@ class BertEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BertEncoderLayer")
         s, keys, p = self.spec, STYLES[self.spec.qkv_style], self.spec.layer_prefix
+        emit.suppose(s.shapes(emit.size_of(f"{p}.intermediate.dense.weight", 0) or 0))
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         bias = None if s.position_bias is None else emit.named(s.position_bias)
         q, k, v = (dense(emit, p, n, x, ("heads", "hidden")) for n in (keys.query, keys.key, keys.value))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.weight_part import WeightKey
 
@@ -34,10 +35,12 @@ def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
-def back(x: FlowValue, inner: int | None) -> int | None:
-    """The width of the last product, where that of the first is said: that of the input."""
-    wide = x.type.shape[-1]
-    return int(wide) if inner is not None and is_static(wide) else None
+def suppose_ffn(emit: Emit, x: FlowValue, into: Sequence[WeightKey], down: WeightKey, inner: int | None) -> None:
+    """Where no source has the weights, the first are `inner` wide, or as wide as one of them is known to be, and the
+    last leads back to the width of x."""
+    known = (emit.size_of(key, 0) for key in into)
+    wide, hidden = inner or next((size for size in known if size is not None), 0), x.type.shape[-1]
+    emit.suppose({key: (wide, hidden) for key in into} | {down: (hidden, wide)})
 
 
 def gated_ffn(
@@ -51,6 +54,7 @@ def gated_ffn(
 ) -> FlowValue:
     """`(act(x Wg) ⊙ (x Wu)) Wd`, `inner` wide inside."""
     (gate_w, up_w, down_w), (gate_b, up_b, down_b) = weights, biases or (None, None, None)
+    suppose_ffn(emit, x, (gate_w, up_w), down_w, inner)
     with emit.scope("mlp"):
         with emit.scope("gate_proj"):
             gate = emit.linear(x, gate_w, gate_b, roles=INTO, columns=inner, init=init)
@@ -58,7 +62,7 @@ def gated_ffn(
             up = emit.linear(x, up_w, up_b, roles=INTO, columns=inner, init=init)
         gated = emit.add_node(hir.GatedFfn(activation), gate, up)
         with emit.scope("down_proj"):
-            return emit.linear(gated, down_w, down_b, roles=OUT_OF, columns=back(x, inner), init=init)
+            return emit.linear(gated, down_w, down_b, roles=OUT_OF, init=init)
 
 
 @dataclass(frozen=True)
@@ -135,14 +139,14 @@ class Mlp:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Mlp")
+        suppose_ffn(emit, x, (self.up_w,), self.down_w, self.inner)
         with emit.scope("mlp"):
             with emit.scope("fc1"):
                 wide = emit.linear(
                     x, self.up_w, self.up_b, activation=self.activation, roles=INTO, columns=self.inner, init=self.init
                 )
             with emit.scope("fc2"):
-                columns = back(x, self.inner)
-                return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, columns=columns, init=self.init)
+                return emit.linear(wide, self.down_w, self.down_b, roles=OUT_OF, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""
@@ -177,6 +181,7 @@ class GeluFfn:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GeluFfn")
         act = "gelu_tanh" if self.approx_gelu else "gelu"
+        suppose_ffn(emit, x, (self.intermediate_w,), self.output_w, self.inner)
         with emit.scope("intermediate"):
             wide = emit.linear(
                 x,
@@ -188,8 +193,7 @@ class GeluFfn:
                 init=self.init,
             )
         with emit.scope("output"):
-            columns = back(x, self.inner)
-            return emit.linear(wide, self.output_w, self.output_b, roles=OUT_OF, columns=columns, init=self.init)
+            return emit.linear(wide, self.output_w, self.output_b, roles=OUT_OF, init=self.init)
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """`[…, F]`."""

@@ -114,7 +114,16 @@ class Flux2Conditioning:
     channels: int = 256
     guidance: bool = True
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight by its key."""
+        h, shapes = self.hidden, dict[str, tuple[int, ...]]()
+        for name in ("timestep", *["guidance"] * self.guidance):
+            key = f"time_guidance_embed.{name}_embedder"
+            shapes |= {f"{key}.linear_1.weight": (h, self.channels), f"{key}.linear_2.weight": (h, h)}
+        return shapes | {f"{key}.linear.weight": (count * h, h) for key, count in MODULATIONS.values()}
+
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        emit.suppose(self.shapes())
         with emit.scope("time_guidance_embed"):
             temb = self._embedded(emit, "timestep", emit.flow_input("timestep"))
             if self.guidance:
@@ -178,6 +187,7 @@ class Flux2DoubleBlock:
     def both(self, emit: Emit, img: FlowValue, txt: FlowValue) -> tuple[FlowValue, FlowValue]:
         """Both streams after the block."""
         p, s = f"{self.prefix}.attn", self.spec
+        emit.suppose(s.shapes(), self.prefix)
 
         def linear(key: str, x: FlowValue, roles: tuple[str, str] = HEADS_IN) -> FlowValue:
             with emit.scope(*key.removeprefix(f"{self.prefix}.").split(".")):
@@ -223,6 +233,7 @@ class Flux2SingleBlock:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
+        emit.suppose(s.shapes(), self.prefix)
         with emit.scope("attn"):
             wide = modulated(emit, x, "single", 0, s.eps)
             packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO)
@@ -252,6 +263,7 @@ class Flux2Output:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Flux2Output")
+        emit.suppose({"norm_out.linear.weight": (2 * self.hidden, self.hidden)})
         with emit.scope("norm_out"):
             image = x[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN)

@@ -83,6 +83,7 @@ class GatedDeltaNet:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "GatedDeltaNet"), self.spec
+        emit.suppose(s.shapes(int(x.type.shape[-1])), self.prefix)
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
             mixed, z, b, a = (self._projected(emit, x, name) for name in ("qkv", "z", "b", "a"))
             check_columns(emit, f"{self.prefix}.in_proj_qkv.weight", mixed, sum(s.widths), "queries, keys and values")

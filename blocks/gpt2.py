@@ -58,6 +58,7 @@ class Gpt2Layer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "Gpt2Layer")
         s = self.spec
+        emit.suppose(s.shapes(emit.size_of(f"{s.layer_prefix}.mlp.c_fc.weight", 1) or 0))
 
         def linear(name: str, x: FlowValue, activation: str = "") -> FlowValue:
             p, roles = f"{s.layer_prefix}.{name}", LINEARS[name]

@@ -14,6 +14,7 @@ from rlx_jax.ir.param import Parts
 from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.weight_part import WeightPart, part_read
 
 A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2)
 """Uniform within ±1/√in, as PEFT draws A; B is zeros, so that a new adapter changes nothing."""
@@ -21,24 +22,34 @@ A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axi
 
 @dataclass(frozen=True)
 class Adapter:
-    """One product with an adapter: the key of its weight and how that is stored, and s."""
+    """One product with an adapter: the key of its weight and how that is stored, s, and what PEFT calls its module."""
 
     key: str
     contract: int
     scale: float
-
-    @property
-    def module(self) -> str:
-        """What PEFT calls it."""
-        return self.key.removesuffix(".weight")
+    module: str
 
     @property
     def a(self) -> str:
-        return f"{self.module}.lora_A.weight"
+        return f"{self.key.removesuffix('.weight')}.lora_A.weight"
 
     @property
     def b(self) -> str:
-        return f"{self.module}.lora_B.weight"
+        return f"{self.key.removesuffix('.weight')}.lora_B.weight"
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """What PEFT calls modules: the checkpoint's keys, which begin with `stored` there and with `outer` in its model,
+    where the one is bare and the other has a head, `transformer.h.0.attn.c_attn`."""
+
+    stored: str = ""
+    outer: str = ""
+
+    def of(self, key: str) -> str:
+        """The module of a weight."""
+        name = key.removesuffix(".weight").removeprefix(self.stored)
+        return name if name.startswith(self.outer) else self.outer + name
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class LoraLinear:
 
     rank: int
     scale: float
+    names: ModuleNames = ModuleNames()
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
         return self.write(emit, x, inner)[0]
@@ -55,7 +67,7 @@ class LoraLinear:
         """Its value, and what it is."""
         start = len(emit.builder.nodes)
         x, y = emit.require(x, "lora"), inner(x)
-        number, adapter, shape = self._product(emit, start)
+        number, adapter, shape, part = self._product(emit, start)
         product = emit.builder.nodes[number]
         op = product.op
         assert isinstance(op, hir.Linear)
@@ -65,33 +77,47 @@ class LoraLinear:
             y = emit.add_node(replace(op, activation=""), *map(emit.wrap, product.inputs))
         turn = 1 if op.contract else -1
         # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
-        of_out, of_in = (None if isinstance(r, Parts) else r for r in emit.roles.get(adapter.key, (None, None))[::turn])
+        roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
+        of_out, of_in = (None if isinstance(role, Parts) else role for role in roles)
         out, wide = shape[::turn]
         a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
-        b = emit.param(adapter.b, (out, self.rank), (of_out, None), "zeros")
+        rows = adapter.b if part is None else WeightPart(adapter.b, part.index, part.count, 0, part.interleaved)
+        b = emit.param(rows, (out, self.rank), (of_out, None), "zeros")
         with emit.scope("lora_A"):
             low = emit.linear(x, a, transpose=True)
         with emit.scope("lora_B"):
             y = y + emit.linear(low, b, transpose=True) * self.scale
         return emit.add_node(Unary(op.activation), y) if op.activation else y, adapter
 
-    def _product(self, emit: Emit, start: int) -> tuple[int, Adapter, tuple[int, ...]]:
-        """The number of the one product of the block, its adapter, and the shape of its weight as stored."""
+    def _product(self, emit: Emit, start: int) -> tuple[int, Adapter, tuple[int, ...], WeightPart | None]:
+        """The number of the one product of the block, its adapter, the shape of its weight, and which part of a stored
+        one that is, such as the queries' of queries, keys and values."""
         nodes = emit.builder.nodes
         numbers = [n for n in range(start, len(nodes)) if isinstance(nodes[n].op, hir.Linear)]
         weights = [nodes[nodes[n].inputs[1].node].op for n in numbers]
         stored = [(op, k) for op in weights if isinstance(op, Param) for k in stored_keys(op.programs[0])]
+        if any(k.key.endswith(".lora_A.weight") for _, k in stored):
+            raise GraphError(
+                f"{emit.path}: this product has an adapter already, and several of one product are not built: "
+                "merge the first, rlx_jax.merge_lora"
+            )
         if len(numbers) != 1 or len(stored) != 1:
             raise GraphError(
                 f"{emit.path}: lora changes a block that is one product with one stored weight, and this has "
                 f"{len(numbers)} products: select such as 'layers.*.self_attn.{{q,v}}_proj'"
             )
         (number,), ((weight, key),) = numbers, stored
-        if key.type.shape != weight.type.shape or not key.key.endswith(".weight"):
-            raise GraphError(
-                f"{emit.path}: lora changes a product with the whole of a weight '….weight', and this has a part of "
-                f"{quote(key.key)} or one of another name"
-            )
-        op = nodes[number].op
+        op, part = nodes[number].op, part_read(weight.programs[0])
         assert isinstance(op, hir.Linear)
-        return number, Adapter(key.key, op.contract, self.scale), tuple(map(int, key.type.shape))
+        whole = key.type.shape == weight.type.shape or (part is not None and part.axis == 1 - op.contract)
+        if not whole or not key.key.endswith(".weight"):
+            raise GraphError(
+                f"{emit.path}: lora changes a product with a weight '….weight', the whole of it or one of equal parts "
+                f"that stand side by side, and this has another part of {quote(key.key)} or one of another name"
+            )
+        return (
+            number,
+            Adapter(key.key, op.contract, self.scale, self.names.of(key.key)),
+            tuple(map(int, weight.type.shape)),
+            part,
+        )

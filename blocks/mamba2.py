@@ -94,6 +94,7 @@ class Mamba2Mixer:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s = emit.require(value, "Mamba2Mixer"), self.spec
+        emit.suppose(s.shapes(int(x.type.shape[-1])), self.prefix)
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
             packed = Parts(((s.inner, "heads"), *s.mixed.of, (s.heads, "heads")))
             projected = self._linear(emit, x, "in_proj", (packed, "hidden"))

@@ -153,6 +153,8 @@ class MoeFfn:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, s, p = emit.require(value, "MoeFfn"), self.spec, self.prefix
         hidden = x.type.shape[-1]
+        if isinstance(hidden, int):
+            emit.suppose(s.shapes(hidden), p)
         with emit.scope("mlp"):
             with emit.scope("router"):
                 shape = (s.num_experts, hidden) if isinstance(hidden, int) else None

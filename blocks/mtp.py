@@ -31,4 +31,6 @@ class MtpMerge:
             )
         with emit.scope("merge"):
             both = emit.concat([self.embedding_norm.emit(emit, x), self.hidden_norm.emit(emit, h)])
+            hidden = x.type.shape[-1]
+            emit.suppose({self.weight_key: (hidden, 2 * hidden)})
             return Linear(self.weight_key, roles=("hidden", None)).emit(emit, both)

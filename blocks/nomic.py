@@ -16,7 +16,7 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import axial_frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.weight_part import WeightPart
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class NomicEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "NomicEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
+        emit.suppose(s.shapes(emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
         with emit.scope("attn"):
-            q, k, v = (emit.linear(x, key, roles=("heads", "hidden")) for key in three_parts(f"{p}.attn.Wqkv.weight"))
+            packed = three_parts(f"{p}.attn.Wqkv.weight")
+            q, k, v = (_projected(emit, x, name, key) for name, key in zip("qkv", packed, strict=True))
             rope = hir.Rope(s.head_dim, s.head_dim)
             q, k = (emit.add_node(rope, t, cos, sin) for t in (q, k))
             context = attend(emit, s.num_heads, q, k, v, keep)
@@ -122,6 +124,8 @@ class NomicSelector:
         x, p = emit.require(value, "NomicSelector"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
+        hidden = int(x.type.shape[-1])
+        emit.suppose(self.shapes(hidden, emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         with emit.scope("selector"):
             weights, biases = (_reading(f"{p}.attn", kind) for kind in ("weight", "bias"))
             out = f"{p}.attn.out_proj"
@@ -142,6 +146,12 @@ class NomicSelector:
         for name, shape in linears.items():
             found |= {f"{p}.{name}.weight": shape, f"{p}.{name}.bias": shape[:1]}
         return found | {f"{p}.norm1.weight": (h,), f"{p}.norm1.bias": (h,)}
+
+
+def _projected(emit: Emit, x: FlowValue, name: str, key: WeightKey) -> FlowValue:
+    """One of q, k and v."""
+    with emit.scope("Wqkv", name):
+        return emit.linear(x, key, roles=("heads", "hidden"))
 
 
 def _reading(prefix: str, kind: str) -> Three:

@@ -126,8 +126,24 @@ class SelfAttention:
         biases = self.qkv_bias or (None, None, None)
         shared = "heads" if self.kv_heads is None else "kv_heads"
         roles = (("heads", "hidden"), (shared, "hidden"), (shared, "hidden"))
-        made = zip(self.qkv, biases, roles, columns, strict=True)
-        return tuple(self._linear(emit, x, key, bias, role, wide) for key, bias, role, wide in made)
+        made = zip("qkv", self.qkv, biases, roles, columns, strict=True)
+        return tuple(self._projected(emit, name, x, key, bias, role, wide) for name, key, bias, role, wide in made)
+
+    def _projected(
+        self,
+        emit: Emit,
+        name: str,
+        x: FlowValue,
+        key: WeightKey,
+        bias: WeightKey | None,
+        roles: tuple[str, str],
+        wide: int,
+    ) -> FlowValue:
+        """One of q, k and v; of one that is stored with the others the block is a part of theirs: `c_attn.q`."""
+        if isinstance(key, WeightPart):
+            with emit.scope(_part(key.key)):
+                return self._linear(emit, x, key, bias, roles, wide, name=name)
+        return self._linear(emit, x, key, bias, roles, wide)
 
     def _linear(
         self,
@@ -138,9 +154,11 @@ class SelfAttention:
         roles: tuple[str, str],
         columns: int | None = None,
         back: DimLike | None = None,
+        name: str = "",
     ) -> FlowValue:
-        """A product with a stored weight; `roles` are those of `[out, in]`, and it is `columns` wide, or `back`."""
-        with emit.scope(_part(stored_key(key))):
+        """A product with a stored weight; `roles` are those of `[out, in]`, and it is `columns` wide, or `back`. `name`
+        is that of its block, by default that of the weight."""
+        with emit.scope(name or _part(stored_key(key))):
             turn = 1 if self.transpose else -1
             out = back if columns is None else columns
             likely = None if out is None else (out, x.type.shape[-1])[::turn]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
-from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, Suppose, check_hidden
+from rlx_jax.blocks.ffn import INTO, OUT_OF, Mlp, SwiGlu, inner_shape, suppose_ffn
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave
 from rlx_jax.blocks.norm import LayerNorm
 from rlx_jax.blocks.self_attention import SelfAttention, Three, three_parts
@@ -46,10 +46,14 @@ class VisionEmbed:
         images = emit.require(value, "VisionEmbed")
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
+        first = 0 if self.cls_key is None else 1
+        rows = self.grid[0] * self.grid[1] + first
+        emit.suppose({self.position_key: (1, rows, self.hidden_size)})
+        if self.cls_key is not None:
+            emit.suppose({self.cls_key: (1, 1, self.hidden_size)})
         with emit.scope("embeddings"):
             table = self._tokens(emit, self.position_key)
-            first = 0 if self.cls_key is None else 1
-            if table.shape[1] != (rows := self.grid[0] * self.grid[1] + first):
+            if table.shape[1] != rows:
                 raise WeightShapeError(
                     f"{emit.path}: weight {quote(self.position_key)} has {table.shape[1]} rows; expected {rows}, for "
                     f"a grid of {self.grid[0]} × {self.grid[1]}" + (" and the class token" if first else "")
@@ -154,7 +158,7 @@ class LayerScale:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LayerScale")
         with emit.scope("layer_scale"):
-            gamma = emit.param(self.gamma_key)
+            gamma = emit.weight(self.gamma_key, likely=x.type.shape[-1:])
             if gamma.type.shape != x.type.shape[-1:]:
                 raise WeightShapeError(f"{emit.path}: weight {quote(self.gamma_key)} is {gamma.type}, x is {x.type}")
             return x * gamma
@@ -172,6 +176,8 @@ class VisionSwiGluFfn:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
+        into = (f"{p}.fc11.weight", f"{p}.fc12.weight")
+        suppose_ffn(emit, x, into, f"{p}.fc2.weight", None)
         with emit.scope("mlp"):
             with emit.scope("fc11"):
                 up = emit.linear(x, f"{p}.fc11.weight", f"{p}.fc11.bias", roles=INTO)
@@ -316,7 +322,8 @@ def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:
     """`h = x + attn(ln(x)) [⊙ γ₁]`, `y = h + ffn(ln(h)) [⊙ γ₂]`: `[B,S,H]` → same."""
     k, p = spec.keys, spec.prefix
     attention = _half(p, k.norm1, spec.eps, spec.attention, k.scale1)
-    return Sequence((*attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
+    shapes = Suppose(tuple(spec.shapes().items()))
+    return Sequence((shapes, *attention, *_half(p, k.norm2, spec.eps, spec.ffn, k.scale2)))
 
 
 def _half(prefix: str, norm: str, eps: float, inner: BlockStage, scale: str = "") -> tuple[BlockStage, ...]:
@@ -367,6 +374,8 @@ class AttentionPool:
         x, p = emit.require(value, "AttentionPool"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
+        inner = emit.size_of(f"{p}.mlp.fc1.weight", 0) or 0
+        emit.suppose(attention_pool_shapes(p, int(x.type.shape[-1]), inner))
         with emit.scope("head"):
             weights = three_parts(f"{p}.attention.in_proj_weight")
             biases = three_parts(f"{p}.attention.in_proj_bias")
@@ -438,6 +447,8 @@ class Similarity:
             raise ShapeError(
                 f"{emit.path}: Similarity is of vectors [T, E] and [I, E], got {texts.type}, {images.type}"
             )
+        one: tuple[int, ...] = () if self.bias_key is None else (1,)  # as CLIP stores it, and as SigLIP
+        emit.suppose({key: one for key in (self.scale_key, self.bias_key) if key is not None})
         with emit.scope("similarity"):
             texts, images = unit(emit, texts), unit(emit, images)
             emit.output("text_embeds", texts)

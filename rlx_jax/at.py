@@ -49,9 +49,15 @@ class SelectedBlocks(Generic[T]):
         (found,) = check_stages([stage], "replace")
         return self._edit(Replaced(found))
 
-    def capture(self) -> T:
-        """Make what each block gives a side output of the flow, under the block's path."""
-        return self._edit(captured)
+    def capture(self, *, stacked: bool = False) -> T:
+        """Make what each block gives a side output of the flow, under the block's path.
+
+        With `stacked` they are one, `[blocks, …]`, in the order of the flow and under the pattern, whose blocks give
+        values of one type. Layers stay one region either way.
+        """
+        if not isinstance(stacked, bool):
+            raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")
+        return self.edited(BlockEdit(self.pattern, captured, self.pattern.text if stacked else ""))
 
     def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
         """Multiply what each block gives, or what it reads, with a number, an array, or the flow's input of that name.

@@ -36,6 +36,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
@@ -49,6 +50,7 @@ from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
+from rlx_jax.trace.declared import WeightDecl, check_declared
 from rlx_jax.trace.editing import BlockEdit, edit_blocks
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.trace.selecting import BlockPattern
@@ -83,8 +85,11 @@ class ModelFlow(Stages):
     taps: bool = False
     extensions: FlowExtensionPlan = FlowExtensionPlan()
     block_edits: tuple[BlockEdit, ...] = ()
+    declared: tuple[WeightDecl, ...] = ()
     more: WeightSource | None = None
     missing: Literal["error", "init"] = "error"
+    reads: Callable[[WeightSource], WeightSource] | None = None
+    no_training: str = ""  # why it cannot be trained as it was, where it cannot
     mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +163,13 @@ class ModelFlow(Stages):
         """Put weights beside those that the flow is bound to, or will be: an adapter, a vector that a stage of your own
         reads. No key may be in both; further calls add up."""
         return replace(self, more=beside(open_weights(weights), self.more))
+
+    def read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
+        """Read whatever weights the flow is bound to, or compiled with, through a function that gives a source of
+        others, such as numbers of what is packed. It is called again with what it gave, which it returns as it is."""
+        if not callable(reads):
+            raise GraphError(f"{self.name}: read_through takes a function of a source, got {shown(reads)}")
+        return replace(self, reads=reads)
 
     def with_mtp(self, make: MakesMtp) -> ModelFlow:
         """What `speculative="mtp"` drafts with, a module that predicts several tokens from this model's hidden states:
@@ -246,6 +258,18 @@ class ModelFlow(Stages):
         scaled: see `SelectedBlocks`."""
         return SelectedBlocks(BlockPattern(pattern), lambda edit: replace(self, block_edits=(*self.block_edits, edit)))
 
+    def param(self, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> ModelFlow:
+        """Say of the weights whose checkpoint keys match a glob, `layers.*.mlp.{gate,up}_proj.weight`, what their
+        stages do not: the shape as stored, for weights that no source has, and how those are drawn.
+
+        Both are as `emit.param` takes them. What a later call says of a weight counts, and its init before the stage's
+        own; a shape is held against the source that has the weight.
+
+        Raises:
+            GraphError: no such shape or init; when it is built, a pattern that matches no weight.
+        """
+        return replace(self, declared=(*self.declared, WeightDecl.of(pattern, shape, init)))
+
     def with_extensions(self, plan: FlowExtensionPlan) -> ModelFlow:
         """Run these rewrites of plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
         if not isinstance(plan, FlowExtensionPlan):
@@ -287,10 +311,11 @@ class ModelFlow(Stages):
         """
         if not self.inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
-        source = beside(self.weights if weights is None else open_weights(weights), self.more)
+        source = self.weights if weights is None else open_weights(weights)
+        source = beside(source if source is None or self.reads is None else self.reads(source), self.more)
         types = TypeCache()
-        emit = Emit(Builder(self.name, types), source, captured, self.binding)
-        emit.draws_missing = self.missing == "init"
+        emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared)
+        emit.parameters.draws_missing = self.missing == "init"
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
         value: FlowValue | None = self._declare(emit, set(given))
         try:
@@ -315,14 +340,15 @@ class ModelFlow(Stages):
         emit.captured.closed = True
         rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
-        graph = self.extensions.apply(rolled.graph, types)
+        graph, read = self.extensions.apply(rolled.graph, types), emit.parameters.read
         if graph is not rolled.graph:  # an extension may read weights of its own
             graph = graph if source is None else bind_params(graph, source, types)
-            emit.keys_read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
+            read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
+        check_declared(self.declared, read, self.name)
         return BuiltModel(
-            self.name, graph, source, self.profile, types, self, tuple(emit.keys_read), self.left_keys,
-            rolled.refusals, self.binding, program=emit.state.program, captured=emit.captured,
-            roles=emit.roles, inits=emit.inits, fresh=tuple(emit.fresh), contracts=tuple(emit.state.contracts),
+            self.name, graph, source, self.profile, types, self, tuple(read), self.left_keys, rolled.refusals,
+            self.binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
+            inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
         )  # fmt: skip
 
     def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:

@@ -41,12 +41,12 @@ def steer(emit: rlx.Emit, x: rlx.FlowValue, inner: Callable[..., rlx.FlowValue])
 
 
 def edited(recipe: Any) -> Any:
-    """Every layer steered, its heads masked and its value an output."""
+    """Every layer steered, its heads masked and its value an output, alone and as one array."""
     recipe = recipe.patch_flow(
         lambda flow: flow.input("steer", (HIDDEN,), default=None).input("heads", (HEADS,), default=None)
     )
     recipe = recipe.at("layers.*").wrap(steer).at(f"layers.*.{OUT}").scale("heads", of="input", heads=HEADS)
-    return recipe.at("layers.*").capture().at("norm").capture()
+    return recipe.at("layers.*").capture(stacked=True).at("layers.*").capture().at("norm").capture()
 
 
 def edited_weights(steer: Any, mask: Any) -> numpy_reference.Weights:
@@ -65,7 +65,14 @@ def reference(weights: numpy_reference.Weights) -> dict[str, np.ndarray[Any, Any
     states = [np.stack([row[i] for row in rows]) for i in range(LAYERS + 1)]
     # What leaves the last layer is normalised before it is a state.
     named = {f"layers.{i}": states[i + 1] for i in range(LAYERS - 1)} | {"norm": states[LAYERS]}
-    return named | {"logits": states[LAYERS] @ weights["lm_head.weight"].T}
+    return named | {"logits": states[LAYERS] @ weights["lm_head.weight"].T, "layers.*": np.stack(states[1:LAYERS])}
+
+
+def but_the_last(out: dict[str, Any]) -> dict[str, Any]:
+    """Outputs, of the stacked ones those that the reference knows; the last is what the last layer gave alone."""
+    np.testing.assert_array_equal(out["layers.*"][-1], out[f"layers.{LAYERS - 1}"])
+    assert len(out["layers.*"]) == LAYERS
+    return out | {"layers.*": out["layers.*"][:-1]}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +84,8 @@ def scanned() -> rlx.CompiledModel:
 def test_edits_are_what_the_same_change_of_the_weights_is(scanned: rlx.CompiledModel) -> None:
     """Captures, a vector and a head mask as inputs, in float64 NumPy; the layers are one region."""
     want = reference(edited_weights(STEER, MASK))
-    out = scanned(TOKENS, steer=STEER, heads=MASK)
-    assert list(out) == ["logits", *(f"layers.{i}" for i in range(LAYERS)), "norm"]
+    out = but_the_last(scanned(TOKENS, steer=STEER, heads=MASK))
+    assert list(out) == ["logits", "layers.*", *(f"layers.{i}" for i in range(LAYERS)), "norm"]
     for name, value in want.items():
         assert_close(out[name], value.astype("f4"))
     assert scanned.report().refusals == () and "repeat(count=3" in scanned.text("hir")
@@ -91,13 +98,14 @@ def test_gradients_pass_through_edits(scanned: rlx.CompiledModel) -> None:
 
     def loss(steer: Any, heads: Any) -> Any:
         out = scanned.apply(scanned.require_params("a test"), jnp.asarray(TOKENS, jnp.int32), steer=steer, heads=heads)
-        return jnp.sum(out["logits"] * jnp.asarray(weigh, jnp.float32))
+        return jnp.sum(out["logits"] * jnp.asarray(weigh, jnp.float32)) + jnp.sum(out["layers.*"][:-1] ** 2)
 
     gradient = jax.grad(loss, argnums=(0, 1))(jnp.asarray(STEER), jnp.asarray(MASK))
     way = [RNG.normal(size=HIDDEN), RNG.normal(size=HEADS)]
     slope = sum(float(np.sum(np.asarray(g, "f8") * d)) for g, d in zip(gradient, way, strict=True))
     ends = [
-        float(np.sum(reference(edited_weights(STEER + h * way[0], MASK + h * way[1]))["logits"] * weigh))
+        float(np.sum((out := reference(edited_weights(STEER + h * way[0], MASK + h * way[1])))["logits"] * weigh))
+        + float(np.sum(out["layers.*"] ** 2))
         for h in (1e-4, -1e-4)
     ]
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=2e-4)
@@ -123,7 +131,8 @@ def test_unrolled_edits_and_absent_inputs(program: str) -> None:
     else:
         out, state = model(TOKENS[:, :4], lengths=np.array([4, 4], "i4"), state=model.init_state(2, 16))
         more, _ = model(TOKENS[:, 4:], lengths=np.array([7, 7], "i4"), state=state)
-        out = {name: np.concatenate([out[name], more[name]], axis=1) for name in out}
+        out = {name: np.concatenate([out[name], more[name]], axis=-2) for name in out}
+    out = but_the_last(out)
     for name, value in reference(WEIGHTS).items():
         assert_close(out[name], value.astype("f4"))
 
@@ -246,6 +255,8 @@ MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
     "no stage": (lambda f: f.at("two").replace(blocks.Linear), "is a class, not a stage"),  # type: ignore[arg-type]
     "other width": (lambda f: f.at("two").replace(blocks.Custom(lambda emit, x: x[:, :3])), r"f32\[batch,3\]"),
     "taken": (lambda f: f.custom(other_output).at("two").capture(), "the flow has a side output 'two' already"),
+    "stacked": (lambda f: f.at("two").capture(stacked="yes"), "stacked is 'yes'; expected True or False"),  # type: ignore[arg-type]
+    "two types": (lambda f: f.at("{first,two}").capture(stacked=True), r"first gives f32\[batch,8\], two f32"),
     "no numbers": (lambda f: f.at("two").scale(object()), "scale: expected numbers"),
     "not finite": (lambda f: f.at("two").scale([1.0, np.nan]), "numbers that are not finite"),
     "unknown input": (lambda f: f.at("two").scale("mask"), "no input 'mask' is declared"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import rlx_jax as rlx
 from rlx_jax.compiler.passes import Job, pass_named
 from rlx_jax.compiler.settings import plain
+from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Origin, StateLeaf, StateRead, TypeCache, Value
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
@@ -139,6 +142,18 @@ def test_a_product_with_an_f32_result_keeps_it() -> None:
     after = passed("fuse_matmul_bias_act", graph, b.types)
     assert after.nodes[after.outputs[0].node].op == FusedMatMulBiasAct(f32_result=True)
     np.testing.assert_array_equal(run(after)[0], run(graph)[0])
+
+
+def test_a_bias_of_an_f32_result_in_bf16() -> None:
+    """Operands in bf16, sums and the bias in f32: what float64 says of the rounded numbers."""
+    rng = np.random.default_rng(0)
+    x, w, bias = (rng.normal(size=shape).astype("f4") for shape in ((3, 8), (5, 8), (5,)))
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom(
+        lambda emit, x: emit.add_node(hir.Linear(1, bias=True, f32_result=True), x, emit.param("w"), emit.param("b"))
+    )  # fmt: skip
+    model = rlx.compile(flow, {"w": w, "b": bias}, profile=rlx.CompileProfile().replace(precision={"compute": "bf16"}))
+    x, w, bias = (value.astype(ml_dtypes.bfloat16).astype("f8") for value in (x, w, bias))
+    np.testing.assert_allclose(np.asarray(model(x.astype("f4"))), x @ w.T + bias, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", UNARY)

@@ -137,6 +137,17 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
         np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
 
 
+def test_a_recipe_compiled_with_the_path_reads_it_too(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """Of `compile` and of a flow: the same numbers as `load` has, and none of the packed ones."""
+    directory, plain = mxfp4
+    recipe = rlx.GptOssFlow.for_prefill(SIZES)
+    found = rlx.compile(recipe, directory).weights()
+    assert set(found) == set(plain)
+    for key, value in plain.items():
+        np.testing.assert_array_equal(np.asarray(found[key]), value)
+    assert set(recipe.assemble().with_weights(directory).build().params) == set(plain)
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
 def test_live_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:

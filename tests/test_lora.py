@@ -168,11 +168,75 @@ def lora(*arguments: Any, **options: Any) -> None:
     rlx.lora(rlx.recipe_for(adapters.BASE), *arguments, **options).assemble().build()
 
 
+GPT2 = checkpoints.FIXTURES / "gpt2" / "bare_v4"
+
+
+def merged_projections() -> Any:
+    """GPT-2 with an adapter of its queries, keys and values, which are one weight `[in, out]`."""
+    return rlx.lora(rlx.recipe_for(GPT2), "layers.*.attn.c_attn", rank=2, alpha=3)
+
+
+def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
+    """One A for the three, and the rows of B that each has: the model is that of W + s (B A)ᵀ by hand; saved under the
+    names that PEFT has for a model with a head; and the weights that hold the adapter count before its files."""
+    rng, base = np.random.default_rng(1), numpy_reference.read_weights(GPT2)
+    pairs, width, changed = dict[str, Any](), base["h.0.attn.c_attn.weight"].shape[0], dict(base)
+    for key in [key for key in base if key.endswith("c_attn.weight")]:
+        a, b = rng.normal(size=(2, width)), rng.normal(size=(3 * width, 2))
+        stem = key.removesuffix(".weight")
+        pairs |= {f"{stem}.lora_A.weight": a.astype("f4"), f"{stem}.lora_B.weight": b.astype("f4")}
+        changed[key] = base[key] + 1.5 * (b.astype("f4").astype("f8") @ a.astype("f4").astype("f8")).T
+    model = rlx.compile(merged_projections(), {k: v.astype("f4") for k, v in base.items()} | pairs)
+    assert model.report().refusals == () and set(model.weights()) == {*base, *pairs} - set(model.flow.left_keys)  # type: ignore[attr-defined]
+    for key, value in rlx.merge_lora(model).items():
+        assert_close(value, changed[key], tolerance=1e-6)
+    tokens = load_record(GPT2)["tokens"]
+    want = rlx.compile(rlx.recipe_for(GPT2), {k: v.astype("f4") for k, v in changed.items()})(tokens)
+    assert_close(model(tokens), np.asarray(want))
+
+    rlx.save_lora(model, tmp_path / "mine")
+    assert {key.split(".lora")[0] for key in load_file(tmp_path / "mine" / WEIGHTS)} == {
+        f"base_model.model.transformer.h.{i}.attn.c_attn" for i in range(2)
+    }
+    assert json.loads((tmp_path / "mine" / CONFIG).read_text("utf-8"))["fan_in_fan_out"] is True
+    again = rlx.lora(rlx.recipe_for(GPT2), adapter=tmp_path / "mine")
+    from_files = again.assemble().build()
+    trained = {key: 2 * value if "lora_B" in key else value for key, value in model.weights().items()}
+    held = again.assemble().build(trained)
+    key = "h.0.attn.c_attn.lora_B.weight"
+    np.testing.assert_array_equal(from_files.source.read(key), pairs[key])
+    np.testing.assert_array_equal(held.source.read(key), 2 * pairs[key])
+
+
+def test_dropout_is_not_left_out_in_silence() -> None:
+    """What an adapter was trained with: inference has none, and training asks."""
+    with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and there is no dropout here"):
+        rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
+    flow = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
+    assert flow.no_training == ""
+
+
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no rank": (lambda: lora("layers.*.mlp"), errors.RequestError, "a pattern and a rank of at least 1"),
     "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank of at least 1.*up_proj' and 0"),
     "alpha": (lambda: lora("layers.*.mlp.up_proj", rank=2, alpha=-1), errors.RequestError, "alpha is -1"),
     "both": (lambda: lora("x", adapter=adapters.ADAPTER), errors.RequestError, "leave out the others"),
+    "dropout": (
+        lambda: lora("x", rank=2, dropout=0.1),
+        errors.UnsupportedError,
+        "dropout is 0.1; adapters train without",
+    ),
+    "two files": (lambda: lora(adapter=[adapters.ADAPTER] * 2), errors.RequestError, "one adapter at a time"),
+    "a part": (
+        lambda: rlx.lora(rlx.recipe_for(GPT2), "layers.*.attn.c_attn.q", rank=2).assemble().build(),
+        errors.GraphError,
+        r"is that of 'layers\.0\.attn\.c_attn\.k', 'layers\.0\.attn\.c_attn\.v' too: select all of them",
+    ),
+    "twice": (
+        lambda: rlx.compile(rlx.lora(merged_projections(), "**.c_attn", rank=3), missing="init", key=0),
+        errors.GraphError,
+        "has an adapter already, and several of one product are not built",
+    ),
     "no file": (lambda: lora(adapter=adapters.BASE), errors.MissingFileError, r"adapter_config\.json"),
     "several": (
         lambda: lora("layers.*.mlp", rank=2),
@@ -278,6 +342,12 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
             "AutoModelForCausalLM",
             {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"]},
         ),
+        (
+            "gpt2/scaled_v5",
+            "AutoModelForCausalLM",
+            {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"]},
+        ),
+        ("gpt2/bare_v4", "AutoModelForCausalLM", {"r": 3, "fan_in_fan_out": True, "target_modules": ["c_attn"]}),
         ("bert/bare_v5", "AutoModel", {"r": 2, "target_modules": ["query", "value"]}),
     ],
 )

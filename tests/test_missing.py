@@ -88,6 +88,51 @@ def test_a_config_alone_is_a_random_model() -> None:
         np.testing.assert_array_equal(np.asarray(value), np.asarray(again[name]))
 
 
+BERT = checkpoints.FIXTURES / "bert" / "bare_v5"
+VIT, CLIP = checkpoints.FIXTURES / "vision" / "vit", checkpoints.FIXTURES / "vision" / "dual" / "clip"
+
+
+def learned(directory: Any) -> Any:
+    """A recipe with a learned number behind every layer."""
+    stage = blocks.Custom(lambda emit, x: x * emit.param("new", (), init="ones"), "new")
+    return rlx.recipe_for(directory).after_layers([stage])
+
+
+OPENED: dict[str, Callable[..., Any]] = {
+    "load, causal": lambda **o: rlx.load(LLAMA, recipe=learned(LLAMA), **o),
+    "CausalLM": lambda **o: rlx.CausalLM(learned(LLAMA), **o),
+    "load, encoder": lambda **o: rlx.load(BERT, recipe=learned(BERT), **o),
+    "Encoder": lambda **o: rlx.Encoder(learned(BERT), **o),
+    "load, vision": lambda **o: rlx.load(VIT, recipe=learned(VIT), **o),
+    "VisionEncoder": lambda **o: rlx.VisionEncoder(learned(VIT), **o),
+    "load, dual": lambda **o: rlx.load(CLIP, recipe=learned(CLIP), **o),
+    "DualEncoder": lambda **o: rlx.DualEncoder(learned(CLIP).of("text"), learned(CLIP).of("vision"), **o),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if "load" in c else ()) for c in OPENED])
+def test_whatever_opens_a_model_draws_what_is_missing(case: str) -> None:
+    """As `compile` does; and refuses it without being asked."""
+    with pytest.raises(errors.MissingWeightError, match=r"'new'.*missing='init' draws it"):
+        OPENED[case]()
+    with pytest.raises(errors.RequestError, match="give both, or neither"):
+        OPENED[case](missing="init")
+    assert OPENED[case](missing="init", key=0).report().initialised == ("new",)
+
+
+@pytest.mark.slow
+def test_of_no_weights_an_encoder_draws_all() -> None:
+    """Also where two towers share them."""
+    config = rlx.recipe_for(CLIP).config
+    recipe = rlx.ClipFlow(config)
+    dual = rlx.DualEncoder(
+        recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), missing="init", key=0
+    )
+    assert set(dual.report().initialised) == set(recipe.shapes())
+    with pytest.raises(errors.RequestError, match="leave out 'missing', 'key', or give the flow"):
+        rlx.Encoder(dual.texts.model, missing="init", key=0)
+
+
 def test_weights_beside_others() -> None:
     """Those of another source stand beside the flow's own, or beside those that it is compiled with."""
     vector = np.full(HIDDEN, 0.5, "f4")

@@ -31,8 +31,18 @@ def count(printed: str, before: str) -> int:
     return int(re.findall(re.escape(before) + r"(\d+)", printed)[0])
 
 
+def share(printed: str, before: str) -> float:
+    """The percentage behind the first `before`."""
+    return float(re.findall(re.escape(before) + r"([\d.]+)%", printed)[0])
+
+
 CHECKS = {
     "train": lambda printed: float(re.findall(r"held out: ([\d.]+) nats per byte", printed)[-1]) <= 1.5,
+    "editing": lambda printed: (
+        share(printed, "right: ") >= 90
+        and share(printed, "dialect: ") <= 85
+        and share(printed.rpartition("right in the")[2], "dialect: ") >= 90
+    ),
     "generate": lambda printed: "<|im_start|>assistant" in printed and "LimitError" in printed,
     "devices": lambda printed: (
         printed.count("equal tokens") == 2
@@ -62,7 +72,7 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 
 def test_all_are_there() -> None:
-    names = {"devices", "generate", "retrieval", "tour", "train"}
+    names = {"devices", "editing", "generate", "retrieval", "tour", "train"}
     assert {path.stem for path in NOTEBOOKS} == set(CHECKS) == names
 
 

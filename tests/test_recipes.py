@@ -243,6 +243,20 @@ def test_edits_win_over_the_recipe() -> None:
     assert flow.profile == fusable
 
 
+@pytest.mark.parametrize("fixture, other", [("llama/mha_tied_sparse", {}), ("gpt2/bare_v4", {"prefix": "transformer"})])
+def test_a_recipe_is_that_of_the_weights_it_is_compiled_with(fixture: str, other: dict[str, str]) -> None:
+    """Under their prefix, and with a head that they have beside a tied embedding: as `recipe_for` opens them."""
+    own: Any = rlx.recipe_for(checkpoints.FIXTURES / fixture)
+    weights = numpy_reference.read_weights(checkpoints.FIXTURES / fixture)
+    table = weights["wte.weight" if other else "model.embed_tokens.weight"]
+    tied = dataclasses.replace(type(own)(own.config), **other)
+    assert tied.config.tie_word_embeddings
+    found = rlx.compile(tied, weights | {"lm_head.weight": 2 * table})
+    assert set(found.weights()) == {*weights, "lm_head.weight"} - set(own.assemble().left_keys)
+    tokens = load_record(checkpoints.FIXTURES / fixture)["tokens"]
+    assert_close(found(tokens), 2 * np.asarray(rlx.compile(own)(tokens)))
+
+
 def test_hooks_chain_and_recipes_are_values() -> None:
     """The default stage of a second layer hook is what the first returned; the recipe before is unchanged."""
     seen: list[tuple[int, str]] = []

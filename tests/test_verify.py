@@ -22,12 +22,13 @@ from rlx_jax.errors import (
     UnboundInputError,
 )
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Constant, Input, Node, Origin, Param, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Constant, Input, Mir, Node, Origin, Param, TypeCache, Value
 from rlx_jax.ir.graph import Graph as IrGraph
 from rlx_jax.ir.ops.pointwise import CastTo, Unary, Where
 from rlx_jax.ir.ops.shape import RepeatHeads
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.text import dump
+from rlx_jax.ir.traits import ELEMENTWISE
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import lower
@@ -168,3 +169,19 @@ def test_types_are_traced_once_in_a_process_for_each_formula(monkeypatch: pytest
     assert [TypeCache().infer(neg, (F,))[0].shape for _ in range(2)] == [(4, 8), (4, 8)] and len(traced) == 1
     monkeypatch.setattr(Unary, "traits", dataclasses.replace(Unary.traits, stored=False))
     assert TypeCache().infer(neg, (F,))[0].shape == (4, 8) and len(traced) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled(Mir):
+    """A number for each row, in its own dtype."""
+
+    traits = ELEMENTWISE
+
+    number: float
+
+    def eval(self, x: Any) -> Any:
+        return jnp.full((x.shape[0],), self.number)
+
+
+def test_attributes_that_are_equal_and_of_other_kinds_have_types_of_their_own() -> None:
+    assert [TypeCache().infer(Filled(n), (F,))[0].dtype.kind for n in (1, 1.0, True, 1)] == ["i", "f", "b", "i"]

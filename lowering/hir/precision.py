@@ -28,6 +28,7 @@ from rlx_jax.ir.graph import (
     Value,
     constant,
 )
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
@@ -100,7 +101,10 @@ def _agree(
     computed = {b.type(v).dtype for v, f, o in zip(inputs, floats, before, strict=True) if f and not _follows(o)}
     widens = isinstance(op, Mir) and op.traits.widens
     target = F32 if widens and F32 in computed else dtype
-    results = b.add(op, *_all_in(b, inputs, before, target))
+    operands = _all_in(b, inputs, before, target)
+    if isinstance(op, hir.Linear | FusedMatMulBiasAct) and op.f32_result:  # a bias is added to the product as it is
+        operands[2:] = _all_in(b, inputs[2:], before[2:], F32)
+    results = b.add(op, *operands)
     if widens and computed != {F32}:  # a JAX function may cast to f32 by itself
         return tuple(b(CastTo(dtype), r) if b.type(r).dtype == F32 else r for r in results)
     return results

@@ -113,10 +113,6 @@ class Cutting:
     def _kept(self, v: Value) -> bool:
         return self.levels[v.node] == REQUEST
 
-    def of_request(self, number: int) -> bool:
-        """Whether a node depends on what the request brings and on no token."""
-        return self.levels[number] == REQUEST
-
     def dropped(self, b: Builder, number: int, node: Node) -> tuple[Value, ...]:
         """What stands for a node of the request in `extend`: what regions are handed is never read there."""
         for v in (*self.graph.outputs, *(value for _, value in self.graph.writes)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ class DualEncoder:
         similarity: from `texts` `[texts, E]` and `images` `[batch, E]` to `[texts, batch]`; None: the cosine.
         tokenizer, processor: for strings and for images; `rlx_jax.load` brings the checkpoint's own.
         padding: as `Encoder` has it.
-        profile, mesh, strict, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
+        profile, mesh, strict, missing, key, progress: as `rlx_jax.compile` and `rlx_jax.load` have them.
     """
 
     loaded_from: LoadedFrom | None = None  # the checkpoint, of what `rlx_jax.load` opened
@@ -54,12 +54,15 @@ class DualEncoder:
         profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
+        missing: Literal["error", "init"] = "error",
+        key: jax.Array | int | None = None,
         progress: Progress | None = None,
     ) -> None:
         flows = [texts, images] + ([] if similarity is None else [similarity])
         opened = open_programs(
-            flows, weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh
-        )
+            flows, weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh,
+            missing=missing, key=key,
+        )  # fmt: skip
         first, second, *third = finish_models(opened).values()
         self.texts = Encoder(first, tokenizer=tokenizer, padding=padding)
         pooled_width(first)  # or it says what is missing

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -76,6 +76,7 @@ class Encoder:
         padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
             None: no token reads padding.
         max_positions: the longest sequence the model knows, in tokens.
+        missing, key: as in `rlx_jax.compile`.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
@@ -93,11 +94,14 @@ class Encoder:
         profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
+        missing: Literal["error", "init"] = "error",
+        key: jax.Array | int | None = None,
         max_positions: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.model, self.vocab_size = open_token_model(
-            flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward",)
+            flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward",),
+            missing=missing, key=key,
         )  # fmt: skip
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ class VisionEncoder:
         flow: a `ModelFlow` whose first input is the pixel values, or a recipe; or a compiled model, whose programs it
             shares.
         processor: makes pixel values of images, for `embed`; `rlx_jax.load` brings the checkpoint's own.
+        missing, key: as in `rlx_jax.compile`.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
     """
 
@@ -55,17 +56,20 @@ class VisionEncoder:
         profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
+        missing: Literal["error", "init"] = "error",
+        key: jax.Array | int | None = None,
         progress: Progress | None = None,
     ) -> None:
         if not isinstance(processor, ImageProcessor | None):
             raise RequestError(f"processor is {shown(processor)}; expected an ImageProcessor")
         if isinstance(flow, CompiledModel):
-            check_untouched(flow, weights, profile, mesh, strict, progress, None)
+            check_untouched(flow, weights, profile, mesh, strict, progress, None, missing, key)
             self.model = flow
         else:
             opened = open_programs(
-                [flow], weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh
-            )
+                [flow], weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh,
+                missing=missing, key=key,
+            )  # fmt: skip
             (self.model,) = finish_models(opened).values()
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)

@@ -54,7 +54,7 @@ class CausalLM:
 
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
-        weights: as in `rlx_jax.compile`.
+        weights, missing, key: as in `rlx_jax.compile`.
         tokenizer: for strings; `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.
         eos_ids: tokens that end a row.
@@ -73,6 +73,8 @@ class CausalLM:
         profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
+        missing: Literal["error", "init"] = "error",
+        key: jax.Array | int | None = None,
         max_positions: int | None = None,
         eos_ids: int | Sequence[int] = (),
         bos_id: int | None = None,
@@ -80,7 +82,7 @@ class CausalLM:
     ) -> None:
         self.model, self.vocab_size = open_token_model(
             flow, weights, profile, mesh, strict, progress, max_positions,
-            programs=("forward", *CACHED_PROGRAMS), inputs=True,
+            programs=("forward", *CACHED_PROGRAMS), inputs=True, missing=missing, key=key,
         )  # fmt: skip
         check_logits(self.model, self.vocab_size)
         self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)

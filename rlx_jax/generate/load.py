@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
+
+import jax
 
 from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.dual import DualEncoder
@@ -33,6 +35,8 @@ def load(
     dtype: Any = None,
     strict: bool = True,
     recipe: ModelRecipe | None = None,
+    missing: Literal["error", "init"] = "error",
+    key: jax.Array | int | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
@@ -51,6 +55,8 @@ def load(
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
+        missing, key: as `rlx_jax.compile` has them: what the checkpoint has not, such as the weights of new blocks of
+            `recipe`, is an error, or drawn.
         progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
             `progress("download model.safetensors", bytes, bytes in all)`, of shards `"download 4 files"`, and
             `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
@@ -62,8 +68,8 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    own_options = ("revision", "token", "subfolder", "profile", "mesh", "dtype", "strict", "recipe", "progress")
-    check_options("load", options, own_options)
+    names = "revision token subfolder profile mesh dtype strict recipe missing key progress".split()
+    check_options("load", options, names)
     root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
@@ -83,6 +89,7 @@ def load(
         )
         profile = chosen.replace(precision={"compute": dtype})
     common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
+    common |= {"missing": missing, "key": key}
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
     opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs)

@@ -162,8 +162,10 @@ class Mir(Op):
         self.check(*operands)
         if not self.traits.stored:  # it may hold a user's function
             return _types_of_eval(self, operands)
+        names = getattr(self, "__dataclass_fields__", ())
+        kinds = tuple(type(getattr(self, name)) for name in names)  # 1, 1.0 and True are equal
         wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        return _known_types(self, operands, type(self).eval, bool(wide))
+        return _known_types(self, kinds, operands, type(self).eval, bool(wide))
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
@@ -185,10 +187,11 @@ def _types_of_eval(op: Mir, operands: tuple[TensorType, ...]) -> tuple[TensorTyp
 
 @functools.lru_cache(2**14)
 def _known_types(
-    op: Mir, operands: tuple[TensorType, ...], formula: Callable[..., Any], wide: bool
+    op: Mir, kinds: tuple[type, ...], operands: tuple[TensorType, ...], formula: Callable[..., Any], wide: bool
 ) -> tuple[TensorType, ...]:
     """`_types_of_eval` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
-    longer than everything else that is done for it. `formula` and `wide` are what the answer depends on beside them."""
+    longer than everything else that is done for it. `kinds` of the attributes, `formula` and `wide` tell apart what
+    has other types."""
     return _types_of_eval(op, operands)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
@@ -26,7 +25,6 @@ from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Valu
 from rlx_jax.ir.ops import OPS
 
 GROUP = "rlx_jax.plugins"
-NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Opens(Protocol):

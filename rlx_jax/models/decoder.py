@@ -29,7 +29,7 @@ from rlx_jax.blocks import (
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.hooks import METHODS, Hooked, Hooks
+from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -98,7 +98,7 @@ QWEN3 = LayerForm(Qwen3DecoderSpec.of, qwen3_prefill_layer_fused, qwen3_prefill_
 
 
 @dataclass(frozen=True)
-class CausalFlow(Generic[A]):
+class CausalFlow(HookMethods, Generic[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
     A family's recipe is this class with a name and the class of its config, and `spec`, `stage`, `shapes`, `assemble`.
@@ -127,8 +127,7 @@ class CausalFlow(Generic[A]):
     hooks: Hooks = Hooks()
 
     config_type: ClassVar[type[CausalConfig]]
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
+    outer: ClassVar[str] = ""  # what names of modules begin with in PEFT's files, where keys of checkpoints need not
 
     def __post_init__(self) -> None:
         check_recipe(self)
@@ -152,8 +151,16 @@ class CausalFlow(Generic[A]):
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
     def stored_in(self, source: WeightSource) -> Self:
-        """The recipe for how a checkpoint stores its weights, such as under a prefix."""
-        return self
+        """The recipe for how a checkpoint stores its weights, such as under a prefix. A head that is stored beside a
+        tied embedding is the head: it may differ, and comparing would read data."""
+        if not (self.config.tie_word_embeddings and source.has(HEAD)):
+            return self
+        config: Any = self.config
+        return replace(self, config=replace(config, tie_word_embeddings=False))
+
+    def reads(self, source: WeightSource) -> WeightSource:
+        """A checkpoint's weights as the recipe reads them: what is packed in a way of its own is unpacked."""
+        return source
 
     def spec(self, index: int = 0) -> Any:
         """The spec of layer `index`: what a layer hook sees."""
@@ -275,6 +282,7 @@ def decoder_flow(
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
         .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*leave, *unread))
+        .read_through(recipe.reads)
         .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)

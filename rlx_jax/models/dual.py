@@ -12,7 +12,7 @@ from rlx_jax.blocks import Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, ModelConfig, check_recipe
-from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, specs_of
 from rlx_jax.weights.source import WeightSource
@@ -65,7 +65,7 @@ C = TypeVar("C", bound=DualConfig[Any, Any])
 
 
 @dataclass(frozen=True)
-class DualFlow(Generic[C]):
+class DualFlow(HookMethods, Generic[C]):
     """The recipe. Inputs: `pixel_values` `[batch, channels, height, width]`, `input_ids` `[texts, seq]`, and optionally
     `attention_mask` (1 keeps a key) and `position_ids`. Outputs: `logits_per_text` `[texts, batch]`, and `text_embeds`
     and `image_embeds`, vectors of unit length.
@@ -88,8 +88,6 @@ class DualFlow(Generic[C]):
 
     config_type: ClassVar[type[DualConfig[Any, Any]]] = DualConfig
     bias: ClassVar[bool] = False
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     def __post_init__(self) -> None:
         check_recipe(self)

@@ -15,7 +15,7 @@ import numpy as np
 from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
-from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
@@ -49,7 +49,7 @@ E = TypeVar("E", bound=EncoderConfig)
 
 
 @dataclass(frozen=True)
-class EncoderFlow(Generic[E]):
+class EncoderFlow(HookMethods, Generic[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally those in `optional`, such as
     `attention_mask` (1 keeps a key). Output: `hidden_states` `[batch, seq, hidden]`; of a family that pools, `pooled`
     besides, one vector for each row.
@@ -81,8 +81,6 @@ class EncoderFlow(Generic[E]):
         ("position_ids", POSITIONS),
     )
 
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
-
     def __post_init__(self) -> None:
         check_recipe(self)
 
@@ -96,8 +94,9 @@ class EncoderFlow(Generic[E]):
 
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe under the prefix that a checkpoint's keys have."""
-        found = (prefix for prefix in self.prefixes if source.has(f"{prefix}.{self.embedding}"))
-        return replace(self, prefix=next(found, ""))
+        prefixes = (*self.prefixes, "")
+        found = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
+        return replace(self, prefix=next(found, self.prefix))
 
     @property
     def max_positions(self) -> int:

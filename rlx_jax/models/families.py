@@ -47,7 +47,7 @@ from rlx_jax.models import (
 )
 from rlx_jax.models.checked import checked
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.models.decoder import HEAD, CausalFlow
+from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow
@@ -82,12 +82,9 @@ class Family:
         """A decoder-only family."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            c: Any = recipe.config_type.from_hf(config)
-            # A head that is stored beside a tied embedding is the head: it may differ, and comparing would read data.
-            if c.tie_word_embeddings and source.has(HEAD):
-                c = replace(c, tie_word_embeddings=False)
-            made = recipe(c).stored_in(source)
-            bound = replace(made, weights=checked(source, made.shapes(), made))
+            made = recipe(recipe.config_type.from_hf(config)).stored_in(source)
+            c = made.config
+            bound = replace(made, weights=checked(made.reads(source), made.shapes(), made))
             return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
 
         return Family(opener, architectures)
@@ -147,11 +144,6 @@ def _qwen35(config: Fields, source: WeightSource) -> Pretrained:
     return FAMILIES["qwen3_5_text"].open(*qwen35.TEXT.of(config, source))
 
 
-def _gpt_oss(config: Fields, source: WeightSource) -> Pretrained:
-    """gpt-oss, whose experts may be MXFP4."""
-    return Family.decoder(gpt_oss.GptOssFlow).open(config, gpt_oss.unpacked(config, source))
-
-
 def _flux2(config: Fields, source: WeightSource) -> Pretrained:
     recipe = flux2.Flux2Flow(flux2.Flux2Config.from_hf(config))
     return Pretrained(replace(recipe, weights=checked(source, recipe.shapes(), recipe)), "denoiser", 0, 0)
@@ -179,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
     "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
     "mamba2": Family.decoder(mamba2.Mamba2Flow, "Mamba2ForCausalLM"),
-    "gpt_oss": Family(_gpt_oss, ("GptOssForCausalLM",)),
+    "gpt_oss": Family.decoder(gpt_oss.GptOssFlow, "GptOssForCausalLM"),
     "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
     "bert": Family.encoder(bert.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
     "roberta": Family.encoder(roberta.RobertaFlow, *tasks("Roberta")),

@@ -11,7 +11,6 @@ import numpy as np
 
 from rlx_jax.blocks import BlockStage, Repeat, stream_id
 from rlx_jax.blocks.flux2 import (
-    MODULATIONS,
     Flux2BlockSpec,
     Flux2Conditioning,
     Flux2DoubleBlock,
@@ -23,7 +22,7 @@ from rlx_jax.blocks.flux2 import (
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
-from rlx_jax.models.hooks import METHODS, HookedLayers, Hooks
+from rlx_jax.models.hooks import HookedLayers, HookMethods, Hooks
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
@@ -101,7 +100,7 @@ def _axes(c: Fields) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Flux2Flow:
+class Flux2Flow(HookMethods):
     """The recipe. Inputs, named as in diffusers: `hidden_states` `[batch, image, in_channels]`, `encoder_hidden_states`
     `[batch, text, joint_attention_dim]`, `timestep` `[batch]` (0 … 1), `img_ids` `[image, axes]` and `txt_ids`
     `[text, axes]` integers, with an axis of rows in front or none (of several rows the first counts), and where the
@@ -122,8 +121,6 @@ class Flux2Flow:
     text: int | None = None
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
@@ -204,10 +201,7 @@ def weight_specs(config: Flux2Config, dtype: Any = np.float32) -> dict[str, jax.
         "norm_out.linear.weight": (2 * h, h),
         "proj_out.weight": (c.patch_size**2 * c.out_channels, h),
     }
-    for name in ("timestep", *["guidance"] * c.guidance_embeds):
-        key = f"time_guidance_embed.{name}_embedder"
-        shapes |= {f"{key}.linear_1.weight": (h, c.timestep_guidance_channels), f"{key}.linear_2.weight": (h, h)}
-    shapes |= {f"{key}.linear.weight": (count * h, h) for key, count in MODULATIONS.values()}
+    shapes |= Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds).shapes()
     for kind, count in (("double", c.num_layers), ("single", c.num_single_layers)):
         block = c.block(kind).shapes()
         shapes |= {f"{BLOCKS[kind]}.{i}.{key}": shape for i in range(count) for key, shape in block.items()}

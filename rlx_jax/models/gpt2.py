@@ -84,9 +84,12 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     prefix: str = "transformer"
 
     config_type = Gpt2Config
+    outer: ClassVar[str] = "transformer."
 
     def stored_in(self, source: WeightSource) -> Self:
-        return replace(self, prefix="transformer" if source.has("transformer.wte.weight") else "")
+        made = super().stored_in(source)
+        others = (replace(made, prefix=prefix) for prefix in ("transformer", ""))
+        return next((other for other in others if source.has(other._key("wte.weight"))), made)
 
     def spec(self, index: int = 0) -> Gpt2LayerSpec:
         c = self.config

@@ -22,7 +22,7 @@ from rlx_jax.models.decoder_config import (
     window_at,
 )
 from rlx_jax.models.mixture import experts_of
-from rlx_jax.weights.mxfp4 import Mxfp4Source
+from rlx_jax.weights.mxfp4 import unpacked
 from rlx_jax.weights.source import WeightSource
 
 THETA = 150000.0
@@ -52,7 +52,7 @@ class GptOssConfig(DecoderConfig):
         common = common_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, head_dim=64)
         common["rms_norm_eps"] = c.real("rms_norm_eps", cls.rms_norm_eps)
         c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-        is_packed(c)
+        check_packing(c)
         rope, layers = _rope(c, common), common["num_hidden_layers"]
         return cls(
             **common,
@@ -85,26 +85,24 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
 
     config_type = GptOssConfig
 
+    def reads(self, source: WeightSource) -> WeightSource:
+        """The weights of a checkpoint as numbers: those of experts may be MXFP4."""
+        return unpacked(source)
 
-def unpacked(config: Fields, source: WeightSource) -> WeightSource:
-    """The weights of a checkpoint as numbers: those of experts may be MXFP4."""
-    return Mxfp4Source(source) if is_packed(config) else source
 
-
-def is_packed(c: Fields) -> bool:
-    """Whether `quantization_config` says that experts are MXFP4.
+def check_packing(c: Fields) -> None:
+    """Hold `quantization_config` against what is unpacked: MXFP4, which its weights show by their keys.
 
     Raises:
         UnsupportedError: another way to quantise.
     """
     group = c.group("quantization_config")
     if group is None:
-        return False
+        return
     method = group.text("quant_method", "")
     if method != "mxfp4":
         raise UnsupportedError(f"{group.where}: field 'quant_method' is {quote(method)}; supported is mxfp4")
     group.finish(("modules_to_not_convert", "dequantize"))
-    return True
 
 
 def _rope(c: Fields, common: CommonFields) -> ScaledRope:

@@ -1,9 +1,8 @@
 """Hooks: how a user changes what a recipe assembles, without touching the family's file.
 
-A recipe is a frozen dataclass that holds `Hooks` and takes the methods of this module as its own:
+A recipe is a frozen dataclass that inherits `HookMethods` and holds `Hooks`:
 
     hooks: Hooks = Hooks()
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
 Its `assemble` applies them: `hooks.profile` and the weights at the start, so that edits may change them,
 `hooks.stack(...)` where the layers stand, `hooks.edit` before the head. Every method returns a changed copy.
@@ -12,7 +11,7 @@ Its `assemble` applies them: `hooks.profile` and the weights at the start, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -22,6 +21,7 @@ from rlx_jax.blocks.control import check_stages
 from rlx_jax.errors import GraphError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.trace.declared import Init, WeightDecl
 from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.selecting import BlockPattern
 
@@ -173,5 +173,32 @@ def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
     return SelectedBlocks(BlockPattern(pattern), lambda edit: add_patch(recipe, WithBlocks(edit)))
 
 
-METHODS = (on_layer, add_before, add_after, add_after, add_patch, set_profile, set_profile_near, select_blocks)
-"""In the order in which a recipe names them; `after` is short for `after_layers`."""
+@dataclass(frozen=True)
+class WithParam:
+    """The edit of a flow that says of weights what their stages do not. A class, so that a recipe with it can be
+    pickled."""
+
+    decl: WeightDecl
+
+    def __call__(self, flow: ModelFlow) -> ModelFlow:
+        return replace(flow, declared=(*flow.declared, self.decl))
+
+
+def declare_param(recipe: R, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> R:
+    """Say of the weights whose checkpoint keys match a glob their shape, how they are drawn, or both: see
+    `ModelFlow.param`."""
+    return add_patch(recipe, WithParam(WeightDecl.of(pattern, shape, init)))
+
+
+class HookMethods:
+    """The methods of every recipe that holds `hooks`. One more hook is one more row here; recipes stay as they are."""
+
+    layer = on_layer
+    before_layers = add_before
+    after_layers = add_after
+    after = add_after
+    patch_flow = add_patch
+    profile = set_profile
+    profile_near = set_profile_near
+    at = select_blocks
+    param = declare_param

@@ -6,34 +6,59 @@ B stand in the block of the product that they change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.blocks.lora import Adapter, LoraLinear
-from rlx_jax.errors import RequestError, WeightError, listing, shown
+from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
+from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
-from rlx_jax.models.lora_files import AdapterSizes, open_adapter, write_adapter
+from rlx_jax.models.lora_files import PARTS, AdapterSizes, open_adapter, write_adapter
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.trace.selecting import BlockPattern, BlocksReading
+from rlx_jax.trace.selecting import BlockPattern, BlocksReading, ProductsIn
+from rlx_jax.weights.beside import SpareSource
+from rlx_jax.weights.renamed import RenamedSource
+from rlx_jax.weights.source import WeightSource
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class WithWeights:
-    """The edit of a flow that puts weights beside its own. A class, so that a recipe with it can be pickled."""
+class WithAdapter:
+    """The edit of a flow that puts an adapter's files beside its weights, and the products beside theirs. A class, so
+    that a recipe with it can be pickled."""
 
-    source: Any
+    sizes: AdapterSizes
+    source: WeightSource
+    no_training: str = ""  # why it cannot be trained as it was, where it cannot
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
-        return flow.add_weights(self.source)
+        flow = replace(flow, no_training=self.no_training or flow.no_training)
+        names = self._names(flow)
+        own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
+        flow = flow.add_weights(SpareSource(RenamedSource(self.source, own)))
+        for (size, scale), modules in self.sizes.groups().items():
+            keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
+            flow = WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale, names)))(flow)
+        return flow
+
+    def _names(self, flow: ModelFlow) -> ModuleNames:
+        """The flow's checkpoint may be that of the bare model while the adapter is of one with a head, or the other way
+        round."""
+        first, known = next(iter(self.sizes.ranks)), flow.weights
+        inner = first.partition(".")[2]
+        if known is None or known.has(f"{first}.weight"):
+            return ModuleNames()
+        if known.has(f"{inner}.weight"):
+            return ModuleNames(outer=first.removesuffix(inner))
+        longer = next((key for key in known.keys() if key.endswith(f".{first}.weight")), f"{first}.weight")
+        return ModuleNames(stored=longer.removesuffix(f"{first}.weight"))
 
 
 def lora(
@@ -43,6 +68,7 @@ def lora(
     rank: int | None = None,
     alpha: float | None = None,
     rslora: bool = False,
+    dropout: float | None = None,
     adapter: Any = None,
 ) -> R:
     """A recipe or flow with LoRA adapters: new ones where `pattern` matches, or those of PEFT's files.
@@ -55,20 +81,27 @@ def lora(
         rank: of new adapters.
         alpha: s is alpha / rank; rank by default, so that s is 1.
         rslora: s is alpha / √rank (Kalajdzievski 2023).
-        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`, which say all the rest.
+        dropout: there is none here, and another number than 0 is refused. Files that say `lora_dropout` are for
+            inference, and train on without it where this is 0.
+        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`, which say all the rest. A
+            checkpoint that has the adapter's weights itself counts before its files.
 
     Raises:
         RequestError: options that contradict. ConfigError, UnsupportedError: the files ask for what there is not.
     """
+    if dropout not in (None, 0) or isinstance(dropout, bool):
+        raise UnsupportedError(f"lora: dropout is {shown(dropout)}; adapters train without: leave it out")
     if adapter is not None:
+        if isinstance(adapter, list | tuple | dict):
+            raise RequestError(f"lora: one adapter at a time, the path of a directory; got {shown(adapter)}")
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
             raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
         sizes, source = open_adapter(adapter)
-        edits: list[Edit] = [WithWeights(source)]
-        for (size, scale), modules in sizes.groups().items():
-            keys = frozenset(f"{module}.weight" for module in modules)
-            edits.append(WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale))))
-        return _patched(recipe, edits)
+        left = ""
+        if sizes.dropout and dropout is None:
+            said = f"the adapter says lora_dropout {sizes.dropout:g}"
+            left = f"{said}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
+        return _patched(recipe, WithAdapter(sizes, source, left))
     if pattern is None or type(rank) is not int or rank < 1:
         raise RequestError(
             f"lora: a pattern and a rank of at least 1, or adapter=; got {shown(pattern)} and {shown(rank)}"
@@ -76,15 +109,16 @@ def lora(
     if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0):
         raise RequestError(f"lora: alpha is {shown(alpha)}; expected a number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
-    return _patched(recipe, [WithBlocks(BlockEdit(BlockPattern(pattern), LoraLinear(rank, float(scale))))])
+    products = ProductsIn(BlockPattern(pattern))
+    names = ModuleNames(outer=getattr(recipe, "outer", ""))
+    return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(rank, float(scale), names))))
 
 
-def _patched(recipe: R, edits: Sequence[Edit]) -> R:
+def _patched(recipe: R, edit: Edit) -> R:
     made: Any = recipe
-    for edit in edits:
-        made = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
-    found: R = made
-    return found
+    found: Any = edit(made) if isinstance(made, ModelFlow) else add_patch(made, edit)
+    changed: R = found
+    return changed
 
 
 # -- what a model has of them --------------------------------------------------------------------
@@ -104,7 +138,7 @@ class _Noting:
 
 
 def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
-    """Every product with an adapter.
+    """Every weight with an adapter.
 
     Raises:
         RequestError: the model has none.
@@ -119,7 +153,7 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
     if not notes or not isinstance(flow, ModelFlow):
         raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
     replace(flow, block_edits=tuple(edits)).build(model.programs.source)
-    return tuple(adapter for note in notes for adapter in note.found)
+    return tuple(dict.fromkeys(adapter for note in notes for adapter in note.found))  # of several parts one
 
 
 def _compiled(model: Any, what: str) -> CompiledModel:
@@ -181,5 +215,10 @@ def save_lora(model: Any, path: Any, *, overwrite: bool = False) -> None:
     weights = model.weights()
     ranks = {adapter.module: int(weights[adapter.a].shape[0]) for adapter in adapters}
     scales = {adapter.module: adapter.scale for adapter in adapters}
-    arrays = {key: weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
-    write_adapter(path, AdapterSizes(ranks, scales), arrays, overwrite)
+    arrays = {
+        adapter.module + part: weights[key]
+        for adapter in adapters
+        for part, key in zip(PARTS, (adapter.a, adapter.b), strict=True)
+    }
+    turned = all(adapter.contract == 0 for adapter in adapters)
+    write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite)

@@ -28,7 +28,7 @@ PARTS = (".lora_A.weight", ".lora_B.weight")
 
 INERT = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
-    "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core "
+    "exclude_modules fan_in_fan_out layers_to_transform layers_pattern megatron_core "
     "loftq_config qalora_group_size runtime_config"
 ).split()
 """Which modules have an adapter, the names of its tensors say; what training dropped and whence a base model came has
@@ -55,6 +55,8 @@ class AdapterSizes:
 
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
+    turned: bool = False  # the weights beside them are `[in, out]`, PEFT's `fan_in_fan_out`
+    dropout: float = 0.0  # that it was trained with
 
     def groups(self) -> dict[tuple[int, float], list[str]]:
         """The modules by both."""
@@ -79,6 +81,7 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     fields.choice("peft_type", "", {"LORA": ""})
     rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
     ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+    dropout = fields.real("lora_dropout", 0.0, above=False)
     fields.finish(INERT, ONLY)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
@@ -89,7 +92,7 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
             raise ConfigError(f"{where}: of {quote(module)} the rank is {said:g}, and its tensors have {got}")
         scales[module] = _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
     names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in found for part in PARTS}
-    return AdapterSizes(found, scales), RenamedSource(source, names)
+    return AdapterSizes(found, scales, dropout=dropout), RenamedSource(source, names)
 
 
 def _pattern(fields: Fields, name: str) -> dict[str, float]:
@@ -161,6 +164,7 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
         "use_rslora": False,
         "lora_dropout": 0.0,
         "bias": "none",
+        "fan_in_fan_out": sizes.turned,
         "target_modules": sorted(sizes.ranks),
     }
     values = {key: np.asarray(array) for key, array in arrays.items()}

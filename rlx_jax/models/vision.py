@@ -24,7 +24,7 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, ModelConfig, check_recipe
 from rlx_jax.models.encoder import POOLED
-from rlx_jax.models.hooks import METHODS, Hooks
+from rlx_jax.models.hooks import HookMethods, Hooks
 from rlx_jax.weights.source import WeightSource
 
 WeightShapes = dict[str, tuple[int, ...]]
@@ -109,7 +109,7 @@ C = TypeVar("C", bound=VisionConfig)
 
 
 @dataclass(frozen=True)
-class VisionFlow(Generic[C]):
+class VisionFlow(HookMethods, Generic[C]):
     """The recipe. Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor
     makes them. Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image.
 
@@ -133,8 +133,6 @@ class VisionFlow(Generic[C]):
     config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
-
-    layer, before_layers, after_layers, after, patch_flow, profile, profile_near, at = METHODS
 
     def __post_init__(self) -> None:
         check_recipe(self)

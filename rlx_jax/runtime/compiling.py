@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
@@ -53,7 +53,8 @@ def compile(
         strict: weights that nothing reads are an error.
         missing: a weight that the source has not is an `"error"`, or `"init"`: it is drawn, as its stage says (`init=`)
             or as `CompiledModel.init` does, and `report().initialised` names it. Its shape has to be known: that of a
-            norm or a bias is, other stages take `shape=`. Without any weights all are drawn.
+            norm or a bias is, and so are those of whole layers but for the width of their MLP; `flow.param(key,
+            shape=…)` says others. Without any weights all are drawn.
         key: what they are drawn with: a seed, or a key of `jax.random`.
 
     Raises:
@@ -65,9 +66,6 @@ def compile(
         [flow], weights, profile, strict, merge=False, program=program, mesh=mesh, missing=missing, key=key
     )
     (model,) = finish_models(programs, program).values()
-    if missing == "init" and key is not None and model.params is None:
-        programs.initialised = tuple(model.template().built.params)
-        model = model.replace(params=model.init(key))
     return model
 
 
@@ -99,7 +97,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     if not programs.layout.leaves:
         return {name: model.replace(params={}) for name, model in models.items()}
     if not has_data(programs):
-        return models
+        return models if programs.seed is None else all_drawn(models, programs)
     chosen, here = programs.settings.device.name, running_device()
     if chosen not in (here.name, here.kind):
         message = f"fusion.target is {chosen!r}, and JAX runs on {here.name!r}: chosen for the one, run on the other"
@@ -117,6 +115,14 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
             given_up.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
+
+
+def all_drawn(models: Mapping[str, CompiledModel], programs: Programs) -> dict[str, CompiledModel]:
+    """The models over parameters that are all drawn, where they are to lie."""
+    assert programs.seed is not None
+    (model,) = models.values()  # of several flows each was drawn before
+    programs.initialised = tuple(model.template().built.params)
+    return {model.name: model.replace(params=model.init(programs.seed))}
 
 
 def has_data(programs: Programs) -> bool:

@@ -39,12 +39,13 @@ def drawing(flow: Buildable) -> Buildable:
 
 
 def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:
-    """The weights that a source has no numbers of, by key; none where there is no source, or one of shapes alone: those
-    of the whole model are drawn where they are to lie."""
+    """The weights that a source has no numbers of, by key; none where there is one flow and no source, or one of shapes
+    alone: those of the whole model are drawn where they are to lie."""
     found: dict[str, jax.Array] = {}
+    several = len(builts) > 1
     for built in builts:
         lacking = {name for name in built.params if not has_numbers(built.source, name)} - set(found)
-        if lacking and built.source is not None and not shapes_only(built.source):
+        if lacking and (several or not (built.source is None or shapes_only(built.source))):
             graph = expand_composites(built.hir, built.types)
             found |= initial_weights(graph, lacking, key, built.inits)
     return found

@@ -18,7 +18,17 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.compiler.meshes import divide_model
 from rlx_jax.compiler.pipeline import Template, facts_of, make_template
 from rlx_jax.compiler.settings import Settings, check_inputs, choose_profile, choose_settings, divided
-from rlx_jax.errors import GraphError, ProfileError, RequestError, RlxWarning, UnexpectedWeightError, listing, shown
+from rlx_jax.errors import (
+    GraphError,
+    ProfileError,
+    RequestError,
+    RlxWarning,
+    UnexpectedWeightError,
+    UnsupportedError,
+    listing,
+    shown,
+)
+from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
@@ -27,6 +37,7 @@ from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.drawing import check_missing, draw_lacking, drawing
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.weights.beside import with_drawn
+from rlx_jax.weights.source import open_weights
 
 
 def open_programs(
@@ -59,7 +70,13 @@ def open_programs(
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
     seed = check_missing(missing, key)
-    named = by_name([as_flow(flow) if seed is None else drawing(as_flow(flow)) for flow in flows])
+    if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
+        weights = open_weights(weights)
+    made = [as_flow(flow, weights) for flow in flows]
+    if program == "train":
+        for flow in made:
+            refuse_untrained(flow)
+    named = by_name([flow if seed is None else drawing(flow) for flow in made])
     builds = build_flows(named, weights)
     fresh: dict[str, jax.Array] = {}
     if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
@@ -76,7 +93,7 @@ def open_programs(
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
     programs.opened = merge, program
-    programs.initialised = tuple(fresh)
+    programs.initialised, programs.seed = tuple(fresh), seed
     warn_without_effect(
         [
             facts_of(t, choose_profile(t.built, profile), plan.settings, serves or (program,), bool(serves))
@@ -164,8 +181,19 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def as_flow(flow: Any) -> Buildable:
-    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built."""
+def refuse_untrained(flow: Buildable) -> None:
+    """A flow is not trained where its training has something that there is not, such as dropout.
+
+    Raises:
+        UnsupportedError: why.
+    """
+    if isinstance(flow, ModelFlow) and flow.no_training:
+        raise UnsupportedError(f"{flow.name}: training: {flow.no_training}")
+
+
+def as_flow(flow: Any, weights: Weights = None) -> Buildable:
+    """What to build, from a ModelFlow, a GraphModule, a recipe, a zero-argument function or a Built. A recipe is that
+    for how `weights` are stored, where it is compiled with some: under a prefix, with a head beside its embedding."""
     if isinstance(flow, Buildable):
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
@@ -177,7 +205,8 @@ def as_flow(flow: Any) -> Buildable:
             f"{flow.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
         )
     if callable(getattr(flow, "assemble", None)):
-        return as_flow(flow.assemble())
+        fits = weights is not None and callable(getattr(flow, "stored_in", None))
+        return as_flow((flow.stored_in(weights) if fits else flow).assemble())
     if callable(flow):
         return as_flow(flow())
     raise GraphError(

@@ -141,6 +141,7 @@ class Programs:
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
         self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
+        self.seed: jax.Array | None = None  # what they are drawn with
         self.opened = (False, "forward")  # whether for requests, whose weights are merged; and for which program
         making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
         self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)

@@ -38,10 +38,12 @@ def open_token_model(
     max_positions: int | None,
     programs: tuple[str, ...],
     inputs: bool = False,
+    missing: str = "error",
+    key: Any = None,
 ) -> tuple[CompiledModel, int]:
     """Compile a flow with merged projections; the model, which takes `max_positions` tokens, and its vocabulary size.
     Requests run `programs`, and with `inputs` bring what the flow reads beside tokens. A model that is compiled already
-    stays as it is, with all its programs.
+    stays as it is, with all its programs. `missing`, `key`: as `rlx_jax.compile` has them.
 
     Raises:
         RequestError: an argument that a compiled model has its own of.
@@ -51,12 +53,12 @@ def open_token_model(
     if max_positions is not None:
         max_positions = whole_number("max_positions", max_positions, 1)
     if isinstance(flow, CompiledModel):
-        check_untouched(flow, weights, profile, mesh, strict, progress, max_positions)
+        check_untouched(flow, weights, profile, mesh, strict, progress, max_positions, missing, key)
         model = flow if flow.program == "forward" else replace(flow, program="forward", last=None)
     else:
         opened = open_programs(
             [flow], weights, profile, strict, merge=True, progress=progress, max_positions=max_positions,
-            serves=programs, mesh=mesh,
+            serves=programs, mesh=mesh, missing=missing, key=key,
         )  # fmt: skip
         (model,) = finish_models(opened).values()
     ids = model.flow.inputs[0].name
@@ -79,14 +81,16 @@ def open_token_model(
 
 
 def check_untouched(
-    model: CompiledModel, weights: Any, profile: Any, mesh: Any, strict: Any, progress: Any, max_positions: Any
-) -> None:
+    model: CompiledModel, weights: Any, profile: Any, mesh: Any, strict: Any, progress: Any, max_positions: Any,
+    missing: Any, key: Any,
+) -> None:  # fmt: skip
     """Nothing is asked of a compiled model that was settled when it was compiled.
 
     Raises:
         RequestError: names the arguments.
     """
     asked = {"weights": weights, "profile": profile, "mesh": mesh, "progress": progress, "max_positions": max_positions}
+    asked |= {"missing": None if missing == "error" else missing, "key": key}
     given = [name for name, value in asked.items() if value is not None] + ["strict"] * (strict is not True)
     if given:
         raise RequestError(f"{model.name} is compiled already: leave out {listing(given)}, or give the flow itself")

@@ -242,7 +242,7 @@ class Attending(Ops[V]):
         extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
         of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
         extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
-        own = [] if sinks is None else [self._sinks(sinks)]
+        own = [] if sinks is None else [self._sinks(sinks, heads)]
         op = hir.Attention(
             heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead, bias_of=of_places,
             sinks=bool(own),
@@ -458,10 +458,10 @@ class Attending(Ops[V]):
                 )
         return body, tuple(self._values(captures))
 
-    def _sinks(self, sinks: V | WeightKey) -> V:
+    def _sinks(self, sinks: V | WeightKey, heads: int) -> V:
         if is_number(sinks):
             raise GraphError(f"{self.path}: attention: sinks is {sinks!r}; expected a value [N], a key, or None")
-        return self.weight(sinks, ("heads",))
+        return self.weight(sinks, ("heads",), likely=(heads,))
 
     def _as_bias(self, bias: V) -> V:
         """A bias `[B|1, N|1, S|1, T|1]`; axes of 1 in front may be missing."""

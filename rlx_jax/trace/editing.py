@@ -28,10 +28,12 @@ BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """Every block that is selected, changed by `wrapper`."""
+    """Every block that is selected, changed by `wrapper`; with `stacked` the side outputs that it gave become one of
+    that name, with an axis of blocks in front."""
 
     blocks: BlockSelector
     wrapper: BlockWrapper
+    stacked: str = ""
 
 
 def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str) -> FlowValue:
@@ -41,8 +43,25 @@ def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where:
         GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
     """
     for edit in edits:
+        known = set(emit.state.outputs)
         value = _Rewriting(emit, edit, where).run(value)
+        if edit.stacked:
+            _stack(emit, edit, [name for name in emit.state.outputs if name not in known], where)
     return value
+
+
+def _stack(emit: Emit, edit: BlockEdit, names: Sequence[str], where: str) -> None:
+    """Side outputs as one. They leave a region as they are: only behind it do they become one."""
+    found = {name: emit.state.outputs.pop(name) for name in names}
+    first, *others = found.items()
+    for name, value in others:
+        if value.type != first[1].type:
+            raise ShapeError(
+                f"{where}: {edit.blocks}: stacked blocks give values of one type; {first[0]} gives {first[1].type}, "
+                f"{name} {value.type}: capture them apart"
+            )
+    with emit.scope("captured"):
+        emit.output(edit.stacked, emit.stack(list(found.values())))
 
 
 @dataclass

@@ -17,44 +17,40 @@ import numpy as np
 
 from rlx_jax.errors import (
     GraphError,
-    MissingWeightError,
     NameCollisionError,
     RlxError,
     ShapeError,
     UnboundInputError,
     UnboundStreamError,
-    WeightDTypeError,
     WeightShapeError,
     did_you_mean,
     first_line,
     listing,
     named_kind,
     quote,
-    shown,
 )
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, located
-from rlx_jax.ir.inits import Init, check_init
-from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
+from rlx_jax.ir.inits import Init
+from rlx_jax.ir.param import Program, Role, Roles
 from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.ir.paths import Path
-from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
-from rlx_jax.ir.roles import agreed, check_roles
+from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import (
     Dim,
     DimLike,
     TensorType,
     as_dtype,
     device_dtype,
-    is_float,
     is_static,
     short_name,
     tensor_type,
 )
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import has_no
+from rlx_jax.trace.declared import WeightDecl
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
+from rlx_jax.trace.parameters import K, Parameters
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 
 F32 = np.dtype(np.float32)
@@ -105,7 +101,8 @@ class FlowState:
 class Emit(Builders[FlowValue]):
     """Writes the HIR of one flow: the ops of `Builders`, weights by key, and the registers.
 
-    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to.
+    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to, and
+    `declared` what it says of weights by their keys.
     """
 
     level = GraphStage.HIR
@@ -116,24 +113,18 @@ class Emit(Builders[FlowValue]):
         source: WeightSource | None,
         captured: Captured | None = None,
         binding: Mapping[str, int] | None = None,
+        declared: Sequence[WeightDecl] = (),
     ) -> None:
         self.builder = builder
         self.captured = Captured() if captured is None else captured
-        self.source = source
+        self.parameters = Parameters(source, declared)
         self.binding = dict(binding or {})
         self.state = FlowState()
-        self.keys_read: dict[str, None] = {}
-        self.roles: dict[str, Roles] = {}
-        self.inits: dict[str, Init] = {}
-        self.draws_missing = False  # what the source has not is drawn
-        self.fresh: dict[str, None] = {}  # the keys of that
         self.repeating = False
         self.flat = False  # composites are written as the blocks that they stand for
         self._stage = object()
         self._owners: dict[Path, object] = {}  # block path -> the stage that has it
         self._last: dict[Path, Path] = {}  # block path as it was asked for -> as it was last given
-        self._declared: dict[str, TensorType] = {}
-        self._types: dict[tuple[tuple[int, ...], np.dtype[Any]], TensorType] = {}
 
     # -- where we are ------------------------------------------------------------------------
 
@@ -219,7 +210,7 @@ class Emit(Builders[FlowValue]):
         if not isinstance(weight, str | WeightPart):
             return self.param(weight, roles=roles, init=init) if isinstance(weight, WeightStack) else weight
         known = None if likely is None or not all(map(is_static, likely)) else tuple(map(int, likely))
-        return self._param(weight, self._read(weight, None, known), roles, init)
+        return self._param(weight, self.parameters.one(weight, None, self.path, known), roles, init)
 
     def add_all(self, op: Op, *values: FlowValue) -> tuple[FlowValue, ...]:
         """Append an op; all of its results. Where a shape does not fit, the error names the weight that has it."""
@@ -248,7 +239,7 @@ class Emit(Builders[FlowValue]):
             yield from self._weights_of(node.inputs[0])
         if isinstance(node.op, Param):
             for stored in stored_keys(node.op.programs[0]):
-                yield f"{self._weight_at(stored.key)}, which is {stored.type}"
+                yield f"{self.parameters.at(stored.key)}, which is {stored.type}"
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -279,117 +270,31 @@ class Emit(Builders[FlowValue]):
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
         if isinstance(key, WeightStack):
-            return self._param(key, self._stacked(key, shape, roles), None, init)
-        return self._param(key, self._read(key, shape), roles, init)
+            return self._param(key, self.parameters.stacked(key, shape, roles, self.path), None, init)
+        return self._param(key, self.parameters.one(key, shape, self.path), roles, init)
 
     def _param(
         self, key: WeightKey | WeightStack, program: Program, roles: Sequence[Role] | None, init: Init | None
     ) -> FlowValue:
         if roles is not None and not isinstance(key, WeightStack):
-            self._say(stored_key(key), roles, program.type)
-        if init is not None:
-            self._init(key.keys if isinstance(key, WeightStack) else (stored_key(key),), init)
+            self.parameters.say_roles(stored_key(key), roles, program.type, self.path)
+        self.parameters.say_init(key, init, self.path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
-    def _init(self, keys: Sequence[str], init: Init) -> None:
-        for key in keys:
-            where = f"{self.path}: weight {quote(key)}"
-            if self.inits.setdefault(key, check_init(init, where)) != init:
-                raise GraphError(f"{where}: its init is {shown(self.inits[key])} elsewhere and {shown(init)} here")
+    def suppose(self, shapes: Mapping[K, Sequence[DimLike]], prefix: str = "") -> None:
+        """The shapes of weights, under a prefix, that a stage is about to read: they count where no source has the
+        weight and nothing else says its shape. One with a size that is 0 or symbolic, not known, counts for nothing."""
+        self.parameters.suppose(shapes, prefix)
 
-    def _stacked(self, keys: WeightStack, shape: tuple[int, ...] | None, roles: Sequence[Role] | None) -> Program:
-        """The weights under all of the keys, as one."""
-        if shape is not None and shape[:1] != (keys.count,):
-            raise WeightShapeError(f"{self.path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
-        rows = {key: self._read(key, None if shape is None else tuple(shape[1:])) for key in keys.keys}
-        first = next(iter(rows.values())).type
-        for key, row in rows.items():
-            if row.type != first:
-                raise WeightShapeError(
-                    f"{self.path}: {self._weight_at(key)} is {row.type}, the first of {keys} {first}"
-                )
-        found = Stack(tuple(rows.values()), None if roles is None else roles[0])
-        if roles is not None:
-            check_roles(roles, found.type, f"{self.path}: weight {keys}")
-            for key in rows:
-                self._say(key, roles[1:], first)
-        return found
-
-    def _read(self, key: WeightKey, shape: tuple[int, ...] | None, likely: tuple[int, ...] | None = None) -> Program:
-        """The weight under one key, or a part of it, in the dtype of flows."""
-        part = key if isinstance(key, WeightPart) else None
-        key = stored_key(key)
-        if not isinstance(key, str):
-            raise GraphError(f"{self.path}: a weight key is a string, got {shown(key)}")
-        if part is not None:
-            shape, likely = part.whole(shape), part.whole(likely)
-        program: Program = self._stored(key, shape, likely)
-        if part is not None:
-            program = part.of(program, f"{self.path}: {self._weight_at(key)}")
-        stored = program.type
-        if stored.dtype.kind == "c":
-            raise WeightDTypeError(
-                f"{self.path}: {self._weight_at(key)} is {stored}; expected floats, integers or bools: "
-                "store the real and the imaginary part as two weights"
-            )
-        program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
-        self.keys_read[key] = None
-        return program
+    def size_of(self, key: WeightKey, axis: int) -> int | None:
+        """How long an axis of a weight is as stored, if the source or the flow says it."""
+        return self.parameters.size_of(key, axis)
 
     def say_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
         """Say what the axes of a weight that was read before are here too."""
         op = self.builder.nodes[self.own(weight).node].op
         for stored in stored_keys(op.programs[0]) if isinstance(op, Param) else ():
-            self._say(stored.key, roles, stored.type)
-
-    def _say(self, key: str, roles: Sequence[Role], t: TensorType) -> None:
-        where = f"{self.path}: weight {quote(key)}"
-        said = check_roles(roles, t, where)
-        self.roles[key] = agreed(self.roles.get(key, said), said, where)
-
-    def _stored(self, key: str, shape: tuple[int, ...] | None, likely: tuple[int, ...] | None) -> Key | Dequantized:
-        """A key as the source has it; where it has none, of `shape`, of what an earlier use declared, or `likely`."""
-        declared = self._declared.get(key)
-        known = shape if shape is not None else likely if declared is None else declared.shape
-        if self.source is None and known is None:
-            raise MissingWeightError(
-                f"{self.path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be "
-                "a mapping of jax.ShapeDtypeStruct while there is no data (embed, gather_add, linear and "
-                "emit.param take shape= too)"
-            )
-        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless its stage says it.
-        said = shape is not None and self.source is not None and shapes_only(self.source)
-        drawn = self.source is None or self.draws_missing or said
-        if known is not None and drawn and not self.has_param(key):
-            return self._declare(key, tuple(map(int, known)))
-        assert self.source is not None
-        try:
-            spec = self.source.spec(key)
-        except MissingWeightError as error:
-            hint = "; missing='init' draws it" if shape is not None else ""
-            hint = "; to draw it, say its shape=" if self.draws_missing else hint
-            raise MissingWeightError(f"{self.path}: {error}{hint}") from error
-        if isinstance(spec, PackedSpec):
-            stored: Key | Dequantized = as_stored(key, spec, f"{self.path}: {self._weight_at(key)}")
-        else:
-            known = (tuple(spec.shape), spec.dtype)
-            stored = Key(key, self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key)))
-        if shape is not None and tuple(shape) != stored.type.shape:
-            raise WeightShapeError(f"{self.path}: {self._weight_at(key)}: expected {list(shape)}, got {stored.type}")
-        return stored
-
-    def _declare(self, key: str, shape: tuple[int, ...]) -> Key:
-        """A weight that is in no source."""
-        declared = tensor_type(shape, F32, key)
-        if self._declared.setdefault(key, declared) != declared:
-            before, now = list(self._declared[key].shape), list(declared.shape)
-            raise WeightShapeError(f"{self.path}: weight {quote(key)} is {before} elsewhere and {now} here")
-        self.fresh[key] = None
-        return Key(key, declared)
-
-    def _weight_at(self, key: str) -> str:
-        """A weight as messages name it, with the file that has it."""
-        return f"weight {quote(key)} ({self.source.where(key)})" if self.source else f"weight {quote(key)}"
+            self.parameters.say_roles(stored.key, roles, stored.type, self.path)
 
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
         """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
@@ -431,7 +336,8 @@ class Emit(Builders[FlowValue]):
 
     def has_param(self, key: str) -> bool:
         """Whether the weight source holds `key`."""
-        return self.source is not None and self.source.has(key)
+        source = self.parameters.source
+        return source is not None and source.has(key)
 
     # -- registers ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, shown
+from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Node, Param
 from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.paths import Path, path_text
@@ -22,16 +22,20 @@ class BlockPattern:
     >>> pattern.matches(("layers", 3, "self_attn", "q_proj")), pattern.matches(("layers", 3, "self_attn"))
     (True, False)
 
+    `method` is what messages say takes it; those of `param` are over the keys of weights.
+
     Raises:
         GraphError: it is no string, an empty one, or its brackets do not close.
     """
 
     text: str
+    method: str = "at"
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
+            what = "path of a block" if self.method == "at" else "key of a weight"
             raise GraphError(
-                f"at: a pattern is the dotted path of a block, such as 'layers.*.self_attn.o_proj'; got "
+                f"{self.method}: a pattern is the dotted {what}, such as 'layers.*.self_attn.o_proj'; got "
                 f"{shown(self.text)}"
             )
         _compiled(self.text)
@@ -75,21 +79,63 @@ class BlocksReading:
         Raises:
             GraphError: nothing reads one of the weights.
         """
-        readers: dict[str, Path] = {}
-        for node in nodes:
-            for op in (nodes[value.node].op for value in node.inputs):
-                for key in (k for p in op.programs for k in keys_of(p)) if isinstance(op, Param) else ():
-                    readers.setdefault(key, node.origin.path)
+        readers = readers_of(nodes)
         if unread := sorted(self.keys - set(readers)):
             close = did_you_mean(unread[0], readers, alike=0.8)
             raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}")
-        return frozenset(readers[key] for key in self.keys)
+        return frozenset(path for key in self.keys for path in readers[key])
 
     def __str__(self) -> str:
         return f"blocks of {len(self.keys)} weights"
 
 
-BlockSelector = BlockPattern | BlocksReading
+@dataclass(frozen=True)
+class ProductsIn:
+    """The products in blocks that a glob matches: of a block whose products are with parts of one weight each of them,
+    else the block."""
+
+    pattern: BlockPattern
+
+    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+        """The blocks.
+
+        Raises:
+            GraphError: the glob matches none, or parts of a weight and not the others.
+        """
+        readers, found = readers_of(nodes), set[Path]()
+        blocks = self.pattern.among(nodes, where)
+        for block in blocks:
+            inside = {key: {p for p in paths if p[: len(block)] == block} for key, paths in readers.items()}
+            weights = {key: paths for key, paths in inside.items() if paths}
+            parts = next((paths for paths in weights.values() if len(paths) > 1), None)
+            apart = parts is not None and all(_below(path, parts) for paths in weights.values() for path in paths)
+            found |= parts if parts is not None and apart else {block}
+        for key, parts in readers.items():
+            if len(parts) > 1 and 0 < len(parts & found) < len(parts):
+                others = listing(sorted(map(path_text, parts - found)), 4)
+                raise GraphError(f"{where}: {self}: weight {quote(key)} is that of {others} too: select all of them")
+        return frozenset(found)
+
+    def __str__(self) -> str:
+        return str(self.pattern)
+
+
+def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
+    """The blocks that read each weight themselves, by its key."""
+    readers: dict[str, set[Path]] = {}
+    for node in nodes:
+        for op in (nodes[value.node].op for value in node.inputs):
+            for key in (k for p in op.programs for k in keys_of(p)) if isinstance(op, Param) else ():
+                readers.setdefault(key, set()).add(node.origin.path)
+    return readers
+
+
+def _below(path: Path, blocks: Iterable[Path]) -> bool:
+    """Whether it is that of one of the blocks, or of a part of it."""
+    return any(path[: len(block)] == block for block in blocks)
+
+
+BlockSelector = BlockPattern | BlocksReading | ProductsIn
 """What blocks are selected by."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
-from rlx_jax.ir.param import Program, sliced, strided
+from rlx_jax.ir.param import Cast, Key, Program, Sliced, Strided, sliced, strided
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,20 @@ class WeightPart:
             return strided(stored, self.axis, self.index, self.count)
         size = shape[self.axis] // self.count
         return sliced(stored, self.axis, self.index * size, (self.index + 1) * size)
+
+
+def part_read(program: Program) -> WeightPart | None:
+    """The part of a stored weight that a program reads, in whatever dtype; None where it is not one of equal parts."""
+    while isinstance(program, Cast):
+        program = program.of
+    if isinstance(program, Strided) and isinstance(program.of, Key):
+        return WeightPart(program.of.key, program.start, program.step, program.axis, interleaved=True)
+    if not (isinstance(program, Sliced) and isinstance(program.of, Key)):
+        return None
+    size, whole = program.stop - program.start, int(program.of.type.shape[program.axis])
+    if whole % size or program.start % size:
+        return None
+    return WeightPart(program.of.key, program.start // size, whole // size, program.axis)
 
 
 @dataclass(frozen=True)

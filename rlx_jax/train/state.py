@@ -16,6 +16,7 @@ from rlx_jax.errors import RequestError, WeightDTypeError, quote, shown
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.opening import refuse_untrained
 
 
 class Optimizer(Protocol):
@@ -79,6 +80,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 
     Raises:
         RequestError, WeightDTypeError: they are not; names the leaf.
+        UnsupportedError: the flow's training has something that there is not.
     """
     if not isinstance(model, CompiledModel):
         raise RequestError(
@@ -86,6 +88,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         )
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise RequestError(f"train: expected an optax optimizer, with init and update, got {shown(optimizer)}")
+    refuse_untrained(model.flow)
     for name, spec in model.param_specs().items():
         if not is_float(spec.dtype):
             raise WeightDTypeError(

@@ -59,11 +59,30 @@ class BesideSource:
         return self.more if self.more.has(key) else self.source
 
 
+class SpareSource:
+    """Weights that count only beside a source that has none of them: those of an adapter's files, which a checkpoint
+    that was saved with the adapter has in numbers of its own."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.keys, self.has, self.where = source.keys, source.has, source.where
+        self.spec, self.read = source.spec, source.read
+
+    def close(self) -> None:
+        """Close the files that are held open."""
+        close(self.source)
+
+
 def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
     """Both, once: what has `more` already is returned as it is."""
     if source is None or more is None or source is more:
         return more if source is None else source
-    return source if _holds(source, more) else BesideSource(source, more)
+    if _holds(source, more):
+        return source
+    if isinstance(more, BesideSource):
+        return beside(beside(source, more.source), more.more)
+    spared = isinstance(more, SpareSource) and all(map(source.has, more.keys()))
+    return source if spared else BesideSource(source, more)
 
 
 def _holds(source: WeightSource, more: WeightSource) -> bool:

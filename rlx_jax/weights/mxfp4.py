@@ -92,6 +92,12 @@ class Mxfp4Source:
         close(self.source)
 
 
+def unpacked(source: WeightSource) -> WeightSource:
+    """A source whose MXFP4 weights are seen as numbers: itself where there are none, or where they are already."""
+    has = any(key.endswith(BLOCKS) and source.has(key.removesuffix(BLOCKS) + SCALES) for key in source.keys())
+    return Mxfp4Source(source) if has else source
+
+
 def decoded(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Bytes `[…, G, 16]` and scales `[…, G]` as bf16 `[…, 32 G]`."""
     nibbles = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)

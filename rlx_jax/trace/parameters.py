@@ -1,0 +1,175 @@
+"""The weights of one flow, by key: where each is from, and what stages and the flow say of it. No data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlx_jax.errors import GraphError, MissingWeightError, WeightDTypeError, WeightShapeError, quote, shown
+from rlx_jax.ir.inits import Init, check_init
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
+from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
+from rlx_jax.ir.roles import agreed, check_roles
+from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
+from rlx_jax.trace.declared import WeightDecl, declared_init, declared_shape
+from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
+
+F32 = np.dtype(np.float32)
+
+StoredShape = tuple[int, ...]
+
+K = TypeVar("K", bound=WeightKey)
+
+
+class Parameters:
+    """Every weight that a flow reads, of `source` or of none.
+
+    A shape that no source has is, in this order: what the stage says (`shape=`) or the flow (`flow.param`), what an
+    earlier use said, or what follows from the stage's other sizes (`likely`, `suppose`).
+
+    Attributes:
+        read: the keys that were asked for. `fresh`: those of them that no source has.
+        roles: what the axes of stored weights are. `inits`: how weights are drawn, where somebody says so.
+        draws_missing: what a source has not is drawn.
+    """
+
+    def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
+        self.source, self.declared = source, tuple(declared)
+        self.read: dict[str, None] = {}
+        self.fresh: dict[str, None] = {}
+        self.roles: dict[str, Roles] = {}
+        self.inits: dict[str, Init] = {}
+        self.draws_missing = False
+        self._absent: dict[str, TensorType] = {}  # what is in no source
+        self._supposed: dict[str, StoredShape] = {}
+        self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
+
+    # -- what is said of weights -------------------------------------------------------------
+
+    def suppose(self, shapes: Mapping[K, Sequence[DimLike]], prefix: str = "") -> None:
+        """See `Emit.suppose`."""
+        for key, shape in shapes.items():
+            sizes: StoredShape | None = tuple(int(size) if is_static(size) else 0 for size in shape)
+            sizes = key.whole(sizes) if isinstance(key, WeightPart) else sizes
+            if sizes is not None and 0 not in sizes:
+                self._supposed[f"{prefix}.{stored_key(key)}" if prefix else stored_key(key)] = sizes
+
+    def size_of(self, key: WeightKey, axis: int) -> int | None:
+        """See `Emit.size_of`."""
+        name = stored_key(key)
+        shape = declared_shape(self.declared, name)
+        if self.source is not None and self.source.has(name):
+            shape = tuple(self.source.spec(name).shape)
+        if shape is None or axis >= len(shape):
+            return None
+        return shape[axis] // key.count if isinstance(key, WeightPart) and key.axis == axis else shape[axis]
+
+    def say_init(self, key: WeightKey | WeightStack, init: Init | None, path: str) -> None:
+        """How a weight is drawn: as the flow says of its key, else as its stage says."""
+        for name in key.keys if isinstance(key, WeightStack) else (stored_key(key),):
+            where, chosen = f"{path}: weight {quote(name)}", declared_init(self.declared, name)
+            said = init if init is None else check_init(init, where)
+            said = said if chosen is None else chosen
+            if said is not None and self.inits.setdefault(name, said) != said:
+                raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(said)} here")
+
+    def say_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
+        """What the axes of a weight are."""
+        where = f"{path}: weight {quote(key)}"
+        said = check_roles(roles, t, where)
+        self.roles[key] = agreed(self.roles.get(key, said), said, where)
+
+    def at(self, key: str) -> str:
+        """A weight as messages name it, with the file that has it."""
+        there = self.source is not None and self.source.has(key)
+        return f"weight {quote(key)} ({self.source.where(key)})" if self.source and there else f"weight {quote(key)}"
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def one(self, key: WeightKey, shape: StoredShape | None, path: str, likely: StoredShape | None = None) -> Program:
+        """The weight under one key, or a part of it, in the dtype of flows."""
+        part = key if isinstance(key, WeightPart) else None
+        key = stored_key(key)
+        if not isinstance(key, str):
+            raise GraphError(f"{path}: a weight key is a string, got {shown(key)}")
+        if part is not None:
+            shape, likely = part.whole(shape), part.whole(likely)
+        program: Program = self._stored(key, shape, likely, path)
+        if part is not None:
+            program = part.of(program, f"{path}: {self.at(key)}")
+        stored = program.type
+        if stored.dtype.kind == "c":
+            raise WeightDTypeError(
+                f"{path}: {self.at(key)} is {stored}; expected floats, integers or bools: "
+                "store the real and the imaginary part as two weights"
+            )
+        program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
+        self.read[key] = None
+        return program
+
+    def stacked(self, keys: WeightStack, shape: StoredShape | None, roles: Sequence[Role] | None, path: str) -> Program:
+        """The weights under all of the keys, as one."""
+        if shape is not None and shape[:1] != (keys.count,):
+            raise WeightShapeError(f"{path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
+        rows = {key: self.one(key, None if shape is None else tuple(shape[1:]), path) for key in keys.keys}
+        first = next(iter(rows.values())).type
+        for key, row in rows.items():
+            if row.type != first:
+                raise WeightShapeError(f"{path}: {self.at(key)} is {row.type}, the first of {keys} {first}")
+        found = Stack(tuple(rows.values()), None if roles is None else roles[0])
+        if roles is not None:
+            check_roles(roles, found.type, f"{path}: weight {keys}")
+            for key in rows:
+                self.say_roles(key, roles[1:], first, path)
+        return found
+
+    def _stored(self, key: str, shape: StoredShape | None, likely: StoredShape | None, path: str) -> Key | Dequantized:
+        """A key as the source has it; where it has none, of the shape that is known."""
+        shape = self._said_shape(key, shape, path)
+        before, supposed = self._absent.get(key), self._supposed.get(key) if likely is None else likely
+        known = shape if shape is not None else supposed if before is None else before.shape
+        if self.source is None and known is None:
+            raise MissingWeightError(
+                f"{path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be a mapping "
+                f"of jax.ShapeDtypeStruct while there is no data, or say it: flow.param({quote(key)}, shape=…)"
+            )
+        # Shapes alone are a whole model's, of which one that is missing was forgotten, unless its stage says it.
+        said = shape is not None and self.source is not None and shapes_only(self.source)
+        drawn = self.source is None or self.draws_missing or said
+        if known is not None and drawn and not (self.source is not None and self.source.has(key)):
+            return self._without_source(key, tuple(map(int, known)), path)
+        assert self.source is not None
+        try:
+            spec = self.source.spec(key)
+        except MissingWeightError as error:
+            hint = "; missing='init' draws it" if shape is not None else ""
+            hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
+            raise MissingWeightError(f"{path}: {error}{hint}") from error
+        if isinstance(spec, PackedSpec):
+            stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.at(key)}")
+        else:
+            known = (tuple(spec.shape), spec.dtype)
+            stored = Key(key, self._types.get(known) or self._types.setdefault(known, tensor_type(*known, key)))
+        if shape is not None and tuple(shape) != stored.type.shape:
+            raise WeightShapeError(f"{path}: {self.at(key)}: expected {list(shape)}, got {stored.type}")
+        return stored
+
+    def _said_shape(self, key: str, shape: StoredShape | None, path: str) -> StoredShape | None:
+        """What the stage says of a weight's shape, or the flow."""
+        declared = declared_shape(self.declared, key)
+        if declared is not None and shape is not None and tuple(shape) != declared:
+            raise WeightShapeError(
+                f"{path}: weight {quote(key)} is {list(shape)} here, and {list(declared)} by flow.param"
+            )
+        return shape if declared is None else declared
+
+    def _without_source(self, key: str, shape: StoredShape, path: str) -> Key:
+        declared = tensor_type(shape, F32, key)
+        if self._absent.setdefault(key, declared) != declared:
+            before, now = list(self._absent[key].shape), list(declared.shape)
+            raise WeightShapeError(f"{path}: weight {quote(key)} is {before} elsewhere and {now} here")
+        self.fresh[key] = None
+        return Key(key, declared)

@@ -1,0 +1,161 @@
+"""`flow.param`: what a flow says of weights by their keys; and the shapes that stages know by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, errors
+from rlx_jax.ir import hir
+from rlx_jax.models.hooks import HookMethods
+from rlx_jax.trace.selecting import BlockPattern
+from tests.oracles import checkpoints
+
+LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
+TWOS = jax.nn.initializers.constant(2.0)
+
+GATE = "**.mlp.gate_proj.weight"
+TABLES, TOKENS = "**_embeddings.weight", "**.embed_tokens.weight"
+SAID: dict[str, tuple[str, ...]] = {
+    "llama/gqa_linear_mlpbias_v5": (TOKENS, GATE),
+    "qwen3/tied_v4": (TOKENS, GATE),
+    "gemma3_text/deep_v5": (TOKENS, GATE),
+    "qwen3_5_text/tied_v5": (TOKENS, GATE),
+    "qwen3_moe/mixed_v5": (TOKENS, GATE),
+    "mixtral/window_v5": (TOKENS,),
+    "gpt_oss/window_v5": (TOKENS,),
+    "mamba2/groups_v5": ("**.embeddings.weight",),
+    "gpt2/bare_v4": ("w{t,p}e.weight", "h.*.mlp.c_fc.weight"),
+    "bert/bare_v5": (TABLES, "**.intermediate.dense.weight"),
+    "mpnet/bare_v5": (TABLES, "**.intermediate.dense.weight", "**.relative_attention_bias.weight"),
+    "nomic_bert/bare_v5": (TABLES, "**.mlp.fc11.weight"),
+    "vision/vit": (),
+    "vision/dinov2_swiglu": (),
+    "vision/dinov2_registers": ("**.register_tokens",),
+    "vision/dual/clip": ("**_embedding.weight", "**.class_embedding", "**.mlp.fc1.weight", "*_projection.weight"),
+    "vision/dual/siglip": ("**_embedding.weight", "**.mlp.fc1.weight", "text_model.head.weight"),
+    "flux2/sharded_bf16": ("x_embedder.weight", "context_embedder.weight", "proj_out.weight"),
+}
+"""The weights whose shapes no stage knows: vocabularies, and how wide an MLP is."""
+
+
+@pytest.mark.parametrize("fixture", SAID)
+def test_other_shapes_follow(fixture: str) -> None:
+    """Without any weights: those of the checkpoint, of every layer, norm, bias, convolution, expert and head."""
+    directory = checkpoints.FIXTURES / fixture
+    recipe = rlx.recipe_for(directory)
+    want = {key: spec.shape for key, spec in recipe.shapes().items()}
+    flow = replace(recipe.assemble(), weights=None)
+    for pattern in map(BlockPattern, SAID[fixture]):
+        said = [key for key in want if pattern.matches(tuple(key.split(".")))]
+        assert said, pattern
+        for key in said:
+            flow = flow.param(key, shape=want[key])
+    assert {key: spec.shape for key, spec in flow.build().params.items()} == want
+
+
+# -- how weights are drawn -----------------------------------------------------------------------
+
+
+def step(state: Any, x: Any, decay: Any) -> tuple[Any, Any]:
+    """A running sum that decays."""
+    state = state * decay + x
+    return state, state
+
+
+def test_any_stage_is_declared() -> None:
+    """Stages without `shape` or `init` of their own: a recurrence, a convolution, experts. What the flow says of a
+    weight counts before its stage, what a later call says before an earlier one, and others are drawn as ever."""
+    experts = blocks.MoeSpec(num_experts=3, top_k=2, inner=5)
+    flow = (
+        rlx.ModelFlow("m").input("x", ("batch", "seq", 6))
+        .recurrent(step, "decay", init=np.zeros(6, "f4"))
+        .custom_named("conv", lambda emit, x: emit.add_node(hir.CausalConv(), x, emit.param("conv.weight")))
+        .moe("layer", experts).rms_norm("norm", init="zeros").linear("out", shape=(4, 6), init="zeros")
+        .param("decay", shape=(6,), init="ones").param("conv.weight", shape=[6, 1, 3], init=TWOS)
+        .param("layer.**", init="ones").param("**.experts.1.*.weight", init=TWOS).param("out", init="orthogonal")
+    )  # fmt: skip
+    model = rlx.compile(flow, missing="init", key=0)
+    drawn = {key: np.asarray(value) for key, value in model.weights().items()}
+    assert set(drawn) == set(model.report().initialised) and len(drawn) == 14
+    assert (drawn["decay"] == 1).all() and (drawn["conv.weight"] == 2).all() and not drawn["norm"].any()
+    for key, value in drawn.items():
+        if key.startswith("layer."):
+            assert (value == (2 if ".experts.1." in key else 1)).all(), key
+    np.testing.assert_allclose(drawn["out"] @ drawn["out"].T, np.eye(4), atol=1e-5)
+    again = model.init(3)
+    np.testing.assert_array_equal(np.asarray(again["decay"]), np.ones(6))
+
+
+def test_a_recipe_takes_them() -> None:
+    """As a hook; a weight of the checkpoint stays as it is."""
+    recipe = rlx.recipe_for(LLAMA).after_layers([blocks.Custom(lambda emit, x: x + emit.param("bias"), "bias")])
+    built = recipe.param("bias", shape=(56,), init=TWOS).param("model.norm.weight", init="zeros").assemble()
+    assert built.declared[0].shape == (56,) and built.build(_stored()).inits == {
+        "bias": TWOS,
+        "model.norm.weight": "zeros",
+    }
+
+
+def _stored() -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the checkpoint."""
+    return dict(rlx.recipe_for(LLAMA).shapes())
+
+
+@dataclass(frozen=True)
+class Own(HookMethods):
+    """Somebody's recipe."""
+
+    name: str = "own"
+
+
+def test_every_recipe_has_every_hook() -> None:
+    """By inheriting them: none is named in a recipe."""
+    names = [name for name in vars(HookMethods) if not name.startswith("_")]
+    assert {"layer", "at", "param"} <= set(names)
+    for recipe in (Own, rlx.Llama32Flow, rlx.BertFlow, rlx.ViTFlow, rlx.ClipFlow, rlx.Flux2Flow):
+        assert all(getattr(recipe, name) is getattr(HookMethods, name) for name in names)
+
+
+# -- misuse --------------------------------------------------------------------------------------
+
+FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
+W = jnp.zeros((6, 8))
+
+MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "nothing said": (lambda: FLOW.param("w"), errors.GraphError, r"param\('w'\): say its shape=, its init="),
+    "no pattern": (lambda: FLOW.param(3, init="ones"), errors.GraphError, "param: a pattern is the dotted key.*got 3"),  # type: ignore[arg-type]
+    "no shape": (lambda: FLOW.param("w", shape=(6, "8")), errors.GraphError, r"shape is \(6, '8'\); expected a tuple"),  # type: ignore[arg-type]
+    "no sizes": (lambda: FLOW.param("w", shape=7), errors.GraphError, "shape is 7; expected a tuple"),  # type: ignore[arg-type]
+    "no init": (lambda: FLOW.param("w", init="zero"), errors.GraphError, "did you mean 'zeros'"),
+    "no weight": (
+        lambda: FLOW.param("v", init="ones").param("ww", init="ones").build({"w": W}),
+        errors.GraphError,
+        r"m: param\('v'\) matches no weight that a stage reads",
+    ),
+    "another shape": (
+        lambda: FLOW.param("w", shape=(6, 9)).build({"w": W}),
+        errors.WeightShapeError,
+        r"weight 'w'.*expected \[6, 9\], got f32\[6,8\]",
+    ),
+    "two shapes": (
+        lambda: rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w", shape=(6, 8)).param("w", shape=(5, 8)).build(),
+        errors.WeightShapeError,
+        r"\[6, 8\] here, and \[5, 8\] by flow\.param",
+    ),
+    "unknown": (lambda: FLOW.build(), errors.MissingWeightError, r"flow\.param\('w', shape=…\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_told(case: str) -> None:
+    call, error, message = MISUSE[case]
+    with pytest.raises(error, match=message):
+        call()
