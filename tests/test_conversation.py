@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -208,3 +209,24 @@ def test_refused(model: Any) -> None:
     assert chat.messages == [SYSTEM]
     with pytest.raises(errors.SequenceLengthError, match="the model's positions, 256"):
         lm.conversation().send("w1", 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_warmed_up(family: str, tokenizer: Tokenizer) -> None:
+    """Then no turn compiles, whatever the template does to earlier ones, and nothing is sent unasked."""
+    profile = rlx.CompileProfile().replace(buckets=BUCKETS | {"on_recompile": "error"})
+    lm = rlx.CausalLM(divided.recipe(family), divided.weights(family), tokenizer=tokenizer, profile=profile)
+    lm.warmup(samplers=rlx.Sampler())
+    for template in (PLAIN, SHORTENED):
+        with jax.transfer_guard("disallow"):
+            check_turns(lm, lm.conversation([SYSTEM], chat_template=template), ASKED)
+    assert lm.report().recompiles == 0
+
+
+def test_max_len_makes_room_at_once(model: Any) -> None:
+    """The first turn runs in the cache that the last one needs."""
+    lm = model("mistral")
+    chat = lm.conversation([SYSTEM], max_len=90)
+    check_turns(lm, chat, ASKED[:1])
+    assert chat._text is not None and chat._text.slots == BUCKETS["context"][1]

@@ -16,7 +16,7 @@ ENDS = [[2, 6], [5, 3, 5, 8, 9, 7, 9, 3], [11]]
 PROMPTS = [SHARED + end for end in ENDS]
 NEW = 7
 DRAWN = rlx.Sampler(0.9, top_k=25, repetition_penalty=1.4)
-FAMILIES = ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
+FAMILIES = ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "qwen35"))]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -112,7 +112,7 @@ def test_refused(lm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kinds", "devices"), [("gemma2", "data tensor", 4), ("qwen35", "tensor", 2)])
+@pytest.mark.parametrize(("family", "kinds", "devices"), [("qwen35", "data tensor", 4)])
 def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
     """Tokens are those of one device."""
     here = rlx.CausalLM(divided.recipe(family), divided.weights(family))

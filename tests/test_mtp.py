@@ -99,6 +99,8 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     with jax.transfer_guard("disallow"):
         assert list(lm.stream(PROMPTS[0], NEW, speculative="mtp", draft_tokens=DRAFTS)) == got[0]
     assert lm.report().compiles == compiled
+    named = [row.program.split(":")[0] for row in lm.report().programs if ": prefill" in row.program]
+    assert named == ["qwen35_mtp"]
 
 
 def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
@@ -119,7 +121,7 @@ def test_warmed_up(lm: Any, directory: Path) -> None:
     with jax.transfer_guard("disallow"):
         assert with_drafts(warm) == warm.generate(PROMPTS, NEW) == with_drafts(lm)
     assert (warm.report().compiles, warm.report().recompiles) == (compiled, 0)
-    with pytest.raises(errors.RecompileError, match="no verify program is compiled"):
+    with pytest.raises(errors.RecompileError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
         warm.generate(PROMPTS, NEW, speculative="mtp", draft_tokens=DRAFTS + 1)
 
 

@@ -70,6 +70,9 @@ def test_scores_are_those_of_recorded_logits(name: str, lm: Any) -> None:
 def test_equalities(lm: Any) -> None:
     """Alone as in a batch, in the order given; a pair is the tail of what it is joined; both ways to say a text."""
     together = lm.score(ROWS)
+    told = lm.report().request
+    assert (told.kind, told.rows, told.prompt_tokens) == ("texts", len(ROWS), sum(len(row) - 1 for row in ROWS))
+    assert told.prompt_seconds > 0 and told.new_tokens == 0 and lm.report().seed is None
     for row, score in zip(ROWS, together, strict=True):
         alone = lm.score(row)
         close(alone.log_probs, score.log_probs)
