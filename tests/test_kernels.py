@@ -43,7 +43,7 @@ def mixture(tokens: int, top: int, count: int, contract: int = 1, biased: bool =
 
 def delta(name: str, sizes: tuple[int, ...], **options: Any) -> Made:
     op = GatedDeltaOp(**{"held": True} | options)
-    return op, name, [np.float32(a) for a in delta_case(sizes)][: 5 + op.held]
+    return op, name, [np.asarray(a, np.float32) for a in delta_case(sizes)][: 5 + op.held]
 
 
 CASES: dict[str, Made] = {

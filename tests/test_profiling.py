@@ -80,7 +80,8 @@ def test_the_blocks_of_a_program() -> None:
     before = module_id(proto_of(executable))
     model(np.ones((3, 4), np.float32))
     assert module_id(proto_of([*model.programs.executables.values()][-1])) > before  # none before: 0
-    names = [e.call.runtime_executable().hlo_modules()[0].name for e in model.programs.executables.values()]
+    made: Any = [e.call.runtime_executable() for e in model.programs.executables.values()]
+    names = [one.hlo_modules()[0].name for one in made]
     assert names == ["jit_forward_of_n_2", "jit_forward_of_n_3"]  # by which a GPU's trace tells them
     assert kernel_name("loop-fusion.7") == "loop_fusion_7"
     assert together("layers.{i}.mlp.0") == together("layers.12.mlp.3") == "layers.*.mlp.*"
