@@ -221,8 +221,7 @@ class Attending(Ops[V]):
         Raises:
             ShapeError, DTypeError: what does not fit, with the shapes that would. GraphError: options that contradict.
         """
-        if not (causal is None or isinstance(causal, bool | np.bool_)):
-            raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
+        self._check_form(causal, mask, mask_value)
         if isinstance(mask, hir.MaskKind | str):
             self._refuse_beside_kind(causal, bias, window, rope, sinks, kv_heads, layout)
             width = self._head_width(q, heads) if head_dim is None else head_dim
@@ -230,29 +229,19 @@ class Attending(Ops[V]):
                 q, k, v, heads=heads, head_dim=width, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap,
                 out_shape=out_shape,
             )  # fmt: skip
-        if mask_value is not None:
-            of = "there is none" if mask is None else "this is mask="
-            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {of}")
         q, k, v = (self._laid_out(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         width = self._head_width(q, heads) if head_dim is None else head_dim
         groups = self._kv_heads(q, k, v, heads, width, kv_heads)
         if rope is not None:
             q, k = (self._rotated(x, self._as_rotary(rope), width) for x in (q, k))
         before, ahead = self._window(window, bool(causal))
-        extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
-        of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
-        extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
-        own = [] if sinks is None else [self._sinks(sinks, heads)]
+        extra, of_places, operands = self._beside_scores(q, k, heads, mask, bias, sinks)
         op = hir.Attention(
-            heads, groups, bool(causal), before, scale, softcap, tuple(extra), ahead=ahead, bias_of=of_places,
-            sinks=bool(own),
+            heads, groups, bool(causal), before, scale, softcap, extra, ahead=ahead, bias_of=of_places,
+            sinks=sinks is not None,
         )  # fmt: skip
-        shape = out_shape if layout == "packed" else None
-        done = self.add_node(op, q, k, v, *extra.values(), *own, *read, out_shape=shape)
-        if layout == "packed":
-            return done
-        wide = self.type_of(done).shape[-1] // heads
-        return self._unpacked(done, wide)
+        done = self.add_node(op, q, k, v, *operands, out_shape=out_shape if layout == "packed" else None)
+        return done if layout == "packed" else self._unpacked(done, self.type_of(done).shape[-1] // heads)
 
     def cross_attention(
         self,
@@ -313,6 +302,31 @@ class Attending(Ops[V]):
         return self.attention_kind(q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value)
 
     # -- what attention is given -------------------------------------------------------------
+
+    def _check_form(self, causal: object, mask: object, mask_value: object) -> None:
+        """What goes together."""
+        if not (causal is None or isinstance(causal, bool | np.bool_)):
+            raise GraphError(f"{self.path}: attention: causal is {shown(causal)}; expected True or False")
+        if mask_value is not None and not isinstance(mask, hir.MaskKind | str):
+            of = "there is none" if mask is None else "this is mask="
+            raise GraphError(f"{self.path}: attention: mask_value= goes with the name of a mask kind; {of}")
+
+    def _beside_scores(
+        self,
+        q: V,
+        k: V,
+        heads: int,
+        mask: V | None,
+        bias: V | Callable[[V, V], V] | None,
+        sinks: V | WeightKey | None,
+    ) -> tuple[tuple[str, ...], Graph | None, list[V]]:
+        """What meets the scores: the names of a mask and a bias, a bias that is a function of places, and all operands
+        behind q, k and v."""
+        extra = {} if mask is None else {"keep": self._keep(mask, q, k)}
+        of_places, read = (None, ()) if not callable(bias) else self._pair_bias(bias, q, k, heads)
+        extra |= {} if bias is None or callable(bias) else {"bias": self._as_bias(bias)}
+        own = [] if sinks is None else [self._sinks(sinks, heads)]
+        return tuple(extra), of_places, [*extra.values(), *own, *read]
 
     def _refuse_beside_kind(
         self, causal: object, bias: object, window: object, rope: object, sinks: object, kv_heads: object, layout: str

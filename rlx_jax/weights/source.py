@@ -31,7 +31,7 @@ from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import bring, headers, refuse_directory, refuse_other_format
 from rlx_jax.weights.finite import OnNonfinite
-from rlx_jax.weights.format import OpenOptions
+from rlx_jax.weights.format import Format, OpenOptions
 from rlx_jax.weights.manifest import Verify, close
 from rlx_jax.weights.orbax_tree import usable_steps
 from rlx_jax.weights.safetensors_format import SafetensorsSource
@@ -85,20 +85,32 @@ def open_weights(
     >>> source.spec("w")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
-    if not isinstance(strict, bool):
-        raise WeightError(f"strict: expected True or False, got {quote(strict)}")
-    _check_option("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-    _check_option("links", links, get_args(Links))
-    _check_option("verify", verify, get_args(Verify))
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
-        raise WeightError(f"max_bytes: expected a number of bytes, got {quote(max_bytes)}")
-    if not isinstance(subtree, str) or (subtree and not all(subtree.split("."))):
-        raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(subtree)}")
+    given = OpenOptions(strict, on_nonfinite, links, verify, subtree)
+    _check_options(given, max_bytes)
     if isinstance(weights, WeightSource):
-        options = (strict, on_nonfinite, links, max_bytes, verify, subtree, revision, token)
-        if options != (True, "error", "follow", None, "auto", "", None, None):
+        if given != OpenOptions() or (max_bytes, revision, token) != (None, None, None):
             raise WeightError("these weights are open already; give the options where you open them")
         return weights
+    weights = _here(weights, max_bytes, revision, token)
+    found = next((row for row in formats.FORMATS if row.detect(weights)), None)
+    if found is not None:
+        return _opened(found, weights, given, max_bytes)
+    if isinstance(weights, str):
+        _refuse(weights)
+    lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
+    told = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
+    raise WeightError(
+        f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{told}"
+    )
+
+
+def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None) -> Any:
+    """The path on this machine of a path, of a folder, or of a model of the Hub, which is fetched; what is none of them
+    as it is.
+
+    Raises:
+        WeightError: a revision of what is on this machine.
+    """
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
         there = os.path.lexists(abandoned_old(path) or path) or os.path.isdir(os.path.dirname(path))
@@ -112,27 +124,40 @@ def open_weights(
         weights = abandoned_old(path) or path
     if revision is not None:
         raise WeightError(f"revision={shown(revision)}: these weights are on this machine; it is for 'org/name'")
-    found = next((row for row in formats.FORMATS if row.detect(weights)), None)
-    if found is not None:
-        try:
-            source = found.open(weights, OpenOptions(strict, on_nonfinite, links, verify, subtree))
-        except RlxError as error:
-            if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
-                error.locate(quote(weights))
-            raise
-        try:
-            _check_total(source, max_bytes)
-        except BaseException:
-            close(source)
-            raise
-        return source
-    if isinstance(weights, str):
-        _refuse(weights)
-    lacks = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
-    told = f", which lacks {', '.join(lacks)}" if len(lacks) < 5 else ""
-    raise WeightError(
-        f"weights: expected a path, a mapping or a WeightSource, got {quote(type(weights).__name__)}{told}"
-    )
+    return weights
+
+
+def _opened(row: Format, weights: Any, given: OpenOptions, max_bytes: int | None) -> WeightSource:
+    """The source of a format, closed again where it is too large."""
+    try:
+        source: WeightSource = row.open(weights, given)
+    except RlxError as error:
+        if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
+            error.locate(quote(weights))
+        raise
+    try:
+        _check_total(source, max_bytes)
+    except BaseException:
+        close(source)
+        raise
+    return source
+
+
+def _check_options(given: OpenOptions, max_bytes: Any) -> None:
+    """Options are of their kinds.
+
+    Raises:
+        WeightError: names the one that is not.
+    """
+    if not isinstance(given.strict, bool):
+        raise WeightError(f"strict: expected True or False, got {quote(given.strict)}")
+    _check_option("on_nonfinite", given.on_nonfinite, get_args(OnNonfinite))
+    _check_option("links", given.links, get_args(Links))
+    _check_option("verify", given.verify, get_args(Verify))
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+        raise WeightError(f"max_bytes: expected a number of bytes, got {quote(max_bytes)}")
+    if not isinstance(given.subtree, str) or (given.subtree and not all(given.subtree.split("."))):
+        raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(given.subtree)}")
 
 
 def open_headers(folder: Folder) -> WeightSource:
