@@ -171,7 +171,7 @@ class Emit(Builders[FlowValue]):
             raise
         except Exception as error:
             if isinstance(error, AttributeError) and error.obj is self:
-                raise GraphError(f"{self.path}: emit has no {has_no(self, error.name)}") from error
+                raise GraphError(f"{self.path}: emit has no {has_no(self, str(error.name))}") from error
             if "FlowValue" not in str(error):
                 error.add_note(f"in the custom stage {self.path}")
                 raise
