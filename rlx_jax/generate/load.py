@@ -13,7 +13,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.errors import ConfigError, ProfileError, UnsupportedError, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
@@ -83,7 +83,10 @@ def load(
     own = pretrained.recipe
     used = own if recipe is None else rebound(recipe, own)
     if dtype is not None:
-        dtype = dtype if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
+        known = "auto" if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
+        if known not in ("auto", "f32", "bf16", "f16"):
+            raise ProfileError(f"dtype: models compute in f32, bf16 or f16, got {shown(dtype)}")
+        dtype = known
         chosen = CompileProfile.of(
             ModelFlow.from_recipe(used).profile or CompileProfile() if profile is None else profile
         )

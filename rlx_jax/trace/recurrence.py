@@ -122,6 +122,8 @@ class Recurring(Attending[V]):
                 array = _start_array(f"{where}: init leaf {name}", start)
                 zeros = not array.array.any()
                 slots.append(hir.StateSlot(name, array.type, initial=None if zeros else array))
+            elif isinstance(start, str):
+                raise GraphError(f"{where}: init is {shown(start)}; expected arrays, such as np.zeros(8, 'f4')")
             else:
                 self._check_shared(where, f"init leaf {name}, number", [start], x)
                 slots.append(hir.StateSlot(name, wide(self.type_of(start)), initial=first + len(learned)))

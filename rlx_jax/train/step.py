@@ -13,7 +13,7 @@ from jax import lax
 
 from rlx_jax import losses
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, shown
+from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
@@ -90,7 +90,7 @@ class TrainStep:
             raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
         named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
         if named.get("tokens") is None:
-            raise RequestError(f"step: a batch is tokens [B, S], or a mapping that has them; got {shown(list(named))}")
+            raise RequestError(f"step: a batch is tokens [B, S], or a mapping with 'tokens'; got {listing(named)}")
         named = {k: a if isinstance(a, jax.Array) else as_host_array(k, a) for k, a in named.items() if a is not None}
         losses.check_batch(self.model, named)
         return named
@@ -206,6 +206,7 @@ def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
     for name, array in batch.items():
         if array.ndim == 0 or array.shape[0] != rows or rows % parts:
             raise BatchMismatchError(
-                f"step: {name} {list(array.shape)} is not {rows} rows, the number of tokens, in {parts} equal parts"
+                f"step: {name} {list(array.shape)}: {rows} rows of tokens cannot be taken in {parts} equal "
+                f"parts, microbatches={parts}"
             )
     return {k: a.reshape(rows // parts, parts, *a.shape[1:]).swapaxes(0, 1) for k, a in batch.items()}

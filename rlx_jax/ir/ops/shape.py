@@ -269,7 +269,7 @@ class SplitLast(Mir):
     def check(self, *operands: TensorType) -> None:
         (x,) = operands
         if not x.rank or not is_static(x.shape[-1]) or sum(self.sizes) != x.shape[-1] or min(self.sizes) < 0:
-            raise ShapeError(f"split_last: parts of {list(self.sizes)} do not make up the last axis of {x}")
+            raise ShapeError(f"split: parts of {list(self.sizes)} do not make up the last axis of {x}")
 
     def eval(self, x: Array) -> tuple[Array, ...]:
         return tuple(jax.lax.split(x, self.sizes, axis=x.ndim - 1))
