@@ -12,18 +12,16 @@ Nodes are append-only, so their order is a topological order. Leaves (`Input`, `
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError
-from rlx_jax.ir.inference import arity, misfit, types_of
+from rlx_jax.ir.inference import arity, kept_types, misfit, traced_types
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
@@ -160,12 +158,8 @@ class Mir(Op):
         except TypeError as error:
             raise ArityError(self.name(), arity(self.eval), len(operands)) from error
         self.check(*operands)
-        if not self.traits.stored:  # it may hold a user's function
-            return _types_of_eval(self, operands)
-        names = getattr(self, "__dataclass_fields__", ())
-        kinds = tuple(type(getattr(self, name)) for name in names)  # 1, 1.0 and True are equal
-        wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        return _known_types(self, kinds, operands, type(self).eval, bool(wide))
+        # One whose attributes are no values may hold a user's function.
+        return kept_types(self, operands) if self.traits.stored else traced_types(self, operands)
 
     def flops(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Multiply-adds × 2 of its contractions, for static types; 0 for ops that contract nothing."""
@@ -178,21 +172,6 @@ class Mir(Op):
     def workspace(self, operands: Sequence[TensorType], results: Sequence[TensorType]) -> int:
         """Bytes of scratch memory beside operands and results, for static types."""
         return self.traits.workspace(self, operands, results)
-
-
-def _types_of_eval(op: Mir, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
-
-
-@functools.lru_cache(2**14)
-def _known_types(
-    op: Mir, kinds: tuple[type, ...], operands: tuple[TensorType, ...], formula: Callable[..., Any], wide: bool
-) -> tuple[TensorType, ...]:
-    """`_types_of_eval` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
-    longer than everything else that is done for it. `kinds` of the attributes, `formula` and `wide` tell apart what
-    has other types."""
-    return _types_of_eval(op, operands)
 
 
 class Hir(Op):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -40,6 +41,35 @@ def types_of(result: Any) -> tuple[TensorType, ...]:
     """Tensor types of what `jax.eval_shape` returned: an array or a flat tuple or list of arrays."""
     leaves = jax.tree.leaves(result)
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+
+
+class Formula(Protocol):
+    """An op as far as its types go."""
+
+    def eval(self, *arrays: Any) -> Any: ...
+
+
+def traced_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """The types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
+
+
+def kept_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """`traced_types` of an op whose attributes are values, kept for all builds of a process: tracing one op takes
+    longer than everything else that is done for it."""
+    names = getattr(op, "__dataclass_fields__", ())
+    kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal
+    wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    return _kept(op, operands, kinds, type(op).eval, bool(wide))
+
+
+@functools.lru_cache(2**14)
+def _kept(
+    op: Formula, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], wide: bool
+) -> tuple[TensorType, ...]:
+    """`kinds`, `formula` and `wide` tell apart what has other types."""
+    return traced_types(op, operands)
 
 
 def arity(fn: Callable[..., Any]) -> str:
