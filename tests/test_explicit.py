@@ -18,19 +18,8 @@ from rlx_jax.errors import DeriveError, DTypeError, GraphError, NameCollisionErr
 from rlx_jax.generate.kv_cache import LayerKvCache
 from rlx_jax.ir import hir
 from rlx_jax.models.decoder import as_decode
-from tests.test_derive import (
-    CONTEXT,
-    EMBEDDING,
-    MIXERS,
-    H,
-    compiled,
-    head,
-    llama_layers,
-    llama_weights,
-    profile,
-    tokens_flow,
-    w,
-)
+from tests.small import compiled, profile, w
+from tests.test_derive import CONTEXT, EMBEDDING, MIXERS, H, head, llama_layers, llama_weights, tokens_flow
 
 BATCH, SEQ = 2, 8
 TOKENS = np.random.default_rng(2).integers(0, 17, (BATCH, SEQ)).astype(np.int32)

@@ -29,7 +29,8 @@ from rlx_jax.ir.types import TensorType, tensor_type
 from rlx_jax.lowering.hir import continued, rules
 from rlx_jax.lowering.lower import as_function
 from tests.fuzz import meaning as formulas
-from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, compiled, head, tokens_flow, w
+from tests.small import compiled, w
+from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, head, tokens_flow
 
 D = 3
 START = np.linspace(-0.5, 0.5, H).astype(np.float32)

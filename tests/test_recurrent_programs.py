@@ -17,19 +17,8 @@ from rlx_jax.ir.ops.token_scan import TokenScan
 from tests import divided
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
-from tests.test_derive import (
-    EMBEDDING,
-    TOKENS,
-    H,
-    V,
-    assert_generates,
-    compiled,
-    generated,
-    head,
-    profile,
-    tokens_flow,
-    w,
-)
+from tests.small import compiled, profile, w
+from tests.test_derive import EMBEDDING, TOKENS, H, V, assert_generates, generated, head, tokens_flow
 from tests.test_recurrent import ALL, START, WEIGHTS, close, flow_of, rnn_step, weights_of
 from tests.test_serving import compiled as counted
 from tests.test_soak import GROWTH, STEPS, on_device, resident

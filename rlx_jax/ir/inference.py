@@ -48,6 +48,8 @@ class Formula(Protocol):
 
     def eval(self, *arrays: Any) -> Any: ...
 
+    def __hash__(self) -> int: ...
+
 
 def traced_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """The types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
