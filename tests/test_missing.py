@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
@@ -118,6 +121,22 @@ def test_whatever_opens_a_model_draws_what_is_missing(case: str) -> None:
     with pytest.raises(errors.RequestError, match="give both, or neither"):
         OPENED[case](missing="init")
     assert OPENED[case](missing="init", key=0).report().initialised == ("new",)
+
+
+def test_a_checkpoint_that_lacks_some_loads(tmp_path: Path) -> None:
+    """What its config asks for and its files have not is drawn, and what they have is theirs."""
+    weights = {key: value.astype("f4") for key, value in numpy_reference.read_weights(LLAMA).items()}
+    gone = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+    save_file({key: value for key, value in weights.items() if key not in gone}, tmp_path / "model.safetensors")
+    shutil.copy(LLAMA / "config.json", tmp_path)
+    with pytest.raises(errors.MissingWeightError, match="3 weights that config.json asks for are missing"):
+        rlx.load(tmp_path)
+    lm = rlx.load(tmp_path, missing="init", key=0)
+    assert set(lm.report().initialised) == set(gone)
+    found = lm.model.weights()
+    assert (np.asarray(found["model.norm.weight"]) == 1).all() and set(found) == set(weights)
+    for key in set(weights) - set(gone):
+        np.testing.assert_array_equal(np.asarray(found[key]), weights[key])
 
 
 @pytest.mark.slow

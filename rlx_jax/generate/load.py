@@ -74,7 +74,7 @@ def load(
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
     folder = root.below(inside)
-    pretrained = open_pretrained(folder, strict=strict, **options)
+    pretrained = open_pretrained(folder, strict=strict, lacking=missing == "init", **options)
     if pretrained.kind == "denoiser":
         raise UnsupportedError(
             f"{quote(folder.path)}: one step of a denoising model is a plain function: "

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import MissingWeightError, WeightDTypeError, WeightShapeError, listing, quote
 from rlx_jax.flow import ModelRecipe
+from rlx_jax.weights.beside import BesideSource, may_lack
+from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import close_names
 from rlx_jax.weights.source import WeightSource, short_name
 
@@ -17,7 +19,8 @@ MAX_KEYS_BUILT = 4000
 
 
 def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe) -> WeightSource:
-    """The source, after every weight that the config asks for was found, a float of the right shape.
+    """The source, after every weight that the config asks for was found, a float of the right shape. Of one that may
+    lack some, those are there as shapes.
 
     Raises:
         MissingWeightError: lists what is missing, and names close to it.
@@ -30,6 +33,9 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
         return recipe.assemble().build().readers().get(key, recipe.name)
 
     missing = [key for key in specs if not source.has(key)]
+    if missing and may_lack(source):
+        there = {key: spec for key, spec in specs.items() if source.has(key)}
+        return BesideSource(checked(source, there, recipe), MappingSource({key: specs[key] for key in missing}))
     if missing:
         close = close_names(missing[0], source.keys())
         raise MissingWeightError(

@@ -51,6 +51,7 @@ from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import VisionFlow
+from rlx_jax.weights.beside import MarkedSource
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource, open_weights
 
@@ -221,10 +222,12 @@ def open_pretrained(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    lacking: bool = False,
     **options: Any,
 ) -> Pretrained:
     """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
-    `config.json` is fetched before it is known to be built.
+    `config.json` is fetched before it is known to be built. With `lacking` weights may be missing, which are to be
+    drawn.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
@@ -232,7 +235,8 @@ def open_pretrained(
     """
     folder = open_folder(path, revision, token, subfolder=subfolder)
     config, family = family_of(folder)
-    return bound(folder, config, family, open_weights(folder, **options))
+    source = open_weights(folder, **options)
+    return bound(folder, config, family, MarkedSource(source, "lacking") if lacking else source)
 
 
 def family_of(folder: Folder) -> tuple[Fields, Family | plugins.Opens]:

@@ -22,7 +22,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.selecting import BlockPattern, BlocksReading, ProductsIn
-from rlx_jax.weights.beside import SpareSource
+from rlx_jax.weights.beside import MarkedSource
 from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
 
@@ -42,7 +42,7 @@ class WithAdapter:
         flow = replace(flow, no_training=self.no_training or flow.no_training)
         names = self._names(flow)
         own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
-        flow = flow.add_weights(SpareSource(RenamedSource(self.source, own)))
+        flow = flow.add_weights(MarkedSource(RenamedSource(self.source, own), "spare"))
         for (size, scale), modules in self.sizes.groups().items():
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
             flow = WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale, names)))(flow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -59,18 +59,25 @@ class BesideSource:
         return self.more if self.more.has(key) else self.source
 
 
-class SpareSource:
-    """Weights that count only beside a source that has none of them: those of an adapter's files, which a checkpoint
-    that was saved with the adapter has in numbers of its own."""
+class MarkedSource:
+    """The weights of `source`, and how they count. `lacking`: a checkpoint that may have less than its config asks for,
+    and what it has not is to be drawn. `spare`: only beside a source that has none of them, as those of an adapter's
+    files, which a checkpoint that was saved with the adapter has in numbers of its own."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self.source = source
+    def __init__(self, source: WeightSource, mark: Literal["lacking", "spare"]) -> None:
+        self.source, self.mark = source, mark
         self.keys, self.has, self.where = source.keys, source.has, source.where
         self.spec, self.read = source.spec, source.read
 
     def close(self) -> None:
         """Close the files that are held open."""
         close(self.source)
+
+
+def may_lack(source: Any) -> bool:
+    """Whether weights that are missing are to be drawn, of a source or of what it is a part or a view of."""
+    marked = isinstance(source, MarkedSource) and source.mark == "lacking"
+    return marked or (hasattr(source, "source") and may_lack(source.source))
 
 
 def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSource | None:
@@ -81,7 +88,7 @@ def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSour
         return source
     if isinstance(more, BesideSource):
         return beside(beside(source, more.source), more.more)
-    spared = isinstance(more, SpareSource) and all(map(source.has, more.keys()))
+    spared = isinstance(more, MarkedSource) and more.mark == "spare" and all(map(source.has, more.keys()))
     return source if spared else BesideSource(source, more)
 
 
