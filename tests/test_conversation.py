@@ -230,3 +230,17 @@ def test_max_len_makes_room_at_once(model: Any) -> None:
     chat = lm.conversation([SYSTEM], max_len=90)
     check_turns(lm, chat, ASKED[:1])
     assert chat._text is not None and chat._text.slots == BUCKETS["context"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "qwen35"])
+def test_turns_with_drafts_and_without(family: str, model: Any, tokenizer: Tokenizer) -> None:
+    """Rings have more slots where drafts may be taken back, and the state goes from one to the other; another model
+    reads the whole text for its drafts."""
+    lm = model(family)
+    other = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), tokenizer=tokenizer)
+    chat = lm.conversation([SYSTEM])
+    for text, drafts in zip(ASKED, ("prompt", None, other, None), strict=True):
+        reply = chat.send(text, REPLY, speculative=drafts)
+        assert len(chat.messages) == 3 or lm.report().request.cached_tokens > 0
+        assert reply == lm.chat(chat.messages[:-1], REPLY)
