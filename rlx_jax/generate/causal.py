@@ -36,12 +36,7 @@ from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
-from rlx_jax.text.opening import (
-    check_logits,
-    check_tokenizer,
-    known_positions,
-    open_token_model,
-)
+from rlx_jax.text.opening import check_logits, check_tokenizer, known_positions, open_token_model
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
 from rlx_jax.text.tokenizer import Tokenizer
