@@ -177,6 +177,19 @@ def test_shapes_alone_are_lowered() -> None:
     assert jax.tree.map(jnp.shape, out[0]) == jax.tree.map(jnp.shape, made) and out[1].loss.shape == ()
 
 
+def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
+    """What it needs beside tokens is no argument too many."""
+    model, optimizer = small(), optax.sgd(0.0)
+
+    def scaled(model: Any, params: Any, tokens: Any, scale: Any) -> Any:
+        return losses.cross_entropy(model, params, tokens) * scale.mean()
+
+    step, state = train.make_step(model, optimizer, scaled), train.init(model, optimizer, 0)
+    want = float(scaled(model, state.params, BATCH["tokens"], np.full(B, 3.0, np.float32)))
+    _, metrics = step(state, {"tokens": BATCH["tokens"], "scale": np.full(B, 3.0, np.float32)})
+    assert want > 3 and abs(float(metrics.loss) - want) < 1e-4
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 

@@ -27,9 +27,14 @@ def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
 
 
 def check_takes(
-    fn: Callable[..., Any], arguments: tuple[str, ...], where: str, error: type[RlxError] = GraphError
+    fn: Callable[..., Any],
+    arguments: tuple[str, ...],
+    where: str,
+    error: type[RlxError] = GraphError,
+    *,
+    named: bool = False,
 ) -> None:
-    """A function of a user can be called with so many arguments by position.
+    """A function of a user can be called with so many arguments by position, where `named` beside others by name.
 
     Raises:
         GraphError, or what `error` says: it cannot.
@@ -39,7 +44,7 @@ def check_takes(
     except (TypeError, ValueError):  # what is written in C tells nothing
         return
     try:
-        signature.bind(*arguments)
+        (signature.bind_partial if named else signature.bind)(*arguments)
     except TypeError as cause:
         name = getattr(fn, "__name__", type(fn).__name__)
         called = f"{name}({', '.join(arguments)})"

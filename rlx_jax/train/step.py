@@ -178,7 +178,7 @@ def make_step(
     check_trainable(model, optimizer)
     if not callable(loss):
         raise RequestError(f"make_step: loss is a function of (model, params, tokens), got {shown(loss)}")
-    check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError)
+    check_takes(loss, ("model", "params", "tokens"), "make_step: loss", RequestError, named=True)  # the batch has more
     if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:
         raise RequestError(f"make_step: microbatches is a number, at least 1, got {shown(microbatches)}")
     return TrainStep(model, optimizer, loss, int(microbatches))
