@@ -63,5 +63,5 @@ def mixtral(directory):
 if __name__ == "__main__":
     directory, prompt = sys.argv[1:]
     lm = rlx.CausalLM(mixtral(directory), tokenizer=load_tokenizer(directory))
-    print(lm.model.report().experts)  # how they run
     print(lm.generate(prompt, max_new_tokens=20))
+    print(lm.report().experts)  # how they ran
