@@ -9,12 +9,21 @@ changed on purpose
 
 renews the pages. It refuses a case that rlx_jax answers with no error and no warning of its own. (An unknown keyword
 is a TypeError, as of any Python function, with a suggestion.)
+
+A page shows what is said, not that it helps. Who has read a message as its user would, and knows from it alone what is
+wrong, where, and what to do, marks it as read: `marks.txt` beside the pages has a line for each case, with the first 8
+digits of the SHA-256 of its message.
+
+    python -m tests.mistakes --mark
+
+writes the marks of all messages as the pages have them now. A message that is changed needs a new mark.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
 import re
@@ -35,6 +44,7 @@ from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from tests.oracles.checkpoints import FIXTURES, copy
 
 PAGES = sorted((Path(__file__).parent / "golden" / "mistakes").glob("*.md"))
+MARKS = Path(__file__).parent / "golden" / "mistakes" / "marks.txt"
 CASE = re.compile(
     r"^## (?P<name>[^\n]+)\n\n```(?P<kind>python|sh)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<told>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
@@ -172,8 +182,17 @@ def renewed(page: Path, only: str = "") -> str:
     return text
 
 
+def marks() -> str:
+    """The lines of `marks.txt` that say that every message as it is now was read."""
+    told = {f"{case.page.stem}: {case.name}": hashlib.sha256(case.told.encode()).hexdigest() for case in cases()}
+    return "".join(f"{digest[:8]} {name}\n" for name, digest in sorted(told.items()))
+
+
 def main() -> None:
-    """Show what the cases tell; with `--write` the pages are renewed. Other words choose pages."""
+    """Show what the cases tell; with `--write` the pages are renewed, with `--mark` the marks. Other words choose pages."""
+    if "--mark" in sys.argv:
+        MARKS.write_text(marks(), "utf-8")
+        return
     jax.config.update("jax_num_cpu_devices", 8)
     chosen = [word for word in sys.argv[1:] if word != "--write"]
     for page in PAGES:
