@@ -32,7 +32,10 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
         if isinstance(stage, type):
             raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
         if not callable(getattr(stage, "emit", None)):
-            raise GraphError(f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value)")
+            hint = "; blocks.Custom(fn) is one of a function (emit, x), in which emit.jax(f, x) calls one of JAX"
+            raise GraphError(
+                f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value){hint * callable(stage)}"
+            )
     return found
 
 
@@ -105,8 +108,8 @@ class Repeat:
         stage = self.stage_for_index(index)
         if not callable(getattr(stage, "emit", None)):
             raise GraphError(
-                f"{emit.path}: layer {index} is {type(stage).__name__}, not a stage "
-                "(a LayerStack becomes one by .build())"
+                f"{emit.path}: the function that makes the layers returned {shown(stage)} for layer {index}; expected "
+                "a stage (a LayerStack becomes one by .build())"
             )
         with emit.stage(), emit.scope(index):
             return run_stage(stage, emit, value)

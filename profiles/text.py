@@ -33,6 +33,7 @@ _TOKEN = re.compile(
     r"""|[\[\]{}.,=\n]""",
     re.DOTALL,
 )
+_CURLY = "“”„‟«»‘’"
 _WHERE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
@@ -110,7 +111,9 @@ def _syntax_message(message: str, text: str, source: str) -> str:
         place = f"{source}, line {found[2]}, column {found[3]}"
     else:
         place = _place(text, len(text), source) if found else source
-    return f"{place}: {what if len(what) <= 120 else what[:119] + '…'}"
+    after = text.split("\n")[int(found[2]) - 1][int(found[3]) - 1 :] if found and found[2] else ""
+    hint = f' at {quote(after[:1])}; strings stand in straight quotes, "…"' if after[:1] in _CURLY and after else ""
+    return f"{place}: {what if len(what) <= 120 else what[:119] + '…'}{hint}"
 
 
 def dump(tables: Mapping[str, Any]) -> str:

@@ -330,7 +330,7 @@ def number(value: int) -> str:
 
 
 def shown(value: object) -> str:
-    """The repr of a value that a caller passed, in one line of at most 120 characters.
+    """The repr of a value that a caller passed, in one line of at most 120 characters; of a tracer what it stands for.
 
     >>> shown("auto"), shown(2.5)
     ("'auto'", '2.5')
@@ -338,6 +338,8 @@ def shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         text = number(value)
     else:  # NumPy's scalars as the numbers that they are
+        if any(kind.__name__ == "Tracer" for kind in type(value).__mro__):  # of jax.core, which is not imported here
+            return f"a traced {str(getattr(value, 'aval', value)).lstrip('~')} (inside jax.jit or the like)"
         scalar = type(value).__module__ == "numpy" and not hasattr(value, "__len__")
         text = str(value) if scalar else repr(value)
     return _cut(" ".join(_printable(text).split()), MAX_QUOTED)
@@ -378,6 +380,12 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
+}  # fmt: skip
+"""Arguments of transformers whose name is not like ours: what is meant by them here."""
+
+
 def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Names that a function was called with are among those that it has; a twin of Python's own check that suggests.
 
@@ -387,7 +395,10 @@ def check_keywords(caller: str, given: Iterable[str], known: Iterable[str]) -> N
     names = dict.fromkeys(known)
     for name in given:
         if name not in names:
-            raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{did_you_mean(name, names)}")
+            here = [ours for ours in ELSEWHERE.get(name, ()) if ours in names]
+            meant = f"; did you mean {quote(here[0])}?" if here else did_you_mean(name, names)
+            told = meant or f"; it takes {listing(names, 8)}"
+            raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{told}")
 
 
 def suggests(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

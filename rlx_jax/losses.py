@@ -28,6 +28,7 @@ from rlx_jax.errors import (
     SequenceLengthError,
     ShapeError,
     TokenIdError,
+    UnboundInputError,
     named_kind,
     number,
     shown,
@@ -91,6 +92,11 @@ def cross_entropy(
     """
     head = head_of(model)
     tokens = _checked_tokens(model, tokens)
+    if "attention_mask" in inputs and all(known.name != "attention_mask" for known in model.flow.inputs):
+        raise UnboundInputError(
+            f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
+            "each row has before its padding"
+        )
     rows = _vocabulary(model, head, vocab)
     if labels is None:
         _refuse_foresight(model)

@@ -189,7 +189,7 @@ def marks() -> str:
 
 
 def main() -> None:
-    """Show what the cases tell; with `--write` the pages are renewed, with `--mark` the marks. Other words choose pages."""
+    """Show what the cases tell; `--write` renews the pages, `--mark` the marks. Other words choose pages."""
     if "--mark" in sys.argv:
         MARKS.write_text(marks(), "utf-8")
         return

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "a predicate of rows": (
         lambda m, x: m.cond(m.gt(x, 0), m.sin, m.cos, x),
         ShapeError,
-        "rank 0, got bool.rows,4.; see where",
+        "one bool or number, got bool.rows,4.; where",
     ),
     "branches that differ": (
         lambda m, x: m.cond(m.any(x), m.sin, lambda v: m.sum(v, 0), x),

@@ -1081,7 +1081,7 @@ MISSPELT: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda t: rlx.VisionEncoder.hidden_states(t.enc, pixel_value=X),  # type: ignore[call-arg]
         "VisionEncoder.hidden_states.*did you mean 'pixel_values'",
     ),
-    "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'$"),
+    "unlike any": (lambda t: t.lm.generate([1], zzz=3), "keyword argument 'zzz'; it takes 'prompts', 'max_new_"),
 }
 
 

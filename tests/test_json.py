@@ -246,7 +246,7 @@ def damaged() -> Iterator[tuple[str, Any, type[Exception], str]]:
     wrong = ArtifactFormatError
     yield edit("format", "format", "onnx", wrong, "format")
     yield edit("version", "version", 2, VersionMismatchError, "reads version 1")
-    yield edit("version text", "version", "1", VersionMismatchError, "version is '1'; this release reads version 1, a")
+    yield edit("version text", "version", "1", VersionMismatchError, "version is '1'; this release reads version 1")
     yield edit("version type", "version", True, VersionMismatchError, "reads version 1")
     yield edit("level", "level", "asm", wrong, "hir, mir, lir")
     yield edit("policy", "policy", ["direct"], wrong, "direct, fusable")

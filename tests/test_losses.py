@@ -254,9 +254,9 @@ SEES_ALL = SelfAttnPrefill(SelfAttnPrefillSpec("q", "k", "v", 2, 4, 2, MaskKind.
 
 
 @pytest.mark.parametrize(("stages", "program", "says"), [
-    ((), "train", r"gather.* stands between the last product and the output"),
-    ((HEAD, Custom(lambda emit, x: emit.softmax(x))), "train", "softmax.* stands between the last product"),
-    ((HEAD, Custom(lambda emit, x: emit.jax(jnp.tanh, x))), "train", "jax.* stands between the last product"),
+    ((), "train", r"output 'output' comes from no head, gather.* makes it"),
+    ((HEAD, Custom(lambda emit, x: emit.softmax(x))), "train", "comes from no head, softmax.* makes it"),
+    ((HEAD, Custom(lambda emit, x: emit.jax(jnp.tanh, x))), "train", "comes from no head, jax.* makes it"),
     ((Custom(lambda emit, x: x @ emit.tanh(emit.param("w", (H, V)))),), "train", "multiplies with tanh"),
     ((GatherLastToken(), HEAD), "train", "a loss wants those of every token"),
     ((SEES_ALL, HEAD), "train", "self_attn: this attention is not causal"),

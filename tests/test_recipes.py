@@ -357,7 +357,7 @@ def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
 
 MISUSES: dict[str, tuple[Any, str]] = {
     "layer": (lambda r: r.layer(composed_at_1(LayerContext(0, None, blocks.ResidualSave()))), "layer: expected"),  # type: ignore[arg-type]
-    "layer returns no stage": (lambda r: r.layer(lambda ctx: None).assemble().build(), "layer 0 is NoneType"),
+    "layer returns no stage": (lambda r: r.layer(lambda ctx: None).assemble().build(), "returned None for layer 0"),
     "layer returns a LayerStack": (lambda r: r.layer(lambda ctx: rlx.LayerStack()).assemble().build(), r"\.build\(\)"),
     "before": (lambda r: r.before_layers(scale(2)), "before_layers: expected a list of stages, got Custom"),
     "after": (lambda r: r.after_layers([lambda emit, x: x]), "after_layers: .* is not a stage"),

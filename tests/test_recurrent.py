@@ -395,10 +395,10 @@ def leak(x: Any) -> Any:
 jax.jit(leak)(1.0)
 ZEROS = np.zeros(H, np.float32)
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "narrower": (lambda h, x: (h.astype(jnp.bfloat16), x), "state leaf state enters as f32.8. and leaves as"),
-    "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"state leaf state enters as f32.8. and leaves as f32.16."),
+    "narrower": (lambda h, x: (h.astype(jnp.bfloat16), x), "the state enters as f32.8. and leaves as"),
+    "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"the state enters as f32.8. and leaves as f32.16."),
     "another form": (lambda h, x: ((h, h), x), "the state enters as"),
-    "no pair": (lambda h, x: h, r"returns \(state, y_t\)"),
+    "no pair": (lambda h, x: h, r"return a pair, \(state, y_t\)"),
     "no y": (lambda h, x: (h, None), "gives no y"),
     "counts its traces": (counter(), "another function each time"),
     "random": (lambda h, x: (h + np.random.normal(), x), "another function each time"),

@@ -95,8 +95,8 @@ def _check_single(graph: Graph, node: Node) -> None:
     traits = getattr(node.op, "traits", None)
     if not node.inputs or not (isinstance(node.op, CastTo) or getattr(traits, "numeric", "") == "elementwise"):
         raise GraphError(
-            f"{where}: {node.op.text()} stands between the last product and the output {graph.output_names[0]!r}; "
-            f"a head is a product of hidden states with a weight, {_LAST}"
+            f"{where}: the output {graph.output_names[0]!r} comes from no head, {node.op.text()} makes it or stands "
+            f"behind the last product: a head is a product of hidden states with a weight, {_LAST}"
         )
 
 

@@ -58,7 +58,7 @@ def read(text: str | bytes) -> StoredModule:
     one_of("graph JSON: format", data.get("format"), (FORMAT,))
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         found = shown(data.get("version"))
-        raise VersionMismatchError(f"graph JSON: version is {found}; this release reads version {VERSION}, a number")
+        raise VersionMismatchError(f"graph JSON: version is {found}; this release reads version {VERSION} alone")
     head = object_with({"format", "version", "level", "policy", "plan", "graph"}, data, "graph JSON")
     stage = GraphStage(one_of("graph JSON: level", head["level"], tuple(GraphStage)))
     policy = one_of("graph JSON: policy", head["policy"], FUSION_POLICIES)

@@ -12,7 +12,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import suggests
+from rlx_jax.errors import RequestError, suggests
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
@@ -78,6 +78,8 @@ class DualEncoder:
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:
         """One vector for each text: see `Encoder.embed`. It is as the tower gives it, before any division by its
         length."""
+        if getattr(texts[0] if isinstance(texts, list | tuple) and texts else texts, "ndim", 0) >= 3:
+            raise RequestError("texts: expected strings or token ids, got images; embed_images takes them")
         return self.texts.embed(texts, max_tokens=max_tokens, show_progress=show_progress)
 
     @suggests()

@@ -257,7 +257,7 @@ class Encoder:
 
     def _tokenised(self, texts: Sequence[str], first: int) -> list[Ids]:
         if self.tokenizer is None:
-            raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}")
+            raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
         limits = (
             self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions,

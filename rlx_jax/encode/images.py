@@ -148,7 +148,10 @@ def check_filter(where: str, resample: int, resizer: Resizer) -> None:
         UnsupportedError: there is none, or torch has none.
     """
     if resample != NEAREST and resample not in FILTERS:
-        raise UnsupportedError(f"{where}: resample is {shown(resample)}; expected 0 to {max(FILTERS)}")
+        raise UnsupportedError(
+            f"{where}: resample is {shown(resample)}; expected 0 to {max(FILTERS)}: 0 nearest, "
+            f"{', '.join(f'{number} {f.name}' for number, f in FILTERS.items())}"
+        )
     if resizer == "torch" and resample not in TORCH:
         raise UnsupportedError(
             f"{where}: resample is {resample}, {FILTERS[resample].name}, which torch does not have; take "
@@ -203,6 +206,7 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8:
         hint = "; pixel values go in as one array [B, C, H, W]" if pixels.dtype.kind == "f" else ""
+        hint = "; divide it by 257, say, and cast it" if pixels.dtype == np.uint16 else hint
         raise RequestError(f"{name}: expected u8, got {short_name(pixels.dtype)}{hint}")
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
         turned = "; transpose it" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""

@@ -156,8 +156,9 @@ class VisionEncoder:
             pixel_values = as_host_array("pixel_values", pixel_values)
         shape = list(pixel_values.shape)
         if len(shape) != 4 or 0 in shape or shape[1] != self.channels:
-            image = "; an image to be processed is uint8, [height, width, channels]" if len(shape) == 3 else ""
-            raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}{image}")
+            hint = "; an image to be processed is uint8, [height, width, channels]" if len(shape) == 3 else ""
+            hint = "; x[None] is a batch of one" if len(shape) == 3 and shape[0] == self.channels else hint
+            raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}{hint}")
         if not is_float(pixel_values.dtype):
             raise RequestError(
                 f"pixel_values: expected floats as an image processor makes them, got "

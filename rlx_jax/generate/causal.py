@@ -412,9 +412,9 @@ class CausalLM:
             LimitError: it takes too long, too much memory, or writes too much; see `rlx_jax.text.chat_template`.
         """
         return chat_prompt(
-            self._speaker.needed("chat needs"), messages, tools=tools, chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt, tokenize=tokenize, allow_special=allow_special,
-            variables=variables,
+            self._speaker.needed("chat needs", "generate from token ids"), messages, tools=tools,
+            chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=tokenize,
+            allow_special=allow_special, variables=variables,
         )  # fmt: skip
 
     # -- warm-up -----------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def open_conversation(
         RequestError, TokenizerError: as there.
     """
     speaker = talker._speaker
-    tokenizer = speaker.needed("chat needs")
+    tokenizer = speaker.needed("chat needs", "generate from token ids")
     template = chosen_template(tokenizer, options["chat_template"], options["tools"] is not None, variables)
     none = isinstance(messages, list | tuple) and not messages
     begun = [] if none else check_messages(messages, template)

@@ -31,14 +31,14 @@ class Speaker:
         """Whose states this model takes: those of its flow's programs, whatever the parameters."""
         return self.model.programs, self.model.name
 
-    def needed(self, what: str = "strings need") -> Tokenizer:
-        """The tokenizer.
+    def needed(self, what: str = "strings need", instead: str = "pass token ids") -> Tokenizer:
+        """The tokenizer. What a message says: who needs it, and what goes without.
 
         Raises:
             RequestError: there is none.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{what} a tokenizer, and this model has none: {NO_TOKENIZER}")
+            raise RequestError(f"{what} a tokenizer, and this model has none: {NO_TOKENIZER}; or {instead}")
         return self.tokenizer
 
     def decode(self, ids: list[int]) -> str:
@@ -66,5 +66,5 @@ class Speaker:
         """Strings and ids that end a row, end tokens among them."""
         words, others = split_stops(stop)
         if words:
-            self.needed()
+            self.needed("stop: strings need")
         return words, {*id_list(others, self.vocab_size, "stop"), *self.eos_ids}

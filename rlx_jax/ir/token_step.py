@@ -154,7 +154,9 @@ class UsersStep:
                 f"({first_line(error)})"
             ) from error
         if not isinstance(made, tuple | list) or len(made) != 2:
-            raise GraphError(f"recurrent({self.label}) returns (state, y_t), got {shown(made)}")
+            raise GraphError(
+                f"recurrent({self.label}): expected the step to return a pair, (state, y_t), got {shown(made)}"
+            )
         if not jax.tree.leaves(made[1]):
             raise GraphError(f"recurrent({self.label}) gives no y; it returns (state, y_t)")
         return self._kept(made[0]), made[1]
@@ -168,9 +170,10 @@ class UsersStep:
         for name, want, leaf in zip(self.names, self.given, leaves, strict=False):
             found = TensorType(tuple(leaf.shape), np.dtype(leaf.dtype))
             if found != want:
+                which = "the state" if name == "state" else f"leaf {name} of the state"
                 raise GraphError(
-                    f"recurrent({self.label}): state leaf {name} enters as {want} and leaves as {found}: a state keeps "
-                    "its type; cast it, or begin with an init of that type"
+                    f"recurrent({self.label}): {which} enters as {want} and leaves as {found}: a state keeps its type; "
+                    "cast it, or begin with an init of that type"
                 )
         return leaves
 

@@ -69,7 +69,10 @@ class Fields:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
-            raise ConfigError(f"{self.where}: expected the content of config.json, a mapping; got {shown(self.values)}")
+            raise ConfigError(
+                f"{self.where}: expected the content of config.json, a mapping, as to_dict() of transformers' "
+                f"configurations; got {shown(self.values)}"
+            )
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The value as it is; an absent field and null are the default."""

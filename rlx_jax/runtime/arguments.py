@@ -75,7 +75,10 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
         WeightShapeError: names those that are missing or unknown.
     """
     if not isinstance(params, Mapping):
-        raise WeightShapeError(f"params: expected leaves by name, such as model.params, got {named_kind(params)}")
+        order = "; they stand before the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
+        raise WeightShapeError(
+            f"params: expected a mapping of arrays by name, such as model.params, got {named_kind(params)}{order}"
+        )
     missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
     if missing or extra:
         parts = {"missing": missing, "unknown": extra}.items()

@@ -197,7 +197,10 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     if isinstance(flow, Buildable):
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
-        raise GraphError("this model is compiled already: call it, or give it other numbers with .replace(params=…)")
+        raise GraphError(
+            "this model is compiled already: call it, give it other numbers with .replace(params=…), or compile its "
+            "flow again for another mesh or profile"
+        )
     if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
         raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
     if isinstance(flow, type) and hasattr(flow, "assemble"):
@@ -244,6 +247,8 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     if unread:
         message = f"{name}: {len(unread)} weights are in the source and nothing reads them: {listing(unread)}"
         if strict:
-            raise UnexpectedWeightError(f"{message}; check the flow, or pass strict=False")
+            raise UnexpectedWeightError(
+                f"{message}; check the flow, of a checkpoint its config.json, or pass strict=False"
+            )
         warnings.warn(message, RlxWarning, stacklevel=2)
     return source

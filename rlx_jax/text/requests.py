@@ -87,7 +87,7 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
 
 NO_TOKENIZER = (
     "a checkpoint's is tokenizer.json, which save_pretrained of transformers' AutoTokenizer writes; a flow of your own "
-    "is given one, tokenizer=; or pass token ids"
+    "is given one, tokenizer="
 )
 
 

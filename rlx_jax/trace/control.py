@@ -90,7 +90,10 @@ class Control(Rounding[V]):
     def cond(self, pred: V, true_fn: Branch, false_fn: Branch, *operands: V) -> Any:
         """`true_fn(*operands)` where `pred`, of rank 0, is not 0, else `false_fn(*operands)`: one of them runs."""
         if self.type_of(pred).rank:
-            raise ShapeError(f"{self.path}: cond: the predicate has rank 0, got {self.type_of(pred)}; see where")
+            raise ShapeError(
+                f"{self.path}: cond: the condition is one bool or number, got {self.type_of(pred)}; where(…) "
+                "chooses for each entry"
+            )
         truth = pred if self.type_of(pred).dtype == np.bool_ else self.ne(pred, 0)
         return self.switch(truth, (false_fn, true_fn), *operands)
 
@@ -113,7 +116,10 @@ class Control(Rounding[V]):
         after = [body.type(v) for v in body.outputs[: len(body.outputs) - more]]
         if after != list(types):
             enters, leaves = (", ".join(map(str, t)) for t in (types, after))
-            raise ShapeError(f"{self.path}: {what}: ({enters}) enter a step, ({leaves}) leave it")
+            raise ShapeError(
+                f"{self.path}: {what}: ({enters}) enter a step, ({leaves}) leave it; it returns values of the types "
+                "that it takes"
+            )
 
     def scan(
         self, f: Branch, init: Any, xs: Any = None, *, length: int | None = None, reverse: bool = False

@@ -34,7 +34,7 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, 
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param import Program, Role, Roles
 from rlx_jax.ir.param_keys import stored_keys
-from rlx_jax.ir.paths import Path
+from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import (
     Dim,
@@ -239,7 +239,9 @@ class Emit(Builders[FlowValue]):
             yield from self._weights_of(node.inputs[0])
         if isinstance(node.op, Param):
             for stored in stored_keys(node.op.programs[0]):
-                yield f"{self.parameters.at(stored.key)}, which is {stored.type}"
+                others = {path_text(n.origin.path): None for n in self.builder.nodes if value in n.inputs}
+                too = f" and is read by {listing(others, 2)} too" if others else ""
+                yield f"{self.parameters.at(stored.key)}, which is {stored.type}{too}"
 
     # -- parameters --------------------------------------------------------------------------
 

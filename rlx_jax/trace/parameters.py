@@ -145,7 +145,7 @@ class Parameters:
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
-            hint = "; missing='init' draws it" if shape is not None else ""
+            hint = "; missing='init' draws it, if it is a new one" if shape is not None else ""
             hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
             raise MissingWeightError(f"{path}: {error}{hint}") from error
         if isinstance(spec, PackedSpec):

@@ -33,11 +33,12 @@ class BlockPattern:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
-            what = "path of a block" if self.method == "at" else "key of a weight"
-            raise GraphError(
-                f"{self.method}: a pattern is the dotted {what}, such as 'layers.*.self_attn.o_proj'; got "
-                f"{shown(self.text)}"
+            what, such = (
+                ("path of a block", "layers.*.self_attn.o_proj")
+                if self.method == "at"
+                else ("key of a weight", "**.self_attn.o_proj.weight")
             )
+            raise GraphError(f"{self.method}: a pattern is the dotted {what}, such as {such!r}; got {shown(self.text)}")
         _compiled(self.text)
 
     def matches(self, path: Path) -> bool:
@@ -60,7 +61,15 @@ class BlockPattern:
     def _nothing(self, where: str, paths: Iterable[Path]) -> GraphError:
         layers = re.compile(r"(?<=\.)\d+(?=\.|$)")
         known = list(dict.fromkeys(layers.sub("*", path_text(path)) for path in paths))
-        near = did_you_mean(layers.sub("*", self.text), known, alike=0.7)
+        folded = layers.sub("*", self.text)
+        same = [text for text in map(path_text, paths) if layers.sub("*", text) == folded]
+        ends = [text for text in known if text.endswith(f".{self.text}")]
+        if same:
+            near = f"; there are {listing(same, 4)}"
+        elif ends:
+            near = f"; did you mean {' or '.join(map(quote, ends[:3]))}?"
+        else:
+            near = did_you_mean(folded, known, alike=0.7)
         return GraphError(f"{where}: {self} matches no block{near or f'; blocks are {listing(known)}'}")
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
         RequestError: a pattern matches no key, or some keys of a leaf and not the others, as where layers are stacked.
     """
     found, seen = {}, set[str]()
-    globs = [BlockPattern(pattern) for pattern in patterns]
+    globs = [BlockPattern(pattern, "mask") for pattern in patterns]
     if not globs:
         raise RequestError("mask: a pattern of keys is needed, such as '**.lora_{A,B}.weight'")
     for name, program in model.programs.layout.leaves.items():

@@ -93,7 +93,8 @@ def _type(value: Any, where: str) -> TensorType:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise UnsupportedError(f"{where} is a random key; store jax.random.key_data(key), and wrap_key_data it again")
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | Numbers):
-        raise RequestError(f"{where}: expected an array or a number, got {shown(value)}")
+        model = "; rlx_jax.save keeps a model" if callable(getattr(value, "param_specs", None)) else ""
+        raise RequestError(f"{where}: expected an array or a number, got {shown(value)}{model}")
     array = np.asarray(value) if isinstance(value, Numbers) else value
     try:
         found = TensorType(tuple(array.shape), as_dtype(array.dtype).newbyteorder("="))

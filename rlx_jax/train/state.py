@@ -87,7 +87,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
             f"train: expected what rlx_jax.compile returns, and behind it an optimizer; got {type(model).__name__}"
         )
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise RequestError(f"train: expected an optax optimizer, with init and update, got {shown(optimizer)}")
+        raise RequestError(f"train: expected an optax optimizer, such as optax.adamw(1e-3), got {shown(optimizer)}")
     refuse_untrained(model.flow)
     for name, spec in model.param_specs().items():
         if not is_float(spec.dtype):

@@ -13,7 +13,7 @@ from jax import lax
 
 from rlx_jax import losses
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown
+from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown, suggests
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
@@ -159,6 +159,7 @@ class TrainStep:
         return loss.astype(jnp.float32), gradients
 
 
+@suggests()
 def make_step(
     model: CompiledModel, optimizer: Optimizer, loss: Loss = losses.cross_entropy, microbatches: int = 1
 ) -> TrainStep:

@@ -33,7 +33,9 @@ def check_product(op: str, x: TensorType, w: TensorType, contract: int) -> None:
             f"{op}: last axis of x {x} is {x.shape[-1]}, axis {contract} of w {w} is {w.shape[contract]}{other}"
         ).of(0, 1)
     if x.dtype != w.dtype:
-        raise DTypeError(f"{op}: x is {x}, w is {w}; cast one of them")
+        ids = op == "linear" and x.dtype.kind in "iu"
+        told = "token ids go through an embedding first, other integers are cast" if ids else "cast one of them"
+        raise DTypeError(f"{op}: x is {x}, w is {w}; {told}")
 
 
 def check_linear(op: str, operands: Types, contract: int, f32_result: bool) -> None:
