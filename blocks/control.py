@@ -88,7 +88,9 @@ class Repeat:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
-            raise GraphError(f"{emit.path}: Repeat of {shown(self.count)} layers; a whole number comes first")
+            raise GraphError(
+                f"{emit.path}: Repeat of {shown(self.count)} layers; expected a whole number, before the layer"
+            )
         if not callable(self.stage_for_index):
             found = type(self.stage_for_index).__name__
             raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {found}: lambda i: ...")

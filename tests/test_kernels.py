@@ -116,7 +116,7 @@ LOWERED: dict[str, Made] = {
 @pytest.mark.parametrize("case", LOWERED)
 def test_a_kernel_lowers_for_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, name, arrays = LOWERED[case]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("rlx_jax.lowering.lir.pallas.running_device", lambda: DEVICES["h200"])
     given = [jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 and a.ndim == 3 else a for a in arrays]
     text = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == (2 if name == "grouped" else 1)

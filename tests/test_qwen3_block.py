@@ -123,8 +123,8 @@ def test_the_norm_of_one_side_and_its_offset() -> None:
         (Qwen3Decoder.layer(0, replace(SPEC, head_dim=4)), errors.WeightShapeError, r"q_norm.*\[6\]"),
         (
             Qwen3Decoder.layer(0, replace(SPEC, head_dim=4, qk_norm=False)),
-            errors.WeightShapeError,
-            r"q_proj\.weight.*24\].*expected 16 columns, 4 heads of width 4",
+            errors.ShapeError,
+            "self_attn: the tables of the stage RopeTables are of heads of width 6, and these heads have width 4",
         ),
         (Qwen3Decoder.layer(0, replace(SPEC, num_kv_heads=4)), errors.WeightShapeError, r"k_proj\.weight.*24 columns"),
         (Qwen3Decoder.layer(0, replace(SPEC, num_heads=3, num_kv_heads=2)), errors.WeightShapeError, "q_proj"),

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
+from rlx_jax.device import running_device
+
 AnyArray = Any
 
 
@@ -25,7 +27,7 @@ def call(
     from jax.experimental.pallas import triton  # a quarter of a second, which those that have no GPU save
 
     params = triton.CompilerParams(num_warps=warps, num_stages=stages)
-    interpret = jax.default_backend() != "gpu"
+    interpret = running_device().kind != "cuda"
     return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=params, interpret=interpret, **how)
 
 
