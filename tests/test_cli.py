@@ -489,7 +489,8 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_chat_in_a_terminal(tmp_path: Path) -> None:
-    """Each line is answered with what was said before; /new forgets it. Ctrl-C while it waits ends it at once."""
+    """Each line is answered with what was said before; /new forgets it. What does not fit is told, and the talk goes
+    on. Ctrl-C while it waits ends it at once."""
     directory = format_checkpoint(tmp_path / "m", "qwen")
     lm = rlx.load(directory)
     first = lm.chat("Hi", 6)
@@ -504,7 +505,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     shown: list[str] = []
     reader = threading.Thread(target=lambda: shown.append(read_all(seen)))  # else a full terminal stops the command
     reader.start()
-    os.write(seen, b"Hi\nAnd?\n/new\nHi\n")
+    os.write(seen, b"Hi\nAnd?\n" + b"Hi " * 1000 + b"\n/new\nHi\n")
     assert process.stdout is not None
     want = f"{first}\n{second}\n{first}\n".encode()
     got = b""
@@ -518,7 +519,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     reader.join(60)
     process.stdout.close()
     assert shown[0].count("> ") >= 4 and len(re.findall(r"answer 6 tokens, [\d.,]+/s; first text", shown[0])) >= 2
-    assert "Traceback" not in shown[0]
+    assert "Traceback" not in shown[0] and "; /new begins another conversation" in shown[0]
     os.close(seen)
 
 

@@ -27,6 +27,7 @@ from rlx_jax.cli.command import (
     sampler_of,
     text_of,
 )
+from rlx_jax.errors import SequenceLengthError
 from rlx_jax.runtime.report import Report
 
 
@@ -148,10 +149,17 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
         if asked in ("", "/new"):
             continue
         timed = Timed(functools.partial(talk.stream, asked, **request))
-        for piece in timed:
-            session.interrupt.check()
-            if not args.json:
-                yield piece
+        try:
+            for piece in timed:
+                session.interrupt.check()
+                if not args.json:
+                    yield piece
+        except SequenceLengthError as full:  # who sits there says what to do; the input of a script ends
+            if not _in_terminal():
+                raise
+            session.status.clear()
+            print(f"rlx-jax: {full}; /new begins another conversation", file=sys.stderr)
+            continue
         yield as_line({"prompt": asked, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
         session.closing = closing_line(timed, lm)
         session.say()
@@ -160,9 +168,14 @@ def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
 def _asked(session: Session) -> bytes:
     """The next message; empty at the end of the input."""
     session.status.clear()
-    if sys.stdin.isatty() and sys.stderr.isatty():
+    if _in_terminal():
         print("> ", end="", file=sys.stderr, flush=True)
     return session.interrupt.line()
+
+
+def _in_terminal() -> bool:
+    """Whether somebody reads and answers."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def chat_options(parser: argparse.ArgumentParser) -> None:
