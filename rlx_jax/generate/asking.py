@@ -111,6 +111,8 @@ def blocks(speaker: Speaker, request: Request, new: NewTokens) -> Iterator[None]
     sizes = request_sizes(speaker.buckets, lengths, request.budget, most)
     clock = speaker.model.programs.clock()
     generation = begin(speaker, request, sizes)
+    if request.ended is not None:
+        generation.blocks = []
     try:
         for block in generation:
             new.append(block, generation.log_probs)

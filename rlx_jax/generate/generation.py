@@ -128,7 +128,8 @@ class Generation:
     the last one; only the first token does not wait for the loop to compile. Each `turn` of a block, of which the first
     one has one and the others `steps`, gives a token at least to every row that runs. `inputs` are those of the loop.
     `told` is what the device tells of the tokens, if it does, and `log_probs` that of the last block on the host.
-    `marked` is what was kept of the state at the request's mark, and `blocks` are those that the host has seen.
+    `marked` is what was kept of the state at the request's mark, and `blocks` are those that the host has seen, where
+    somebody goes on from them: other streams may go on for as long as they like.
     """
 
     decode: BoundProgram
@@ -144,7 +145,7 @@ class Generation:
     told: LogProbs | None = None
     log_probs: LogProbs | None = None
     marked: StateArrays | None = None
-    blocks: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    blocks: list[np.ndarray[Any, Any]] | None = None
     seen: AnyArray = None  # the last of them on the device
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
@@ -159,7 +160,8 @@ class Generation:
             if counts is not None:
                 self.speculated = Speculated(*counts.tolist())
             self.seen = tokens
-            self.blocks.append(block)
+            if self.blocks is not None:
+                self.blocks.append(block.copy())  # the device's own buffer is larger
             yield block[: self.count]
             if last or not jax.device_get(rows.running).any():
                 return
@@ -176,6 +178,7 @@ class Generation:
         """All tokens that the device chose for a row, those that the host was not shown among them. The state has them
         all but for the last, which it has where the row was ended by the host."""
         unseen = [] if self.seen is self.tokens else [jax.device_get(self.tokens)]
+        assert self.blocks is not None
         found = np.concatenate([block[row] for block in (*self.blocks, *unseen)])
         ids: list[int] = found[found >= 0].tolist()
         return ids
