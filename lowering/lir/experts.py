@@ -217,7 +217,7 @@ def gathered(
 
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(wide, each, w, bias) for w, bias in ((gate, gate_bias), (up, up_bias))))
-    return combined(op, product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(product(narrow, inner, down, down_bias, jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def blocked(
@@ -255,7 +255,7 @@ def blocked(
     else:
         parts = (a.reshape(-1, at_once, *a.shape[1:]) for a in (cut.choice, cut.owner, cut.used))
         out = lax.map(turn, tuple(parts))
-    return combined(op, cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
+    return combined(cut.back(out).astype(jnp.float32), x, weights, _mine(ids, gate, devices))
 
 
 def looped(
@@ -280,7 +280,7 @@ def looped(
         return lax.cond(used, filled, lambda: jnp.zeros_like(rows, jnp.float32))
 
     out = lax.map(block, (inside, cut.owner, cut.used[:, 0]))
-    return combined(op, cut.back(out), x, weights, _mine(ids, gate, devices))
+    return combined(cut.back(out), x, weights, _mine(ids, gate, devices))
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def ragged(
     gate_bias, up_bias, down_bias = biases or NONE
     inner = op.gated(*(product(inside, w, bias, x.dtype) for w, bias in ((gate, gate_bias), (up, up_bias))))
     out = product(inner, down, down_bias, jnp.float32)[jnp.argsort(order)]
-    return combined(op, out, x, weights, _mine(ids, gate, devices))
+    return combined(out, x, weights, _mine(ids, gate, devices))
 
 
 def block_rows(choices: int, experts: int) -> int:
@@ -352,7 +352,7 @@ def _mine(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
     return ids < len(gate) if devices > 1 else None
 
 
-def combined(op: ExpertFfn, out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
+def combined(out: AnyArray, x: AnyArray, weights: AnyArray, mine: AnyArray | None = None) -> AnyArray:
     """The weighted sum of what the choices of each token give, `[choices, H]` f32; of those that are `mine` alone."""
     each = out.reshape(*weights.shape, -1) * weights.astype(jnp.float32)[..., None]
     return (each if mine is None else jnp.where(mine[..., None], each, 0)).sum(-2).astype(x.dtype)

@@ -65,7 +65,7 @@ def _grouped(
     token = blocks.choice // ids.shape[-1]
     inner = _wide(blocks, wide, token, x.reshape(-1, x.shape[-1]), (gate, up), (gate_bias, up_bias))
     out = _narrow(blocks, narrow, ids.size, inner, down, down_bias)
-    return combined(op, out.astype(jnp.float32), x, weights)
+    return combined(out.astype(jnp.float32), x, weights)
 
 
 @dataclass(frozen=True)

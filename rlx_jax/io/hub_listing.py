@@ -82,6 +82,7 @@ def _checked(nbytes: Any, digest: Any, what: str) -> Listed:
 
 
 def listing_path(folder: Path, commit: str) -> Path:
+    """Where a model's cache keeps what a commit has."""
     return folder / "rlx_jax" / f"{commit}.json"
 
 
