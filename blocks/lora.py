@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from rlx_jax.errors import GraphError, quote
+from rlx_jax.errors import GraphError, MissingWeightError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
 from rlx_jax.ir.ops.pointwise import Unary
@@ -80,9 +80,15 @@ class LoraLinear:
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
         of_out, of_in = (None if isinstance(role, Parts) else role for role in roles)
         out, wide = shape[::turn]
-        a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
         rows = adapter.b if part is None else WeightPart(adapter.b, part.index, part.count, 0, part.interleaved)
-        b = emit.param(rows, (out, self.rank), (of_out, None), "zeros")
+        try:
+            a = emit.param(adapter.a, (self.rank, wide), (None, of_in), A_INIT)
+            b = emit.param(rows, (out, self.rank), (of_out, None), "zeros")
+        except MissingWeightError as error:
+            raise MissingWeightError(
+                f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are in no checkpoint: "
+                "missing='init' draws them, compile(…, missing='init', key=0); lora(…, adapter=path) loads one"
+            ) from error
         with emit.scope("lora_A"):
             low = emit.linear(x, a, transpose=True)
         with emit.scope("lora_B"):

@@ -29,7 +29,7 @@ class SelfAttention:
         qkv: their keys, or one key of all three, one behind the other. `qkv_bias` alike, if there is one. As three
             parts of that key (`WeightPart.split(key, 3)`) several devices can divide them by heads.
         out: the projection behind; None leaves the context `[B,S,N·D]`. `out_bias`: its bias.
-        heads: N. `kv_heads`: K, N by default. `head_dim`: D, by default H / N.
+        heads: N. `kv_heads`: K, N by default: it is not read from the weights. `head_dim`: D, by default H / N.
         causal: a token reads those up to its own; else all.
         window: as in `emit.attention`: a distance, or (before, behind).
         mask_input: an input that keeps keys, as `mask` of `emit.attention`; it may be absent. Without a name the mask
@@ -160,18 +160,33 @@ class SelfAttention:
         is that of its block, by default that of the weight."""
         with emit.scope(name or _part(stored_key(key))):
             turn = 1 if self.transpose else -1
+            stored = emit.size_of(key, 0 if self.transpose else 1)
+            if columns is not None and stored is not None:
+                self._check_columns(emit, key, columns, stored, x)
             out = back if columns is None else columns
             likely = None if out is None else (out, x.type.shape[-1])[::turn]
             weight = emit.weight(key, roles[::turn], likely=likely, init=self.init)
             of_bias = roles_of_bias(roles[0])
             added = None if bias is None else emit.weight(bias, of_bias, likely=None if out is None else (out,))
             y = emit.linear(x, weight, added, transpose=self.transpose)
-            if columns is not None and y.type.shape[-1] != columns:
-                raise WeightShapeError(
-                    f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {y.type}; expected {columns} columns "
-                    f"for {self.heads} query and {self.kv_heads or self.heads} key heads"
-                )
+            if columns is not None:
+                self._check_columns(emit, key, columns, y.type.shape[-1], x)
             return y
+
+    def _check_columns(self, emit: Emit, key: WeightKey, columns: int, stored: DimLike, x: FlowValue) -> None:
+        """A weight is as wide as its heads. Fewer key heads are not guessed from it: of another number of heads, and so
+        another width of each, it would be as many as fit, and the numbers others."""
+        if stored == columns:
+            return
+        width = self._width(emit, x.type)
+        kv = int(stored) // width if is_static(stored) and int(stored) % width == 0 else 0
+        fewer = self.kv_heads is None and not isinstance(self.qkv, str) and key != self.qkv[0]
+        fits = fewer and kv and self.heads % kv == 0
+        hint = f"; of fewer key heads say so: kv_heads={kv}" if fits else ""
+        raise WeightShapeError(
+            f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {stored} columns; expected {columns} for "
+            f"{self.heads} query and {self.kv_heads or self.heads} key heads of {width}{hint}"
+        )
 
     def _mask(self, emit: Emit) -> FlowValue | None:
         if self.mask_input is not None:

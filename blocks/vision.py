@@ -29,6 +29,7 @@ class VisionEmbed:
     `[1, T, H]` or `[T, H]` has a row for the class token, if there is one, and then one for each patch of `grid`; for
     images of another size these are resampled (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with
     registers does. `cls_key` is `[1, 1, H]` or `[H]`; `registers_key` `[1, R, H]` stand behind it, without positions.
+    `flat` and `registers`, R, are needed only without weights: positions are `[T, H]` then, and the class token `[H]`.
     """
 
     patch_weight: str
@@ -41,6 +42,8 @@ class VisionEmbed:
     registers_key: str | None = None
     antialias: bool = False
     flat_patch: bool = False
+    flat: bool = False
+    registers: int | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         images = emit.require(value, "VisionEmbed")
@@ -48,9 +51,12 @@ class VisionEmbed:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
         first = 0 if self.cls_key is None else 1
         rows = self.grid[0] * self.grid[1] + first
-        emit.suppose({self.position_key: (1, rows, self.hidden_size)})
+        lead = () if self.flat else (1,)
+        emit.suppose({self.position_key: (*lead, rows, self.hidden_size)})
         if self.cls_key is not None:
-            emit.suppose({self.cls_key: (1, 1, self.hidden_size)})
+            emit.suppose({self.cls_key: (*lead, *lead, self.hidden_size)})
+        if self.registers_key is not None:
+            emit.suppose({self.registers_key: (1, self.registers or 0, self.hidden_size)})
         with emit.scope("embeddings"):
             table = self._tokens(emit, self.position_key)
             if table.shape[1] != rows:

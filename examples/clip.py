@@ -5,8 +5,8 @@
 The path is a directory with config.json and safetensors.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -112,9 +112,12 @@ def train(flow, tokens, pixels, steps=30, rate=1e-3):
 
 
 if __name__ == "__main__":
-    flow, rng, ids = clip(sys.argv[1]), np.random.default_rng(0), np.arange(16)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    directory = parser.parse_args().directory
+    flow, rng, ids = clip(directory), np.random.default_rng(0), np.arange(16)
     colours = rng.normal(size=(16, 3, 1, 1)) + 0.1 * rng.normal(size=(16, *flow.inputs[1].type.shape[1:]))
-    end = rlx.open_weights(sys.argv[1]).spec("text_model.embeddings.token_embedding.weight").shape[0] - 1
+    end = rlx.open_weights(directory).spec("text_model.embeddings.token_embedding.weight").shape[0] - 1
     words = np.stack([3 + ids % 4, 20 + ids // 4, np.full(16, end)], axis=1)  # two words for each colour
     _, losses = train(flow, words, colours.astype("f4"))
     print(losses[0], "→", losses[-1])

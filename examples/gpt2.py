@@ -5,12 +5,11 @@
 The path is a directory with config.json, safetensors and tokenizer.json.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import rlx_jax as rlx
-from rlx_jax.text.tokenizer import load_tokenizer
 
 
 def norm(emit, x, key, eps):
@@ -63,7 +62,10 @@ def gpt2(directory):
 
 
 if __name__ == "__main__":
-    directory, prompt = sys.argv[1:]
-    lm = rlx.CausalLM(gpt2(directory), tokenizer=load_tokenizer(directory))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    parser.add_argument("prompt")
+    args = parser.parse_args()
+    lm = rlx.CausalLM(gpt2(args.directory), tokenizer=args.directory)
     print(lm.model)
-    print(lm.generate(prompt, max_new_tokens=20))
+    print(lm.generate(args.prompt, max_new_tokens=20))

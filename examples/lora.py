@@ -6,7 +6,7 @@ PEFT opens them, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained
 and transformers the merged weights, `AutoModelForCausalLM.from_pretrained("runs/adapter-merged")`.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +37,16 @@ def merged(directory, model):
 
 
 if __name__ == "__main__":
-    directory, text, adapter = sys.argv[1:]
-    ids = load_tokenizer(directory).encode(Path(text).read_text("utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("adapter")
+    args = parser.parse_args()
+    ids = load_tokenizer(args.directory).encode(args.text.read_text("utf-8"))
     rows = np.array(ids[: len(ids) // 64 * 64], "i4").reshape(-1, 64)[:8]
-    model, losses = fine_tune(directory, rows)
+    if not len(rows):
+        parser.error(f"{args.text} has {len(ids)} tokens: training takes rows of 64")
+    model, losses = fine_tune(args.directory, rows)
     print(losses[0], "→", losses[-1])
-    rlx.save_lora(model, adapter, overwrite=True)
-    rlx.save(merged(directory, model), f"{adapter}-merged", overwrite=True)
+    rlx.save_lora(model, args.adapter, overwrite=True)
+    rlx.save(merged(args.directory, model), f"{args.adapter}-merged", overwrite=True)

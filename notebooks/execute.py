@@ -25,9 +25,10 @@ wheels = sorted(map(str, Path().glob("rlx_jax-*.whl")))
 installed = importlib.util.find_spec("rlx_jax") is not None
 source = "as installed before" if installed else f"from {wheels[-1]}" if wheels else "from the index"
 if not all(map(importlib.util.find_spec, ("rlx_jax", "matplotlib", "optax"))):
-    package = "rlx-jax" if installed or not wheels else wheels[-1]
     jax = "jax[cuda12]" if shutil.which("nvidia-smi") else "jax"
-    %pip install -q "{package}[notebooks]" "{jax}"
+    package = wheels[-1] if wheels else "rlx-jax"
+    missing = "matplotlib optax" if installed else f'"{package}[notebooks]" "{jax}"'
+    %pip install -q {missing}
     importlib.invalidate_caches()
     if importlib.util.find_spec("rlx_jax") is None:
         raise ModuleNotFoundError("no rlx_jax: run `make wheel` in a checkout and put the wheel beside this notebook")

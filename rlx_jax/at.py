@@ -14,11 +14,11 @@ import numpy as np
 from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.errors import GraphError, ShapeError, shown
-from rlx_jax.ir.graph import Constant, constant
-from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
-from rlx_jax.trace.editing import BlockEdit, BlockWrapper, Inner
+from rlx_jax.trace.editing import BlockEdit, BlockWrapper, CapturedBlock, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, read_numbers
+from rlx_jax.trace.heads import HeadsAround
 from rlx_jax.trace.selecting import BlockPattern
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class SelectedBlocks(Generic[T]):
         """
         if not isinstance(stacked, bool):
             raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")
-        return self.edited(BlockEdit(self.pattern, captured, self.pattern.text if stacked else ""))
+        return self._edit(CapturedBlock(self.pattern.text if stacked else ""))
 
     def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
         """Multiply what each block gives, or what it reads, with a number, an array, or the flow's input of that name.
@@ -69,6 +69,7 @@ class SelectedBlocks(Generic[T]):
             by: a number, an array that becomes part of the program, or the name of a declared input.
             of: `"output"` of the block or its `"input"`.
             heads: the last axis is that of so many heads, side by side, and the last of `by` has one number for each.
+                Another number than attention has is refused when the flow is built.
         """
         if of not in ("output", "input"):
             raise GraphError(f"scale: of is 'output' or 'input', got {shown(of)}")
@@ -104,13 +105,6 @@ class Replaced:
         return emit.require(x if made is None else made, "replace")
 
 
-def captured(emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
-    """The block, whose value is an output."""
-    made = inner(x)
-    emit.output(path_text(emit.builder.origin.path), made)
-    return made
-
-
 @dataclass(frozen=True)
 class Scaled:
     """The block with its value, or what it reads, times a factor."""
@@ -123,6 +117,25 @@ class Scaled:
         if self.of_input:
             return inner(self._times(emit, emit.require(x, "scale")))
         return self._times(emit, inner(x))
+
+    def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
+        """The heads are those that attention, or whatever else splits the value, has.
+
+        Raises:
+            ShapeError: it has another number of them, or nothing reads or makes it as heads.
+        """
+        value, does = (read, "reads") if self.of_input else (given, "gives")
+        if self.heads is None or value is None:
+            return
+        found, what = around.of(value), f"what the block {does}, {around.type(value)},"
+        if found.known and self.heads not in found.known:
+            known = " or ".join(map(str, sorted(found.known)))
+            raise ShapeError(f"{where}: scale: {what} has {known} heads, not {self.heads}: give heads={known}")
+        if not found.known and not found.unread:
+            raise ShapeError(
+                f"{where}: scale: heads={self.heads}, and {what} is not heads side by side. The projection behind "
+                f"attention reads heads: at('layers.*.self_attn.o_proj').scale(by, of='input', heads={self.heads})"
+            )
 
     def _times(self, emit: Emit, x: FlowValue) -> FlowValue:
         if isinstance(self.factor, str):

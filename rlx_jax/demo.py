@@ -108,13 +108,13 @@ def answers(encoder: rlx.Encoder, known: Sequence[Passage], vectors: np.ndarray[
         yield f"\n  {question}"
         for i, cosine in nearest(vectors, asked, 2):
             where = f"help({known[i].topic!r})"
-            yield cut(f"    {cosine:.2f}  {where:<20} {known[i].begin}")
+            yield cut(f"    {cosine:.2f}  {where:<24} {known[i].begin}")
 
 
 def speed(encoder: rlx.Encoder) -> Iterator[str]:
     """The model's arithmetic a second, beside that of one large product: the best that this machine does here."""
     block = np.random.default_rng(0).integers(0, encoder.vocab_size, (ROWS, TOKENS))
-    seconds = best_seconds(lambda: encoder.hidden_states(block), 5)
+    seconds = best_seconds(lambda: encoder.hidden_states(block), 3)
     flops = encoder.report().flops or 0
     square = jnp.ones((SIDE, SIDE), jnp.float32)
     peak = 2 * SIDE**3 / best_seconds(lambda: square @ square, 10)
@@ -133,7 +133,7 @@ def edited(directory: Path, before: rlx.Encoder, known: Sequence[Passage], vecto
     for question, old, new in zip(asked, before.embed(asked), after.embed(asked), strict=True):
         first, then = (known[nearest(vectors, v, 1)[0][0]].topic for v in (old, new))
         found = f"finds {then!r} as before" if first == then else f"finds {then!r}, not {first!r}"
-        yield cut(f"  {cut(question, 36):<36} cosine {old @ new:.2f}, {found}")
+        yield cut(f"  {cut(question, 29):<29} cosine {old @ new:.2f}, {found}")
 
 
 NEXT = """
@@ -150,7 +150,7 @@ def acts(each: int) -> Iterator[tuple[str, Iterator[str]]]:
     start = time.perf_counter()
     encoder = rlx.load(directory)
     known = passages(topics, each)
-    yield "The model, as it was assembled from its config.json", iter(summary(directory))
+    yield "The model, as it was assembled from its config.json: print(encoder)", iter(str(encoder).splitlines())
     vectors = encoder.embed([p.text for p in known])
     took = time.perf_counter() - start
     title = f"Where in Python's documentation is this explained? {len(known)} passages, {took:.1f} s"
@@ -160,19 +160,12 @@ def acts(each: int) -> Iterator[tuple[str, Iterator[str]]]:
     yield "Where to go next", iter([NEXT])
 
 
-def summary(directory: Path) -> list[str]:
-    """The first lines of a flow's summary, one layer of those that repeat."""
-    lines = rlx.from_pretrained(directory).summary().splitlines()
-    shown = [line for line in lines if not re.match(r"\s*layers\.[1-9]", line)]
-    return list(map(cut, shown))
-
-
 def cut(line: str, width: int = WIDTH) -> str:
     """A line of at most `width` characters."""
     return line if len(line) <= width else f"{line[: width - 2].rstrip()} …"
 
 
-def main(each: int = 3) -> int:
+def main(each: int = 2) -> int:
     """Run the demo over so many passages of each topic; the exit status."""
     bold, plain = ("\x1b[1;36m", "\x1b[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
     for title, lines in acts(each):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, quote
+from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, first_line, quote
 from rlx_jax.io import limits
 from rlx_jax.io.memory import host_bytes
 
@@ -222,4 +222,4 @@ def out_of_memory(what: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise DeviceOutOfMemoryError(f"{what}: {str(error).splitlines()[0]}") from error
+        raise DeviceOutOfMemoryError(f"{what}: {first_line(error)}") from error

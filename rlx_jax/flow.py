@@ -47,6 +47,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
+from rlx_jax.lowering.mir.dce import unread_inputs
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
@@ -69,7 +70,10 @@ class ModelRecipe(Protocol):
 
 @dataclass(frozen=True)
 class ModelFlow(Stages):
-    """A model: inputs, stages, outputs, profile, weights. The first input is the first active value."""
+    """A model: inputs, stages, outputs, profile, weights. The first input is the first active value.
+
+    A value is never changed: each method returns a flow with one of these fields replaced, and says what it means.
+    """
 
     name: str
     inputs: tuple[InputDecl, ...] = ()
@@ -80,6 +84,7 @@ class ModelFlow(Stages):
     profile: CompileProfile | None = None
     weights: WeightSource | None = None
     left_keys: tuple[str, ...] = ()
+    shapes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     binding: Mapping[str, int] = field(default_factory=dict, hash=False)
     program: str = "forward"
     taps: bool = False
@@ -154,10 +159,18 @@ class ModelFlow(Stages):
         """The preset `encoder`."""
         return self.with_profile(CompileProfile.preset("encoder"))
 
-    def with_weights(self, weights: Weights, leave: Iterable[str] = ()) -> ModelFlow:
-        """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose."""
-        source = None if weights is None else open_weights(weights)
-        return replace(self, weights=source, left_keys=(*self.left_keys, *leave))
+    def with_weights(
+        self, weights: Weights, leave: Iterable[str] = (), *, shapes: Mapping[str, Any] | None = None
+    ) -> ModelFlow:
+        """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose.
+
+        `shapes`, `jax.ShapeDtypeStruct` by key, is what a config says of them: those that weights of a source lack have
+        these, where they are drawn (`missing="init"`), and without any weights the flow is bound to the shapes.
+        """
+        known = self.shapes if shapes is None else shapes
+        source = known if weights is None and shapes is not None else weights
+        opened = None if source is None else open_weights(source)
+        return replace(self, weights=opened, left_keys=(*self.left_keys, *leave), shapes=known)
 
     def add_weights(self, weights: Weights) -> ModelFlow:
         """Put weights beside those that the flow is bound to, or will be: an adapter, a vector that a stage of your own
@@ -207,8 +220,9 @@ class ModelFlow(Stages):
         """What errors call it."""
         return self.name
 
-    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> ModelFlow:
-        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`."""
+    def lm_head(self, vocab_size: int | None = None, hidden_size: int | None = None, tied: bool = False) -> ModelFlow:
+        """Logits, from the tied embedding or `lm_head.weight`; names the output `logits`. The sizes follow from the
+        embedding or the weight, and are held against it where they are given."""
         return super().lm_head(vocab_size, hidden_size, tied).output("logits")
 
     def output(self, name: str) -> ModelFlow:
@@ -216,7 +230,7 @@ class ModelFlow(Stages):
         return replace(self, output_name=as_name(name, f"{self.name}: output"), choose_primary=False)
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
-        """Choose the outputs by name: no others are computed.
+        """Choose the outputs by name: no others are computed, and inputs that none of them reads are not asked for.
 
         The first is the primary one: the side output, stream or register of that name, or, if there is none, the last
         active value under that name. The others are as in `with_extra_outputs`.
@@ -315,7 +329,7 @@ class ModelFlow(Stages):
         source = beside(source if source is None or self.reads is None else self.reads(source), self.more)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared)
-        emit.parameters.draws_missing = self.missing == "init"
+        emit.parameters.draws_missing, emit.parameters.shapes = self.missing == "init", self.shapes
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
         value: FlowValue | None = self._declare(emit, set(given))
         try:
@@ -441,8 +455,9 @@ class ModelFlow(Stages):
         settings = choose_settings(built, None, merge=False, program=program)
         division = divide_model(mesh, [built], settings, program, ())
         if division is None:
-            return summary(built.hir)
-        return summary(pad_vocabulary(built.hir, division, built.types), division.placed)
+            return summary(built.hir, unread=unread_inputs(built.hir))
+        padded = pad_vocabulary(built.hir, division, built.types)
+        return summary(padded, division.placed, unread_inputs(built.hir))
 
     def outline(self) -> Outline:
         """The table of its blocks, which `print(flow)` prints and a notebook shows: path, what leaves it, parameters,

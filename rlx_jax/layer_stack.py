@@ -265,10 +265,11 @@ class Stages:
         """The last position: `[B, S, H]` → `[B, 1, H]`."""
         return self.stage(blocks.GatherLastToken.static_last(batch, seq))
 
-    def lm_head(self, vocab_size: int, hidden_size: int, tied: bool = False) -> Self:
-        """Logits, from the tied embedding or `lm_head.weight`. In a flow it names the output `logits`."""
-        head = blocks.LmHead.tied if tied else lambda v, h: blocks.LmHead.separate("lm_head.weight", v, h)
-        return self.stage(head(vocab_size, hidden_size))
+    def lm_head(self, vocab_size: int | None = None, hidden_size: int | None = None, tied: bool = False) -> Self:
+        """Logits, from the tied embedding or `lm_head.weight`. In a flow it names the output `logits`. The sizes follow
+        from the embedding or the weight, and are held against it where they are given."""
+        key = None if tied else "lm_head.weight"
+        return self.stage(blocks.LmHead(vocab_size, hidden_size, key, tied))
 
     def gdn_scan(self, stage: blocks.GdnScan) -> Self:
         """The gated delta rule over what `emit.set_gdn` registered."""

@@ -356,7 +356,7 @@ def _checked_coefficient(z_loss: Any) -> float:
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
     """`[B, S]` ids with a token to predict; on the host each is in the model's table."""
     if not isinstance(tokens, jax.Array):
-        first = model.flow.inputs[0].name
+        first = model.first_input
         rows = model.template().bounds.ids.get(first)
         if rows is None:
             raise GraphError(f"{model.name}: its first input {first!r} holds no token ids")

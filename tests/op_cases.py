@@ -69,7 +69,8 @@ def evaluated(cases: Mapping[str, OpCase]) -> Callable[[str], tuple[np.ndarray, 
             counts[name] = len(made)
             values += made
         m.set_outputs(values)
-        found = rlx.compile(m)(**arrays)
+        model = rlx.compile(m)
+        found = model(**{i.name: arrays[i.name] for i in model.inputs})  # a case may read none of its operands
         out = iter(found.values() if isinstance(found, dict) else [found])
         return {name: tuple(np.asarray(next(out)) for _ in range(count)) for name, count in counts.items()} | failed
 

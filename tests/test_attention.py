@@ -158,7 +158,7 @@ def outputs(policy: str) -> Any:
     model = rlx.compile(
         flow().custom(with_inputs(every)), profile=rlx.CompileProfile().replace(fusion={"policy": policy})
     )
-    return model, model(**ARRAYS)
+    return model, model(**{i.name: ARRAYS[i.name] for i in model.inputs})
 
 
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
@@ -179,7 +179,7 @@ def test_gradients() -> None:
         return sum((out[name].astype("float32") ** 2).sum() for name in CASES)
 
     at = {n: ARRAYS[n] for n in ("q", "k", "v", "k1", "bias", "flat", "sinks")}
-    rest = {n: a for n, a in ARRAYS.items() if n not in at}
+    rest = {i.name: ARRAYS[i.name] for i in outputs("direct")[0].inputs if i.name not in at}
     both = {p: jax.jit(jax.value_and_grad(functools.partial(_of, total, p, rest))) for p in ("direct", "fusable")}
     (_, g), (_, other) = (both[p](at) for p in both)
     for name in at:

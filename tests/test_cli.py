@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -26,8 +27,8 @@ import safetensors.numpy
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.cli.entry import COMMANDS, parser
-from rlx_jax.cli.generating import Timed
-from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, write
+from rlx_jax.cli.generating import Timed, closing_line
+from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, next_line, whole_input, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, edit_json, edited
@@ -231,7 +232,11 @@ WRONG: dict[str, tuple[list[object], int, str]] = {
     ),
     "devices by name": ([BASE, "--devices", "gpu"], 2, "--devices: expected a number or auto, got 'gpu'"),
     "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
-    "unknown option": ([BASE, "--temprature", "1"], 2, "unrecognized arguments: --temprature"),
+    "unknown option": (
+        [BASE, "--temprature", "1"],
+        2,
+        "no option '--temprature'; did you mean '--temperature'",
+    ),
     "nothing": ([], 2, "required: DIR"),
 }
 
@@ -274,6 +279,35 @@ def test_errors(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 or problems.startswith("rlx-jax: ") and problems.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
+        ("generate nowhere -prompt x", "there is no option '-prompt'; did you mean '--prompt'?"),
+        ("score nowhere --contxt=3 a", "score: error: there is no option '--contxt'; did you mean '--context'?"),
+        ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
+        ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
+        ("x", "there is no command 'x'; there are 'chat', 'generate', 'embed'"),
+        ("generate nowhere", "the following arguments are required: --prompt"),
+    ],
+)
+def test_a_command_that_is_not_understood(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names the word that is wrong before what is missing, and what was meant."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(words.split())
+    assert left.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--prom", "-1"], ["generate", "--prompt=--x"], ["embed", "- a dash"], ["embed", "--", "-x"]]
+)
+def test_words_that_are_understood(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A beginning of an option, and values that look like one."""
+    command, *rest = words
+    assert cli.main([command, "./nowhere", *rest]) == 1
+    assert "'./nowhere': no such directory" in capsys.readouterr().err
+
+
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(errors.MissingFileError):
         cli.main(["generate", "/nowhere", "--prompt", "x", "--debug"])
@@ -283,6 +317,8 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert cli.main(["generate", str(BASE), "--prompt", "-"]) == 1
     assert "stdin: not UTF-8 at byte 2" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", None)  # a shell's <&-
+    assert next_line("> ") == whole_input("texts") == b""
 
 
 # -- the other commands ------------------------------------------------------------------------
@@ -456,6 +492,10 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is the checkpoint that is read; write to another directory" in capsys.readouterr().err
     assert cli.main(["convert", str(first), str(second)]) == 1
     assert "TargetExistsError" in capsys.readouterr().err
+    config = first / "config.json"
+    config.write_text(config.read_text().replace("{", "{,", 1))
+    assert cli.main(["convert", str(first), str(tmp_path / "c")]) == 1
+    assert "a/config.json': not JSON" in capsys.readouterr().err and not (tmp_path / "c").exists()
     high = tmp_path / "high.safetensors"
     safetensors.numpy.save_file({"w": np.array([1e5, 1], np.float32)}, high)
     assert cli.main(["convert", str(high), str(tmp_path / "c"), "--dtype", "f16"]) == 1
@@ -514,13 +554,112 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
         assert part, got
         got += part
     assert got == want
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:  # one that comes with the end of an answer ends that
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert process.poll() == 130
     reader.join(60)
     process.stdout.close()
-    assert shown[0].count("> ") >= 4 and len(re.findall(r"answer 6 tokens, [\d.,]+/s; first text", shown[0])) >= 2
+    assert (
+        shown[0].count("> ") >= 4
+        and len(re.findall(r"answer 6 tokens, all that --max-new-tokens allows, [\d.,]+/s; first text", shown[0])) >= 2
+    )
     assert "Traceback" not in shown[0] and "; /new begins another conversation" in shown[0]
     os.close(seen)
+
+
+def shown_as(text: str) -> str:
+    """What a terminal is given of a text."""
+    return CONTROLS.sub("\ufffd", text)
+
+
+def written_until(terminal: int, pattern: str) -> str:
+    """What is written to a terminal, up to a pattern, without what moves its cursor."""
+    text, end = "", time.monotonic() + 120
+    while re.search(pattern, text, re.DOTALL) is None:
+        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], text
+        text += os.read(terminal, 4096).decode("utf-8", "replace")
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
+    """Lines that are pasted are one message, and a line may be longer than a terminal's own 4096 bytes. Ctrl-C ends an
+    answer, and the talk goes on; where none is given, the talk."""
+    directory = edited(format_checkpoint(tmp_path / "it", "qwen"), tmp_path / "m", {"max_position_embeddings": 9000})
+    lm, long = rlx.load(directory), "word " * 1000
+    first = lm.chat("one\ntwo", 4)
+    messages = [{"role": "user", "content": "one\ntwo"}, {"role": "assistant", "content": first}]
+    second = lm.chat([*messages, {"role": "user", "content": long.strip()}], 4)
+    seen, terminal = pty.openpty()
+
+    def opened(most: int) -> subprocess.Popen[bytes]:
+        words = [*COMMAND, "chat", str(directory), "--max-new-tokens", str(most)]
+        there = ENVIRONMENT | {"TERM": "xterm"}
+        return subprocess.Popen(
+            words, env=there, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+        )
+
+    with opened(4) as process:
+        written_until(seen, "> ")
+        os.write(seen, b"\x1b[200~one\ntwo\x1b[201~\n")
+        assert f"{shown_as(first)}\nprompt" in written_until(seen, r"peak.*> ")
+        os.write(seen, long.encode() + b"\n")
+        assert f"{shown_as(second)}\nprompt" in written_until(seen, r"peak.*> ")
+        os.write(seen, b"\x04")
+        assert process.wait(timeout=60) == 0
+    with opened(8000) as process:
+        written_until(seen, "> ")
+        os.write(seen, b"Hi\n")
+        written_until(seen, re.escape(shown_as(lm.chat("Hi", 2))))
+        process.send_signal(signal.SIGINT)
+        written_until(seen, "stopped; the talk goes on as if this had not been asked.*> ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    os.close(terminal)
+    os.close(seen)
+
+
+def test_a_message_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in an answer, and an error, end neither the talk nor what was said; in a script they end the command."""
+    lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
+    first = lm.chat("Hi", 24)
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    second = lm.chat([*asked, {"role": "user", "content": "And?"}], 24)
+    pieces: list[str] = []
+
+    def written(piece: str) -> None:
+        if pieces.count("\n") == 1 and pieces[-1] == "\n":  # the first piece of the second answer
+            signal.raise_signal(signal.SIGINT)
+        pieces.append(piece)
+
+    monkeypatch.setattr("rlx_jax.cli.entry.write", written)
+    monkeypatch.setattr("rlx_jax.cli.generating.language_model", lambda args, session: lm)
+    for somebody, status in ((True, 0), (False, 130)):
+        pieces.clear()
+        lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b""])
+        monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt, lines=lines: next(lines))
+        monkeypatch.setattr("rlx_jax.cli.generating.in_terminal", lambda there=somebody: there)
+        assert cli.main(["chat", "nowhere", "--max-new-tokens", "24"]) == status
+        assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (3 if somebody else 1)
+        assert "".join(pieces).endswith(f"\n{second}\n") == somebody
+    problems = capsys.readouterr().err
+    for told in (
+        "stopped; the talk goes on as if",
+        "RequestError: stdin: not UTF-8 at byte 8",
+        "; /new begins another",
+    ):
+        assert problems.count(told) == 1
+    lines = iter([b"Hi\n", b""])
+    monkeypatch.setattr("rlx_jax.cli.generating.next_line", lambda prompt: next(lines))
+    assert cli.main(["chat", "nowhere"]) == 0
+    request = lm.report().request
+    assert request is not None and request.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4
+    for most, noted in ((request.new_tokens, True), (request.new_tokens + 1, False)):
+        assert ("tokens, all that --max-new-tokens allows, " in closing_line(Timed(list), lm, most)) == noted
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

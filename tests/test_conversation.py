@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,6 +130,56 @@ def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: An
         assert report.cached_tokens == 0 and "cannot be taken back" in report.reread
 
 
+@pytest.mark.parametrize(
+    "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "mamba2", "qwen35"))]
+)
+def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None:
+    """As often as one likes, whatever the template puts there, and behind a longer reply; all of it is read again
+    where no copy is kept of what cannot be cut back."""
+    lm = model(family)
+    cut = family == "llama"  # its keys and values stay where they are
+    for template, begins in ((PLAIN, 1), (PLAIN.replace("assistant", ""), 1)):
+        chat = lm.conversation([SYSTEM], chat_template=template)
+        check_turns(lm, chat, ASKED[:2])
+        *asked, first = chat.messages
+        for sampler in (rlx.Sampler(), rlx.Sampler(1.0), rlx.Sampler()):
+            chat.messages.pop()
+            reply = chat.send([], REPLY, sampler, seed=3)
+            assert lm.report().request.read_tokens == begins and lm.report().request.reread == ""
+            assert chat.messages == [*asked, {"role": "assistant", "content": reply}]
+            assert reply == lm.chat(asked, REPLY, sampler, seed=3, chat_template=template)
+        assert reply == first["content"]
+    check_turns(lm, chat, ASKED[2:3])
+    chat = lm.conversation([SYSTEM], keep_copy=False)
+    check_turns(lm, chat, ASKED[:2])
+    assert (chat._text.kept is None) and chat.fork().keep_copy is False
+    chat.messages.pop()
+    chat.send([], REPLY)
+    told = lm.report().request
+    assert (told.read_tokens, bool(told.reread)) == ((1, False) if cut else (told.prompt_tokens, True))
+
+
+def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
+    """A ring that was not full yet has more slots afterwards, and one that needed no copy then may need one: replies
+    are those of reading everything, and a copy that lacks a ring is not gone on from."""
+    recipe = divided.recipe("mistral", sliding_window=100)
+    lm = rlx.CausalLM(recipe, divided.weights("mistral"), tokenizer=tokenizer, max_positions=256)
+    chat = lm.conversation([SYSTEM])
+    chat.send(ASKED[0], 4)
+    for budget in (150, 150, 150):
+        asked = chat.messages[:-1]
+        chat.messages.pop()
+        assert chat.send([], budget) == lm.chat(asked, budget)
+    assert chat._text is not None and chat._text.kept is not None
+    name, *others = chat._text.kept.arrays
+    kept = replace(chat._text.kept, arrays={other: chat._text.kept.arrays[other] for other in others})
+    chat._text = replace(chat._text, kept=kept)
+    chat.messages.pop()
+    reply = chat.send([], 150)
+    told = lm.report().request
+    assert told is not None and told.reread and name not in kept.arrays and reply == lm.chat(asked, 150)
+
+
 def test_forks_streams_and_failures(model: Any) -> None:
     """Ways on from one text do not disturb each other; what is left or fails was not said."""
     lm = model("mistral")
@@ -147,7 +198,6 @@ def test_forks_streams_and_failures(model: Any) -> None:
         chat.send("w30", REPLY, stop=[divided.V])
     assert chat.messages == said
     assert "".join(chat.stream("w31", REPLY)) == chat.messages[-1]["content"] == lm.chat(chat.messages[:-1], REPLY)
-    assert chat.send("w31", 0) == "" and chat.messages[-1] == {"role": "assistant", "content": ""}
     one, two = chat.stream("w32", REPLY), chat.stream("w33", REPLY)
     next(one)
     with pytest.raises(errors.SessionStateError, match="another turn has begun"):
@@ -200,6 +250,10 @@ def test_refused(model: Any) -> None:
         (lambda: chat.send([{"role": 3}]), r"messages\[1\]\['role'\]"),
         (lambda: lm.conversation(5), "messages: expected a string"),
         (lambda: lm.conversation(max_len=0), "max_len is 0"),
+        (lambda: chat.send("w1", 0), "max_new_tokens is 0, and a turn has a reply"),
+        (lambda: chat.stream("w1", 0), "max_new_tokens is 0, and a turn has a reply"),
+        (lambda: chat.send("w1", -1), "max_new_tokens is -1; expected"),
+        (lambda: lm.conversation(keep_copy=2), "keep_copy is 2; expected True or False"),
         (lambda: chat.send("w1", 60), "2 messages are 9 tokens, with 60 new ones more than max_len, 24; take old"),
     ):
         with pytest.raises(errors.RequestError, match=told):

@@ -174,7 +174,7 @@ def test_over_devices() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-REFWEIGHTS: dict[str, tuple[Any, type[RlxError], str]] = {
+REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
     "nothing": (None, RequestError, "the flow reads 'image', 'keep': pass inputs={'image': …}"),
     "one of two": ({"image": IMAGE}, RequestError, "reads 'keep'"),
     "an unknown name": (BESIDE | {"imgae": IMAGE}, RequestError, "'imgae': the flow has none"),
@@ -188,9 +188,9 @@ REFWEIGHTS: dict[str, tuple[Any, type[RlxError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFWEIGHTS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    inputs, kind, says = REFWEIGHTS[name]
+    inputs, kind, says = REFUSED[name]
     for call in (
         lambda: lm().generate(PROMPTS, inputs=inputs),
         lambda: lm().prefill(TOKENS, inputs=inputs),

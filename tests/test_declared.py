@@ -14,6 +14,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.ir import hir
+from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.hooks import HookMethods
 from rlx_jax.trace.selecting import BlockPattern
 from tests.oracles import checkpoints
@@ -22,7 +23,7 @@ LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
 TWOS = jax.nn.initializers.constant(2.0)
 
 GATE = "**.mlp.gate_proj.weight"
-TABLES, TOKENS = "**_embeddings.weight", "**.embed_tokens.weight"
+TOKENS = "**.embed_tokens.weight"
 SAID: dict[str, tuple[str, ...]] = {
     "llama/gqa_linear_mlpbias_v5": (TOKENS, GATE),
     "qwen3/tied_v4": (TOKENS, GATE),
@@ -33,17 +34,17 @@ SAID: dict[str, tuple[str, ...]] = {
     "gpt_oss/window_v5": (TOKENS,),
     "mamba2/groups_v5": ("**.embeddings.weight",),
     "gpt2/bare_v4": ("w{t,p}e.weight", "h.*.mlp.c_fc.weight"),
-    "bert/bare_v5": (TABLES, "**.intermediate.dense.weight"),
-    "mpnet/bare_v5": (TABLES, "**.intermediate.dense.weight", "**.relative_attention_bias.weight"),
-    "nomic_bert/bare_v5": (TABLES, "**.mlp.fc11.weight"),
+    "bert/bare_v5": ("**.intermediate.dense.weight",),
+    "mpnet/bare_v5": ("**.intermediate.dense.weight",),
+    "nomic_bert/bare_v5": ("**.mlp.fc11.weight",),
     "vision/vit": (),
     "vision/dinov2_swiglu": (),
-    "vision/dinov2_registers": ("**.register_tokens",),
-    "vision/dual/clip": ("**_embedding.weight", "**.class_embedding", "**.mlp.fc1.weight", "*_projection.weight"),
-    "vision/dual/siglip": ("**_embedding.weight", "**.mlp.fc1.weight", "text_model.head.weight"),
+    "vision/dinov2_registers": (),
+    "vision/dual/clip": (),
+    "vision/dual/siglip": ("vision_model.head.mlp.fc1.weight",),
     "flux2/sharded_bf16": ("x_embedder.weight", "context_embedder.weight", "proj_out.weight"),
 }
-"""The weights whose shapes no stage knows: vocabularies, and how wide an MLP is."""
+"""The weights whose shapes no stage knows by itself: vocabularies, and how wide an MLP is."""
 
 
 OFTEN: tuple[str, ...] = (
@@ -58,17 +59,34 @@ OFTEN += ("mamba2/groups_v5", "vision/dual/clip", "flux2/sharded_bf16")
 
 @pytest.mark.parametrize("fixture", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in SAID])
 def test_other_shapes_follow(fixture: str) -> None:
-    """Without any weights: those of the checkpoint, of every layer, norm, bias, convolution, expert and head."""
+    """Without any weights: those of the checkpoint, of every layer, norm, bias, convolution, expert and head. A recipe
+    knows all of them by its config, whatever weights there are."""
     directory = checkpoints.FIXTURES / fixture
-    recipe = rlx.recipe_for(directory)
+    recipe = replace(rlx.recipe_for(directory), weights=None)
     want = {key: spec.shape for key, spec in recipe.shapes().items()}
-    flow = replace(recipe.assemble(), weights=None)
+    known = replace(recipe.assemble(), missing="init")
+    built = known.build({})
+    assert {key: built.params[key].shape for key in built.fresh} == want
+    flow = replace(recipe.assemble(), weights=None, shapes={})
     for pattern in map(BlockPattern, SAID[fixture]):
         said = [key for key in want if pattern.matches(tuple(key.split(".")))]
         assert said, pattern
         for key in said:
             flow = flow.param(key, shape=want[key])
     assert {key: spec.shape for key, spec in flow.build().params.items()} == want
+
+
+def test_some_weights_beside_a_config() -> None:
+    """What a tower lacks is drawn as its config has it: a class token without axes of 1, and the projection."""
+    recipe = rlx.recipe_for(checkpoints.FIXTURES / "vision" / "dual" / "clip")
+    tower = ClipVisionFlow(recipe.config.vision)
+    want = {key: spec.shape for key, spec in tower.shapes().items()}
+    norm = {key: np.full(shape, 3, "f4") for key, shape in want.items() if "post_layernorm" in key}
+    for weights in ({}, norm | {"visual_projection.weight": np.full(want["visual_projection.weight"], 3, "f4")}):
+        found = rlx.compile(tower, weights, missing="init", key=0).weights()
+        assert {key: value.shape for key, value in found.items()} == want
+        for key, value in weights.items():
+            np.testing.assert_array_equal(np.asarray(found[key]), value)
 
 
 # -- how weights are drawn -----------------------------------------------------------------------
@@ -138,6 +156,14 @@ def test_every_recipe_has_every_hook() -> None:
 
 FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
 W = jnp.zeros((6, 8))
+LAYER = (
+    rlx.ModelFlow("m")
+    .input("x", ("batch", "seq", 32))
+    .repeat_layers(
+        1,
+        lambda i: blocks.llama_prefill_layer_fused(i, blocks.LlamaDecoderSpec(num_heads=4, num_kv_heads=2, head_dim=8)),
+    )
+)
 
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing said": (lambda: FLOW.param("w"), errors.GraphError, r"param\('w'\): say its shape=, its init="),
@@ -159,6 +185,21 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w", shape=(6, 8)).param("w", shape=(5, 8)).build(),
         errors.WeightShapeError,
         r"\[6, 8\] here, and \[5, 8\] by flow\.param",
+    ),
+    "one axis": (
+        lambda: FLOW.param("w*", shape=(6,)).build(),
+        errors.WeightShapeError,
+        r"^w: .*it reads weight 'w', of the shape that param\('w\*'\) says, which is f32\[6\]",
+    ),
+    "an axis of a table": (
+        lambda: rlx.ModelFlow("m").input("x", ("n",), "int32").embed("e").param("e", shape=(8,)).build(),
+        errors.WeightShapeError,
+        r"^embed_tokens: weight 'e', of the shape that param\('e'\) says: expected 2 axes, .*got \[8\]",
+    ),
+    "an axis of a layer": (
+        lambda: LAYER.param("**.up_proj.weight", shape=(80, 32, 1)).build(),
+        errors.WeightShapeError,
+        r"^layers\.0: weight 'model\.layers\.0\.mlp\.up_proj.*param\('\*\*\.up_proj\.weight'\) says: expected 2 axes",
     ),
     "unknown": (lambda: FLOW.build(), errors.MissingWeightError, r"flow\.param\('w', shape=…\)"),
 }  # fmt: skip

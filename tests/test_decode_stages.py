@@ -579,7 +579,8 @@ def test_layers_as_stages() -> None:
 def test_sums_of_dimensions() -> None:
     """They follow the sizes of their names, and keep to them."""
     flow = rlx.ModelFlow("s").input("a", (1, "past")).input("b", (1, "new")).input("c", ("past + new + 1",))
-    model = rlx.compile(flow.custom(lambda emit, a: emit.concat([a, emit.flow_input("b")], axis=1)[:, :1]), {})
+    flow = flow.custom(lambda emit, a: emit.concat([a, emit.flow_input("b")], axis=1)[:, :1])
+    model = rlx.compile(flow.custom(lambda emit, a: a + emit.flow_input("c")[:1]), {})
     ones = np.ones((1, 9), np.float32)
     assert model(ones[:, :2], ones[:, :3], ones[0, :6]).shape == (1, 1)
     with pytest.raises(ShapeError, match="input c: axis 0 is 5, expected .*, which is 6"):

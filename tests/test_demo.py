@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -29,6 +30,27 @@ def test_nearest_are_the_largest_cosines() -> None:
 def test_a_line_is_cut() -> None:
     assert all(len(line) <= 80 for line in demo.NEXT.splitlines())
     assert demo.cut("a" * 80) == "a" * 80 and demo.cut("b" * 81) == "b" * 78 + " …"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "coloured"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_titles_are_coloured_on_terminals(
+    terminal: bool,
+    no_color: bool,
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And with NO_COLOR nothing is, nor in a file."""
+    monkeypatch.setattr(demo, "acts", lambda each: iter([("a title", iter([f"a line of {each}"]))]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert demo.main(5) == 0
+    title = "\x1b[1;36ma title\x1b[0m" if coloured else "a title"
+    assert capsys.readouterr().out == f"\n{title}\na line of 5\n"
 
 
 @pytest.mark.slow

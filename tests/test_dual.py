@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -183,6 +184,30 @@ def towers_config(directory: Path) -> Any:
     return json.loads((directory / "config.json").read_text("utf-8"))
 
 
+# -- parameters --------------------------------------------------------------------------------
+
+
+def test_one_set_of_parameters(tmp_path: Path) -> None:
+    """New ones reach both towers and the scale; those of one tower alone are not saved, as they would be lost."""
+    both, ids, key = dual("clip"), [[1, 47, 60]], "visual_projection.weight"
+    before, score, old = both.embed_images(pictures("clip")), both.similarity(ids, pictures("clip")), both.model.params
+    assert old is not None
+    params = {name: value * 2 if name in (key, "logit_scale") else value for name, value in old.items()}
+    try:
+        both.images.model = both.images.model.replace(params)
+        with pytest.raises(errors.RequestError, match="other parameters than .*both.model = both.texts.model.replace"):
+            rlx.save(both, tmp_path / "it")
+        with pytest.raises(errors.RequestError, match="got one of clip.* that was compiled by itself"):
+            both.model = rlx.compile(both.texts.model.flow, both.texts.model.weights(old))
+        both.model = both.texts.model.replace(params)
+        np.testing.assert_allclose(both.embed_images(pictures("clip")), 2 * before, rtol=1e-5)
+        assert np.abs(both.similarity(ids, pictures("clip")) / score - 1).max() > 0.1
+        rlx.save(both, tmp_path / "it")
+        np.testing.assert_array_equal(load_file(tmp_path / "it" / "model.safetensors")[key], params[key])
+    finally:
+        both.model = both.texts.model.replace(old)
+
+
 # -- requests ----------------------------------------------------------------------------------
 
 
@@ -195,6 +220,10 @@ def test_requests_that_are_refused() -> None:
     ):
         with pytest.raises(errors.RequestError, match=match):
             both.embed(texts)
+    vector = np.ones((2, 14), np.float32)
+    for asked in ({"texts": vector, "images": []}, {"texts": ["w3"], "images": vector}):
+        with pytest.raises(errors.RequestError, match=r"floats \[2, 14\]: similarity makes the vectors"):
+            both.similarity(**asked)
     with pytest.raises(
         errors.TokenIdError, match=r"texts\[0\]\[1\]: id 61 is not in \[0, 61\)|texts\[0\]: id 61 is not"
     ):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -225,6 +226,87 @@ def test_recipes_with_edits_are_values() -> None:
 )
 def test_patterns(pattern: str, path: tuple[str | int, ...], matched: bool) -> None:
     assert BlockPattern(pattern).matches(path) is matched
+
+
+def test_stacked_at_two_places() -> None:
+    """Blocks that are captured twice are one output, and blocks around stacked ones still give one value."""
+    recipe = rlx.recipe_for(LLAMA)
+    twice = recipe.at("layers.*.mlp").capture(stacked=True).at("layers.0.mlp").scale(2.0)
+    twice = twice.at("layers.*.mlp").capture(stacked=True).at("layers.*").capture(stacked=True)
+    out = rlx.compile(twice)(TOKENS)
+    assert list(out) == ["logits", "layers.*.mlp", "layers.*"]
+    apart = rlx.compile(recipe.at("layers.*.mlp").capture().at("layers.0.mlp").scale(2.0))(TOKENS)
+    for i in range(LAYERS):
+        assert_close(out["layers.*.mlp"][i], np.asarray(apart[f"layers.{i}.mlp"]))
+    assert_close(out["logits"], np.asarray(apart["logits"]))
+
+
+def other_attention(**options: Any) -> Any:
+    """Attention without rotation in the place of layer 0's."""
+    recipe = rlx.recipe_for(checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5")
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    stage = blocks.SelfAttention.hf("model.layers.0.self_attn", 4, names=names, bias=False, causal=True, head_dim=14)
+    return recipe.at("layers.0.self_attn").replace(replace(stage, **options)).assemble()
+
+
+def test_key_heads_are_said_where_they_are_fewer() -> None:
+    """They are not guessed; the message has them."""
+    with pytest.raises(errors.WeightShapeError, match=r"k_proj: SelfAttention: .* gives 28 .*say so: kv_heads=2"):
+        other_attention().build()
+    assert other_attention(kv_heads=2).build()
+
+
+HEADED: dict[str, tuple[str, str, Literal["input", "output"], int]] = {
+    "what attention gives": ("llama/gqa_linear_mlpbias_v5", "layers.*.self_attn.o_proj", "input", 8),
+    "queries": ("qwen3/tied_v4", "layers.*.self_attn.q_proj", "output", 4),
+    "keys, normed and turned": ("qwen3/tied_v4", "layers.*.self_attn.k_proj", "output", 2),
+    "values": ("qwen3/tied_v4", "layers.*.self_attn.v_proj", "output", 2),
+    "of three in one": ("gpt2/bare_v4", "layers.*.attn.c_attn.q", "output", 3),
+    "the context": ("bert/bare_v5", "layers.*.attention.self", "output", 5),
+    "queries and their gates": ("qwen3_5_text/tied_v5", "layers.*.self_attn.q_proj", "output", 3),
+    "gated": ("qwen3_5_text/tied_v5", "layers.*.self_attn.o_proj", "input", 3),
+    "the delta rule": ("qwen3_5_text/tied_v5", "layers.*.linear_attn.out_proj", "input", 3),
+    "a scan, normed in two groups": ("mamba2/groups_v5", "layers.*.mixer.out_proj", "input", 4),
+}
+"""Blocks whose values are heads, and how many: those of the fixtures' configs."""
+
+
+@pytest.mark.parametrize("case", HEADED)
+def test_heads_are_those_that_there_are(case: str) -> None:
+    """Another number that divides the width too is no mask of heads, and would be taken for one."""
+    fixture, pattern, of, heads = HEADED[case]
+    blocks_of = rlx.recipe_for(checkpoints.FIXTURES / fixture).at(pattern)
+    assert blocks_of.scale(np.arange(heads), of=of, heads=heads).assemble().build()
+    for wrong in (1, 2 * heads):
+        with pytest.raises(errors.ShapeError, match=rf"has {heads} heads, not {wrong}: give heads={heads}"):
+            blocks_of.scale(np.arange(wrong), of=of, heads=wrong).assemble().build()
+
+
+def test_no_heads_to_mask() -> None:
+    """Of a value that is none; what a function of one's own makes cannot be known, and is not refused."""
+    recipe = rlx.recipe_for(LLAMA)
+    for pattern in ("layers.*.self_attn", "layers.*.mlp"):
+        with pytest.raises(errors.ShapeError, match=r"layers\.0\.\w+: scale: heads=8, .*is not heads side by side"):
+            recipe.at(pattern).scale(np.ones(8), heads=8).assemble().build()
+    own = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("own", lambda emit, x: emit.jax(jnp.sin, x))
+    halved = rlx.compile(own.at("own").scale([1, 0], heads=2))(np.ones((1, 8), "f4"))
+    np.testing.assert_array_equal(np.asarray(halved) != 0, [[True] * 4 + [False] * 4])
+
+
+def packed(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+    """Attention of four heads with two key heads, of one product."""
+    with emit.scope("qkv"):
+        both = emit.linear(x, "w")
+    q, k, v = emit.split(both, (16, 8, 8))
+    return emit.attention(q, k, v, heads=4, kv_heads=2, causal=True)
+
+
+def test_heads_of_what_is_packed() -> None:
+    """Queries, keys and values in one are as many heads as all three have."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).custom_named("attn", packed).param("w", shape=(32, 8))
+    assert flow.at("attn.qkv").scale(np.ones(8), heads=8).build()
+    with pytest.raises(errors.ShapeError, match=r"attn\.qkv: scale: .* has 8 heads, not 4"):
+        flow.at("attn.qkv").scale(np.ones(4), heads=4).build()
 
 
 # -- misuse ------------------------------------------------------------------------------------

@@ -82,6 +82,13 @@ NAME: Any = "auto"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
+class Silent:
+    """An array of some other library that does not convert, with an error of no words."""
+
+    def __array__(self, *args: Any, **named: Any) -> Any:
+        raise ValueError
+
+
 class World:
     """What a row works with: models that are made once, and an empty directory."""
 
@@ -669,6 +676,7 @@ CALLS: dict[str, Row] = {
     "a dtype on the device": row(lambda t: t.mlp(jnp.ones((2, 8), jnp.bfloat16)), DTypeError, "input x", "bf16"),
     "a number over float32": row(lambda t: t.mlp(np.full((2, 8), 1e300)), DTypeError, "input x", "1e+300", "f32"),
     "no array": row(lambda t: t.mlp("abc"), DTypeError, "input x", "numbers"),
+    "an array without a reason": row(lambda t: t.mlp(Silent()), ShapeError, "input x", "not an array", "ValueError"),
     "ragged rows": row(lambda t: t.mlp([[1.0], [1.0, 2.0]]), ShapeError, "input x", "not an array"),
     "a state where there is none": row(lambda t: t.mlp(X, state=t.state()), GraphError, "forward", "state="),
     "no state": row(lambda t: t.prefill(IDS, lengths=[3, 3]), GraphError, "prefill", "init_state"),
@@ -711,7 +719,7 @@ CALLS: dict[str, Row] = {
     ),
     "parameters with a leaf taken out": row(lambda t: in_place(lambda p: p.clear()), WeightShapeError, "params", "'w'"),
     "parameters of another shape": row(
-        lambda t: in_place(lambda p: p.update(w=X)), WeightShapeError, "leaf 'w' is f32[4, 8]", "(2, 8)",
+        lambda t: in_place(lambda p: p.update(w=X)), WeightShapeError, "leaf 'w' is f32[4, 8]", "f32[2, 8]",
     ),
     "parameters of no type": row(lambda t: in_place(lambda p: p.update(w=NAME)), WeightShapeError, "leaf 'w'", "str"),
     "parameters of no type, saved": row(
@@ -770,13 +778,16 @@ CALLS: dict[str, Row] = {
     "logits of bools": row(lambda t: logits_of("bool"), DTypeError, "tiny", "floating", "bool"),
     "whole logits": row(lambda t: logits_of("int32"), DTypeError, "tiny", "floating", "i32"),
     "a flow that needs more than ids": row(
-        lambda t: rlx.CausalLM(tokens()[0].input("y", ("batch", 2)), tokens()[1]).generate([[1]]), RequestError,
-        "the flow reads 'y'", "inputs={'y'",
+        lambda t: rlx.CausalLM(
+            tokens()[0].input("y", ("batch", 1, 1)).custom(lambda emit, x: emit.add(x, emit.flow_input("y"))),
+            tokens()[1],
+        ).generate([[1]]),
+        RequestError, "the flow reads 'y'", "inputs={'y'",
     ),
     "a flow without an embedding": row(lambda t: rlx.CausalLM(mlp(), W), GraphError, "'x'", "embedding"),
     "an end token": row(lambda t: rlx.CausalLM(*tokens(), eos_ids=[99]), TokenIdError, "eos_ids[0]", "99", "[0, 11)"),
     "a begin token": row(lambda t: rlx.CausalLM(*tokens(), bos_id=-1), TokenIdError, "bos_id[0]", "-1"),
-    "a tokenizer": row(lambda t: rlx.CausalLM(*tokens(), tokenizer=NAME), RequestError, "tokenizer", "'auto'"),
+    "a tokenizer": row(lambda t: rlx.CausalLM(*tokens(), tokenizer=NAME), MissingFileError, "tokenizer: 'auto'"),
     "a model that is pickled": row(
         lambda t: pickle.dumps(t.lm), UnsupportedError, "llama", "rlx_jax.save", "weights=",
     ),
@@ -1166,7 +1177,7 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
     world.here = tmp_path
     with pytest.warns(RlxNumericsWarning, match=r"'w' \(mapping\): 32 of 32 values"):
         rlx.compile(mlp(), {"w": np.full((4, 8), 1e300)})
-    with pytest.warns(RlxWarning, match=r"config\.json: auto_map is ignored"):
+    with pytest.warns(RlxWarning, match=r"llama/config\.json': auto_map is ignored"):
         world.llama(auto_map={"AutoModel": "x.y"})
     with pytest.warns(RlxWarning, match=r"'v'"):
         rlx.compile(mlp(), W | {"v": X}, strict=False)

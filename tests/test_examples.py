@@ -74,12 +74,12 @@ def test_all_are_here_and_short() -> None:
         assert len(code) <= 92, (path.name, len(code))
 
 
-@pytest.mark.parametrize("name, directory", [("gpt2", GPT2), ("mixtral", MIXTRAL)])
-def test_logits(name: str, directory: Path) -> None:
-    """Those of transformers; layers are one region."""
-    record, lm = load_record(directory), causal(name, directory)
-    assert_close(lm.logits(record["tokens"]), record["logits"])
-    assert lm.model.report().refusals == ()
+@pytest.mark.parametrize("name", ["gpt2", "clip", "mixtral", "lora"])
+def test_without_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is to be given, and status 2, as every command has it."""
+    with pytest.raises(SystemExit) as left:
+        run(name)
+    assert left.value.code == 2 and f"usage: {name}.py [-h] directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, directory", [("gpt2", GPT2), pytest.param("mixtral", MIXTRAL, marks=pytest.mark.slow)])

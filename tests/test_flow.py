@@ -143,7 +143,7 @@ def test_gathers() -> None:
     table = w(5, H)
     kinds = RNG.integers(0, 5, (B, S)).astype(np.int32)
     flow = x_flow().input("kinds", ("batch", "seq"), dtype="int32")
-    close(run(flow.gather_from_input("kinds", "t"), X, kinds, weights={"t": table}), table[kinds])
+    close(run(flow.gather_from_input("kinds", "t"), kinds, weights={"t": table}), table[kinds])  # x is not read
     close(run(flow.gather_add("kinds", "t"), X, kinds, weights={"t": table}), X + table[kinds])
 
 
@@ -371,8 +371,17 @@ def test_lm_head() -> None:
     close(run(ids_flow().embed("e").lm_head(V, H, tied=True), IDS, weights={"e": e}), e[IDS] @ e.T)
     with pytest.raises(GraphError, match="Embed"):
         x_flow().lm_head(V, H, tied=True).build()
-    with pytest.raises(ShapeError, match=f"{V + 1}"):
-        ids_flow().embed("e").lm_head(V + 1, H, tied=True).build({"e": e})
+    close(run(ids_flow().embed("e").lm_head(tied=True), IDS, weights={"e": e}), e[IDS] @ e.T)
+    close(run(ids_flow().token_embed().lm_head(), IDS, weights=both), e[IDS] @ head.T)
+    drawn = {key: spec.shape for key, spec in ids_flow().embed("e", shape=(V, H)).lm_head(7).build().params.items()}
+    assert drawn == {"e": (V, H), "lm_head.weight": (7, H)}
+    for vocabulary, wide in ((V + 1, H), (V + 1, None), (None, H + 1)):
+        with pytest.raises(ShapeError, match=r"the head is said to be .*; those of a tied head follow"):
+            ids_flow().embed("e").lm_head(vocabulary, wide, tied=True).build({"e": e})
+    with pytest.raises(WeightShapeError, match=rf"the head reads values {H} wide, .*these are f32\[.*,{H + 1}\]"):
+        ids_flow().embed("e").linear("wide").lm_head(tied=True).build({"e": e, "wide": w(H + 1, H)})
+    with pytest.raises(MissingWeightError, match=r"the shape of weight 'lm_head\.weight' is not known"):
+        ids_flow().embed("e", shape=(V, H)).lm_head().build()
     with pytest.raises(WeightShapeError, match=r"lm_head\.weight"):
         x_flow().lm_head(V + 1, H).build({"lm_head.weight": head})
 
@@ -954,11 +963,77 @@ def test_an_absent_optional_input_is_a_smaller_program() -> None:
     with pytest.raises(UnboundInputError, match="optional"):
         compiled(flow.custom(lambda e, x: x * e.flow_input("scale")), {})
     table = w(2, H)
-    kinds = x_flow().input("like", ("batch", "seq"), "int32").input("kinds", ("batch", "seq"), "int32", default=1)
+    kinds = x_flow().input("kinds", ("batch", "seq"), "int32", default=1)
     both = compiled(kinds.gather_add("kinds", "t"), {"t": table})
-    zeros = np.zeros((B, S), np.int32)
-    close(both(X, zeros), X + table[1])
-    close(both(X, zeros, zeros), X + table[0])
+    close(both(X), X + table[1])
+    close(both(X, np.zeros((B, S), np.int32)), X + table[0])
+
+
+def two_towers() -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """Outputs `image` of the first input and `text` of the second; none reads the third but `scaled`."""
+    flow = rlx.ModelFlow("two").input("pixels", ("batch", 3)).input("ids", ("batch", "seq"), "int32")
+    flow = flow.input("scale", ("batch", 1, 1), default=None).linear("v").store_stream("image")
+    flow = flow.gather_from_input("ids", "t").store_stream("text")
+
+    def scaled(emit: Any, x: Any) -> Any:
+        return x if (scale := emit.optional_input("scale")) is None else x * scale
+
+    return flow.custom(scaled).store_stream("scaled"), {"v": w(4, 3), "t": w(5, 4, seed=1)}
+
+
+def called_with(model: Any) -> list[str]:
+    return [d.name for d in model.inputs]
+
+
+def test_inputs_that_no_output_reads() -> None:
+    """Are no part of what is compiled: of the call, its shapes and ids, what is printed, a module and its JSON."""
+    flow, weights = two_towers()
+    text, ids, pixels = flow.outputs(["text"]), np.array([[4, 0]], np.int32), np.ones((1, 3), np.float32)
+    model, scale = compiled(text, weights), np.full((1, 1, 1), 2, np.float32)
+    assert called_with(model) == ["ids", "scale"] and called_with(compiled(flow, weights)) == ["ids", "scale"]
+    for made in (model(ids), model(ids=ids), compiled(flow.outputs(["scaled"]), weights)(ids, scale=scale) / 2):
+        close(made, weights["t"][ids])
+    close(compiled(flow.outputs(["image"]), weights)(pixels), pixels @ weights["v"].T)
+    both = compiled(flow.outputs(["image", "text"]), weights)
+    assert called_with(both) == ["pixels", "ids", "scale"] and set(both(pixels, ids)) == {"image", "text"}
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        ((ids,), {"pixels": pixels}, "input 'pixels' is read by none of the outputs: leave it out"),
+        ((ids,), {"scale": scale}, "input 'scale' is read by none of the outputs"),
+        ((pixels, ids), {}, r"takes 1 input \(ids\), got 2: none of the outputs reads 'pixels'; give 'scale' by name"),
+        ((), {}, "input 'ids' is not given"),
+    ]
+    for args, named, message in refused:
+        with pytest.raises(UnboundInputError, match=message):
+            model(*args, **named)
+    assert "pixels" not in str(model).split("\n\n")[0] and "in   ids i32[batch,seq]\n" in str(model)
+    assert text.summary(weights).startswith("two: ids i32[batch,seq]\n")
+    assert model.report(batch=1, seq=2).bytes == 72 and "pixels" not in model.text("mir")
+    module = text.build(weights).into_graph_module()
+    for one in (module, module.lower(), rlx.GraphModule.from_lir(module.into_lir(batch=1, seq=2))):
+        again = compiled(rlx.GraphModule.from_json(one.to_json()), weights)
+        assert called_with(again) == ["ids"]
+        close(again(ids), weights["t"][ids])
+    np.testing.assert_allclose(rlx.Encoder(text, weights).embed([[4, 0]])[0], weights["t"][[4, 0]].mean(0), rtol=1e-5)
+
+
+def test_inputs_that_are_read_with_an_optional_one() -> None:
+    """Are asked for where that is given; and what its default is made of only where it is not."""
+
+    def shifted(emit: Any, x: Any) -> Any:
+        by = emit.optional_input("by")
+        return x if by is None else x + by * emit.flow_input("unit")
+
+    flow = x_flow().input("unit", ("batch", 1, 1)).input("by", ("batch", 1, 1), default=None)
+    model, unit = compiled(flow.custom(shifted), {}), np.full((B, 1, 1), 3, np.float32)
+    close(model(X), X)
+    close(model(X, unit=unit, by=unit), X + 9)
+    for args, named, message in [
+        ((X,), {"by": unit}, "input 'unit' is not given"),
+        ((X,), {"unit": unit}, "'unit' is read by none"),
+        ((X, unit, unit), {}, r"takes 1 input \(x\), got 3: none of the outputs reads 'unit'; give 'by' by name"),
+    ]:
+        with pytest.raises(UnboundInputError, match=message):
+            model(*args, **named)
 
 
 def test_constants_belong_to_the_program() -> None:

@@ -328,9 +328,9 @@ def test_what_a_text_config_leaves_out() -> None:
 @pytest.mark.parametrize(
     "changes, error, text",
     [
-        ({"text_config": None}, ConfigError, "config.json: field 'text_config' is missing"),
+        ({"text_config": None}, ConfigError, "config.json': field 'text_config' is missing"),
         ({"text_config": {"model_type": "gemma2"}}, UnsupportedError, "text_config: model_type 'gemma2'"),
-        ({"text_config": {"hidden_size": 0}}, ConfigError, "config.json, text_config: field 'hidden_size'"),
+        ({"text_config": {"hidden_size": 0}}, ConfigError, "config.json', text_config: field 'hidden_size'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantization_config"),
         ({"audio_config": {}}, UnsupportedError, "audio_config"),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, UnsupportedError, "Gemma3ForSequenceClassification"),

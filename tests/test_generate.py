@@ -265,6 +265,35 @@ def test_an_array_of_strings_is_a_list_of_them(chat: Any) -> None:
     assert chat.generate(np.array(prompts, object), max_new_tokens=4) == want
 
 
+@pytest.mark.parametrize("given", [CHAT, str(CHAT), CHAT / "tokenizer.json"])
+def test_where_a_tokenizer_is(chat: Any, given: Any) -> None:
+    """A directory, or the file in it, with what the files beside it say."""
+    lm = rlx.CausalLM(chat.model, tokenizer=given)
+    assert lm.eos_ids == chat.tokenizer.eos_ids and lm.bos_id == chat.bos_id
+    assert lm.generate(CASES[0]["prompt"], max_new_tokens=24) == CASES[0]["text"]
+    found = rlx.Encoder(chat.model, tokenizer=given).tokenizer
+    assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        (PLAIN, errors.MissingFileError, "gqa_plain_attnbias_v5/tokenizer.json': no such file"),
+        (LLAMA / "nowhere" / "tokenizer.json", errors.MissingFileError, "nowhere': no such directory"),
+        (CHAT / "config.json", errors.RequestError, "config.json.*expected a directory with a tokenizer.json"),
+        (b"", errors.RequestError, "tokenizer is b''; expected"),
+        ("", errors.RequestError, "tokenizer is ''; expected"),
+    ],
+)
+def test_where_no_tokenizer_is(given: Any, error: type[Exception], told: str) -> None:
+    """Is said before weights are read."""
+    for made in (lambda: rlx.CausalLM(None, tokenizer=given), lambda: rlx.Encoder(None, tokenizer=given)):
+        with pytest.raises(error, match=told):
+            made()
+    with pytest.raises(error, match=told):
+        rlx.DualEncoder(None, None, tokenizer=given)
+
+
 def test_strings_need_a_tokenizer(plain: Case) -> None:
     """Without `tokenizer.json` strings are an error, of the tree."""
     with pytest.raises(rlx.RlxError, match="tokenizer"):

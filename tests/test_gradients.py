@@ -525,13 +525,14 @@ def model_of(case: Case, **tables: Any) -> Any:
 
 def differentiable(case: Case, model: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """`f(leaves) → output` and its point: the parameters and the float inputs by name."""
-    units = {n: np.float32(case.units.get(n, 1)) for n, v in case.inputs.items() if v.dtype == np.float32}
-    floats = {f"input {n}": case.inputs[n] / unit for n, unit in units.items()}
+    read = {d.name: case.inputs[d.name] for d in model.inputs if d.name in case.inputs}
+    units = {n: np.float32(case.units.get(n, 1)) for n, v in read.items() if v.dtype == np.float32}
+    floats = {f"input {n}": read[n] / unit for n, unit in units.items()}
 
     def f(leaves: Arrays) -> Any:
         params = {n: leaves[n] for n in model.params}
         moved = {n: leaves[f"input {n}"] * unit for n, unit in units.items()}
-        outputs = model.apply(params, **{**case.inputs, **moved})
+        outputs = model.apply(params, **{**read, **moved})
         return jnp.concatenate([v.ravel() for v in outputs.values()]) if isinstance(outputs, dict) else outputs
 
     return jax.jit(f), {n: np.asarray(v) for n, v in model.params.items()} | floats

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +20,22 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli
+from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import (
     HubError,
     HubUnreachableError,
+    LimitError,
     MissingFileError,
     PathEscapeError,
     RequestError,
     RlxError,
+    StorageError,
     UnsupportedError,
     WeightError,
 )
-from rlx_jax.io import transfer
+from rlx_jax.io import partial, transfer
 from rlx_jax.io.folder import open_folder
+from rlx_jax.io.partial import open_partial, partial_path, remove_abandoned
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, serving, sharded
 from tests.oracles.checkpoints import FIXTURES, sentence_directory
@@ -215,13 +222,40 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     assert all((folder.path / name).read_bytes() == server.files["org/m"][name] for name in names)
 
 
+def test_small_files_come_together(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tokenizer, and what a pipeline of sentences is made of, `AT_ONCE` at a time; within the limits of each."""
+    made = sentences(tmp_path / "made")
+    tokens = {path: data for path, data in server.files["org/m"].items() if path.startswith("tokenizer")}
+    server.files["org/m"] = made | tokens | {"chat_template.jinja": b"{{ messages }}"}
+    pairs = [("1_Pooling/config.json", "sentence_bert_config.json"), ("tokenizer.json", "tokenizer_config.json")]
+    for pair in pairs:
+        meeting = threading.Barrier(2, timeout=20)
+
+        def meet(handler: Handler, content: bytes, meeting: threading.Barrier = meeting) -> None:
+            meeting.wait()  # one after the other they would wait for ever
+            handler.send(content, {})
+
+        server.faults |= dict.fromkeys((f"/{name}" for name in pair), meet)
+    with pytest.raises(LimitError, match="chat_template.jinja': the size in bytes is 14, over the limit MAX_TEMPLATE"):
+        monkeypatch.setattr("rlx_jax.text.chat_template.MAX_TEMPLATE_BYTES", 13)
+        load_tokenizer("org/m")
+    assert server.fetched() == []
+    monkeypatch.setattr("rlx_jax.text.chat_template.MAX_TEMPLATE_BYTES", 14)
+    assert load_tokenizer("org/m") is not None and load_pipeline(open_folder("org/m")) is not None
+    wanted = {*made, *tokens, "chat_template.jinja"} - {"model.safetensors", "README.md"}
+    assert sorted(server.fetched()) == sorted(wanted)
+
+
 def test_progress(server: Hub) -> None:
     """Bytes of each file as they come, with their sum."""
     told: dict[str, list[tuple[int, int]]] = {}
     rlx.load("org/m", progress=lambda what, done, total: told.setdefault(what, []).append((done, total)))
     size = (LLAMA / "model.safetensors").stat().st_size
     assert told["download model.safetensors"][-1] == (size, size)
-    assert {f"download {name}" for name in TEXT_FILES} < set(told) and "load" in told
+    alone = {what for what in told if what.startswith("download ")}
+    assert alone == {"download config.json", "download 3 files", "download model.safetensors"} and "load" in told
+    small = sum((LLAMA / name).stat().st_size for name in TEXT_FILES[1:])
+    assert told["download 3 files"][-1] == (small, small)
 
 
 class Terminal(io.StringIO):
@@ -252,6 +286,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[RlxError], list[s
         ["no such model (404)"],
     ),
     "another revision": ({}, {"revision": "v9"}, MissingFileError, ["revision 'v9'", "no such branch, tag or commit"]),
+    "a short commit": ({}, {"revision": COMMIT[:7]}, MissingFileError, ["a commit is given by its 40 digits"]),
     "no revision": ({}, {"revision": "../x"}, RequestError, ["revision", "got '../x'"]),
     "private": ({"token": TOKEN}, {}, MissingFileError, ["if it is private, pass token=, or set HF_TOKEN"]),
     "another token": ({"token": "other"}, {"token": TOKEN}, HubError, ["refuses it to this token (401)"]),
@@ -347,3 +382,98 @@ def test_a_token_is_shown_to_the_hub(server: Hub, monkeypatch: pytest.MonkeyPatc
 def elsewhere(other: Hub) -> Callable[[Handler, bytes], None]:
     """Sent to the same path of another hub."""
     return lambda handler, _: handler.send(b"", {"Location": other.endpoint + handler.path}, 302)
+
+
+# -- parts of files ----------------------------------------------------------------------------
+
+DIGEST = "d" * 64
+
+
+class Closing:
+    """A file in whose place another process has one of its own as soon as the lock on it is gone."""
+
+    closed = False
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self.file, self.path = file, path
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+        self.path.write_bytes(b"another's")
+
+
+def test_the_part_of_another_process_stays(tmp_path: Path) -> None:
+    """It is neither removed nor put in its place by one who held the file that was there before."""
+    part = open_partial(tmp_path, DIGEST)
+    part.file.write(b"ours")
+    replace(part, file=Closing(part.file, part.path)).close(keep=False)  # type: ignore[arg-type]
+    assert part.path.read_bytes() == b"another's"
+    part = open_partial(tmp_path, DIGEST)
+    part.path.unlink()
+    part.path.write_bytes(b"another's")
+    with pytest.raises(StorageError, match=r"another process removed or replaced it; .*: try again"):
+        part.move_to(tmp_path / DIGEST)
+    part.close(keep=False)
+    assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(part.path, b"another's")]
+
+
+def test_what_is_held_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long ago it was written to; nor is what was moved, or written to, while the lock was waited for."""
+    part, lock = open_partial(tmp_path, DIGEST), partial._lock
+    os.utime(part.path, (0, 0))
+    remove_abandoned(tmp_path, ())
+    assert part.path.exists()
+    part.close(keep=True)
+    aside = tmp_path / "aside"
+
+    def moved(file: Any) -> bool | None:
+        part.path.rename(aside)
+        part.path.write_bytes(b"another's")
+        os.utime(part.path, (0, 0))
+        return lock(file)
+
+    def written(file: Any) -> bool | None:
+        os.utime(part.path)
+        return lock(file)
+
+    for meanwhile in (moved, written):
+        monkeypatch.setattr(partial, "_lock", meanwhile)
+        remove_abandoned(tmp_path, ())
+        assert part.path.read_bytes() == b"another's"
+    monkeypatch.setattr(partial, "_lock", lock)
+    os.utime(part.path, (0, 0))
+    remove_abandoned(tmp_path, {DIGEST})
+    assert part.path.exists()
+    remove_abandoned(tmp_path, ())
+    assert not part.path.exists()
+
+
+@pytest.mark.parametrize("lack", ["no fcntl", "a file system without locks"])
+def test_without_locks_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str) -> None:
+    """No part is shared, none is left empty, and old ones go. Where there are locks, what another holds stays."""
+    held = open_partial(tmp_path, DIGEST)
+    other = open_partial(tmp_path, DIGEST)
+    assert held.shared and not other.shared and held.path.exists()
+    other.close(keep=False)
+    held.close(keep=False)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if lack == "no fcntl":
+        monkeypatch.setattr(partial, "fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    part = open_partial(tmp_path, DIGEST)
+    assert not part.shared and list(tmp_path.iterdir()) == [part.path]
+    part.close(keep=False)
+    left = partial_path(tmp_path, DIGEST)
+    left.write_bytes(b"of a system that has locks")
+    open_partial(tmp_path, DIGEST).close(keep=False)
+    assert list(tmp_path.iterdir()) == [left]
+    os.utime(left, (0, 0))
+    remove_abandoned(tmp_path, ())
+    assert list(tmp_path.iterdir()) == []

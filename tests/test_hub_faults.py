@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from rlx_jax.errors import (
     HubUnreachableError,
     IntegrityError,
     LimitError,
+    MissingFileError,
     MissingWeightError,
     NoSpaceError,
     PathEscapeError,
@@ -84,6 +87,140 @@ def test_what_stops_goes_on(server: Hub, fault: Callable[..., None]) -> None:
     path = weights_of(open_folder("org/m"))
     assert path.read_bytes() == (LLAMA / "model.safetensors").read_bytes()
     assert server.fetched() == ["model.safetensors"] * 3
+
+
+def damaged(part: Path) -> None:
+    part.write_bytes(b"?" + part.read_bytes()[1:])
+
+
+def too_long(part: Path) -> None:
+    part.write_bytes(part.read_bytes() * 9)
+
+
+def all_of_it(part: Path) -> None:
+    part.write_bytes((LLAMA / "model.safetensors").read_bytes())
+
+
+NEXT_CALLS: dict[str, tuple[Callable[[Path], None] | None, Callable[..., None] | None, list[str], str]] = {
+    "a good server": (None, None, ["rest"], ""),
+    "no ranges": (None, partial(without_ranges, times=[]), ["rest"], ""),
+    "cut again": (None, partial(cut, times=[0]), ["rest", "bytes="], ""),
+    "another part was left": (damaged, None, ["rest", ""], ""),
+    "too much was left": (too_long, None, [""], ""),
+    "all of it was left": (all_of_it, None, [], ""),
+    "a lie": (None, lambda h, c: changed(h, c), ["rest", ""], "has the digest .* nothing was kept"),
+}
+"""What became of the part, the next server, the ranges that it is asked for, and the error."""
+
+
+@pytest.mark.parametrize("case", NEXT_CALLS)
+def test_the_next_call_goes_on(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """From what came, which is hashed again: the file is right, or not there."""
+    become, fault, ranges, error = NEXT_CALLS[case]
+    monkeypatch.setattr("rlx_jax.io.hub.KEPT_BYTES", 1000)
+    server.faults["model.safetensors"] = partial(cut, times=[0] * 3)
+    with pytest.raises(HubUnreachableError, match=r"[0-9]+ bytes came, and the next call goes on from there"):
+        open_folder("org/m").bring("model.safetensors")
+    (part,) = hub_home.rglob("*.incomplete")
+    start, content = part.stat().st_size, (LLAMA / "model.safetensors").read_bytes()
+    assert len(content) / 2 < start < len(content) and part.read_bytes() == content[:start]
+    if become is not None:
+        become(part)
+    server.faults.clear()
+    if fault is not None:
+        server.faults["model.safetensors"] = fault
+    server.ranges.clear()
+    told: list[tuple[int, int]] = []
+    folder = open_folder("org/m", progress=lambda what, done, total: told.append((done, total)))
+    if error:
+        with pytest.raises(IntegrityError, match=error):
+            folder.bring("model.safetensors")
+    else:
+        assert weights_of(folder).read_bytes() == content and told[-1] == (len(content), len(content))
+    asked = server.ranges.get("model.safetensors", [])
+    assert len(asked) == len(ranges)
+    for found, want in zip(asked, ranges, strict=True):
+        assert found == f"bytes={start}-" if want == "rest" else found.startswith(want) and bool(found) == bool(want)
+    assert list(hub_home.rglob("*.incomplete")) == []
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def full(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+ENDS: dict[str, tuple[Callable[..., None] | None, tuple[str, Callable[..., None]] | None, type[BaseException], str]] = {
+    "refused": (refusing(403), None, HubError, "start"),
+    "gated": (refusing(403, "GatedRepo"), None, HubError, "start"),
+    "an expired token": (refusing(401), None, MissingFileError, "start"),
+    "another call failed": (None, None, transfer.GivenUp, "start"),
+    "Ctrl-C while it is hashed": (None, ("rlx_jax.io.hub._Hashed.take_up", interrupted), KeyboardInterrupt, "start"),
+    "Ctrl-C when it is whole": (None, ("os.fsync", interrupted), KeyboardInterrupt, "whole"),
+    "a full disk": (None, ("os.fsync", full), NoSpaceError, ""),
+}
+"""The server, what is other here, the error, and how much is kept."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_says_nothing_against_a_part_keeps_it(
+    server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """It was there, or came, and the next call goes on from it."""
+    fault, patch, error, kept = ENDS[case]
+    monkeypatch.setattr("rlx_jax.io.hub.KEPT_BYTES", 1000)
+    server.faults["model.safetensors"] = partial(cut, times=[0] * 3)
+    with pytest.raises(HubUnreachableError):
+        open_folder("org/m").bring("model.safetensors")
+    (part,) = hub_home.rglob("*.incomplete")
+    content = (LLAMA / "model.safetensors").read_bytes()
+    start, left = part.stat().st_size, {"start": part.read_bytes(), "whole": content}.get(kept)
+    server.faults = {} if fault is None else {"model.safetensors": fault}
+    server.ranges.clear()
+    stop, snapshot = threading.Event(), open_folder("org/m").snapshot
+    assert snapshot is not None
+    if case == "another call failed":
+        stop.set()
+    with monkeypatch.context() as context, pytest.raises(error):
+        if patch is not None:
+            context.setattr(*patch)
+        snapshot._fetch("model.safetensors", None, "", lambda count: None, stop)
+    asked = [] if patch is None and fault is None or "hashed" in case else [f"bytes={start}-"]
+    assert server.ranges.get("model.safetensors", []) == asked
+    assert [path.read_bytes() for path in hub_home.rglob("*.incomplete")] == ([] if left is None else [left])
+    server.faults.clear()
+    server.ranges.clear()
+    assert weights_of(open_folder("org/m")).read_bytes() == content
+    wanted = {"start": [f"bytes={start}-"], "whole": [], "": [""]}[kept]
+    assert server.ranges.get("model.safetensors", []) == wanted
+
+
+def test_what_is_not_gone_on_from(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of another file, and what another process writes to. What is there needs no room."""
+    monkeypatch.setattr("rlx_jax.io.hub.KEPT_BYTES", 1000)
+    server.faults["model.safetensors"] = partial(cut, times=[0] * 3)
+    with pytest.raises(HubUnreachableError):
+        open_folder("org/m").bring("model.safetensors")
+    (part,) = hub_home.rglob("*.incomplete")
+    start, content = part.stat().st_size, (LLAMA / "model.safetensors").read_bytes()
+    server.faults.clear()
+    with open(part, "r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        server.files["org/other"] = {"model.safetensors": content[::-1]}
+        other = open_folder("org/other")
+        assert weights_of(other).read_bytes() == content[::-1]
+        server.ranges.clear()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(len(content) - start))
+        assert weights_of(open_folder("org/m")).read_bytes() == content and part.stat().st_size == start
+        assert server.ranges["model.safetensors"] == [""]
+    server.files["org/m"]["model.safetensors"] = content[::-1]  # a new commit, as it were
+    for path in hub_home.rglob("model.safetensors"):
+        path.unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(len(content) - 1))
+    with pytest.raises(NoSpaceError, match=f"{len(content)} bytes to fetch"):
+        open_folder("org/m").bring("model.safetensors")
 
 
 def weights_of(folder: Folder) -> Path:
@@ -253,7 +390,7 @@ def test_headers_of_what_is_not_there(server: Hub, monkeypatch: pytest.MonkeyPat
     with pytest.raises(IntegrityError, match="does not say how long it is"):
         open_headers(replace(folder, snapshot=bare))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubUnreachableError, match="model-00001-of-00002.safetensors' is not in the cache"):
+    with pytest.raises(HubUnreachableError, match=r"model-0000\d-of-00002.safetensors' is not in the cache"):
         open_headers(open_folder("org/m"))
 
 
@@ -355,8 +492,16 @@ def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     asked = len(server.asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     jax.tree.map(np.testing.assert_array_equal, rlx.load("org/m").model.params, expected)
-    for name, revision in (("org/n", None), ("org/m", "v1"), ("org/m", "f" * 40)):
-        with pytest.raises(HubUnreachableError, match=f"'{name}': no such directory here, .*HF_HUB_OFFLINE is set"):
+    has = "load it once without, .*; the cache has "
+    for name, revision, told in (
+        ("org/n", None, "the cache has nothing of it"), ("org/m", "v1", has + "'main' of it"),
+        ("org/m", "Main", "did you mean 'main'?"), ("org/m", COMMIT[:7], f"'main' of it; '{COMMIT}' begins so"),
+        ("org/m", "f" * 40, has + "'main' of it"),
+    ):  # fmt: skip
+        message = (
+            f"'{name}': no such directory here, and revision .* not in the cache .*HF_HUB_OFFLINE is set: .*{told}"
+        )
+        with pytest.raises(HubUnreachableError, match=message):
             rlx.load(name, revision=revision)
     assert len(server.asked) == asked
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -365,11 +510,39 @@ def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
         assert rlx.load("org/m").vocab_size == 389
 
 
+def test_an_older_commit_is_in_the_cache(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and of the one that the branch is at now a file is lacking: it is named, and opens by its name. Branches
+    with a slash and pull requests are kept as they are called."""
+    server.revisions += ("feature/x", "refs/pr/3")
+    for revision in ("feature/x", "refs/pr/3", None):
+        recipe = rlx.recipe_for("org/m", revision=revision)
+    newer, cache = "a" * 40, hub_home / CACHED
+    (cache / "refs" / "main").write_text(newer)
+    shutil.copy(cache / "rlx_jax" / f"{COMMIT}.json", cache / "rlx_jax" / f"{newer}.json")
+    (cache / "snapshots" / newer).mkdir()
+    shutil.copy(cache / "snapshots" / COMMIT / "config.json", cache / "snapshots" / newer)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = rf"model.safetensors' is not in the cache \(commit {newer}\), .*, or take revision='{COMMIT}', of which"
+    with pytest.raises(HubUnreachableError, match=message):
+        rlx.recipe_for("org/m")
+    for revision in ("feature/x", "refs/pr/3", COMMIT):
+        assert rlx.recipe_for("org/m", revision=revision).config == recipe.config
+    with pytest.raises(HubUnreachableError, match="the cache has 'feature/x', 'main', 'refs/pr/3' of it"):
+        rlx.recipe_for("org/m", revision="v2")
+    with pytest.raises(HubUnreachableError) as told:  # two branches are at it
+        rlx.recipe_for("org/m", revision=COMMIT[:7])
+    assert str(told.value).count(f"'{COMMIT}' begins so") == 1
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    server.faults["revision/v2"] = refusing(503)
+    with pytest.raises(HubUnreachableError, match="answers 503; the cache has 'feature/x', 'main', 'refs/pr/3' of it"):
+        rlx.recipe_for("org/m", revision="v2")
+
+
 def test_what_was_interrupted_is_not_whole(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between files, or within one: offline the file that is missing is named, online it is fetched."""
 
     def stop(what: str, done: int, total: int) -> None:
-        if what == "download tokenizer.json":
+        if what == "download 3 files":  # the tokenizer's
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import rlx_jax as rlx
 from rlx_jax.blocks import MoeSpec
@@ -16,10 +18,11 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
-from rlx_jax.lowering.lir import attention, experts, recurrent
+from rlx_jax.lowering.lir import attention, experts, implementations, recurrent
+from rlx_jax.lowering.lir.choices import Choice
 from rlx_jax.lowering.lir.experts import sorted_blocks
 from rlx_jax.lowering.lir.grouped import TILES, compared_blocks
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable, without_deprecation
 from tests.oracles import op_formulas
 from tests.oracles.comparing import assert_close
 from tests.test_recurrences import delta_case, distance, transcript
@@ -118,7 +121,11 @@ def test_a_kernel_lowers_for_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -
     op, name, arrays = LOWERED[case]
     monkeypatch.setattr("rlx_jax.lowering.lir.pallas.running_device", lambda: DEVICES["h200"])
     given = [jnp.asarray(a, jnp.bfloat16) if a.dtype == np.float32 and a.ndim == 3 else a for a in arrays]
-    text = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    call = (op, tuple(TensorType(a.shape, a.dtype) for a in given))
+    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+    with without_deprecation({call: Choice(name, "")}), use_abstract_mesh(h200):
+        traced = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a)).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == (2 if name == "grouped" else 1)
 
 
@@ -177,13 +184,17 @@ PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "an A100": ({"target": "a100"}, "forward", False),
     "no kernels": ({"target": "h200", "kernels": "off"}, "forward", False),
     "training": ({"target": "h200"}, "train", False),
+    "no Triton": ({"target": "h200", "triton": False}, "forward", False),
 }
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_plan_says_which_kernels_run(case: str) -> None:
-    """By the device, the profile, and whether the program is trained."""
+def test_a_plan_says_which_kernels_run(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device, the profile, whether the program is trained, and what JAX has."""
     options, program, want = PLANS[case]
+    if not options.get("triton", True):  # as a later JAX will be
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+        monkeypatch.setattr(implementations, "has_triton", implementations.has_triton.__wrapped__)
     spec = MoeSpec(num_experts=4, top_k=2, inner=32)
     flow = rlx.ModelFlow("m").input("x", ("batch", 32)).moe("l", spec)
     rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.models.lora_files import open_adapter
+from rlx_jax.models.lora_files import INERT, ONLY, open_adapter
 from tests.oracles import adapters, checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -217,8 +217,13 @@ def test_dropout_is_not_left_out_in_silence() -> None:
 
 
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no rank": (lambda: lora("layers.*.mlp"), errors.RequestError, "a pattern and a rank of at least 1"),
-    "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank of at least 1.*up_proj' and 0"),
+    "no pattern": (lambda: lora(rank=2), errors.RequestError, "expected a pattern of blocks and a rank, or adapter="),
+    "no rank": (
+        lambda: lora("layers.*.mlp"),
+        errors.RequestError,
+        "rank is None; expected a whole number of at least 1",
+    ),
+    "rank 0": (lambda: lora("layers.*.mlp.up_proj", rank=0), errors.RequestError, "rank is 0; expected a whole number"),
     "alpha": (lambda: lora("layers.*.mlp.up_proj", rank=2, alpha=-1), errors.RequestError, "alpha is -1"),
     "both": (lambda: lora("x", adapter=adapters.ADAPTER), errors.RequestError, "leave out the others"),
     "dropout": (
@@ -247,7 +252,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "missing": (
         lambda: lora("layers.*.mlp.up_proj", rank=2),
         errors.MissingWeightError,
-        r"lora_A.*missing='init' draws it",
+        r"lora: the weights '.*lora_A.weight' and lora_B .*missing='init' draws them",
     ),
     "a recipe": (lambda: rlx.merge_lora(rlx.recipe_for(adapters.BASE)), errors.RequestError, "takes a CompiledModel"),
     "nothing": (lambda: rlx.merge_lora(rlx.compile(rlx.recipe_for(adapters.BASE))), errors.RequestError, "no adapter"),
@@ -282,6 +287,19 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(name: str, tmp_path: P
     (directory / CONFIG).write_text(json.dumps(config | {"alpha_pattern": {name: 2}}), "utf-8")
     sizes, _ = open_adapter(directory)
     assert sizes.scales["model.layers.0.self_attn.v_proj"] == NAMES[name] / 3
+
+
+def test_ranks_and_alphas_of_their_own_with_rslora(tmp_path: Path) -> None:
+    """s is alpha / √r of each module by its own rank and alpha."""
+    directory = tmp_path / "adapter"
+    shutil.copytree(adapters.ADAPTER, directory)
+    config = json.loads((directory / CONFIG).read_text("utf-8"))
+    assert config["rank_pattern"] and config["alpha_pattern"]
+    (directory / CONFIG).write_text(json.dumps(config | {"use_rslora": True}), "utf-8")
+    sizes, _ = open_adapter(directory)
+    assert len(set(sizes.ranks.values())) == 2
+    for module, rank in sizes.ranks.items():
+        assert sizes.scales[module] == pytest.approx(scale_of(module) * rank**0.5)
 
 
 FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = {
@@ -328,6 +346,16 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
+def test_every_field_of_peft_is_known() -> None:
+    """Read, of no part in the computation, or refused at other values than those that are plain LoRA."""
+    fields = importlib.import_module("peft").LoraConfig().to_dict()
+    read = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"}
+    assert set(fields) <= {*read, *INERT, *ONLY}
+    assert {name: fields[name] for name in ONLY if name in fields and fields[name] not in ONLY[name]} == {}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "fixture, kind, config",
     [
@@ -349,6 +377,18 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
         ),
         ("gpt2/bare_v4", "AutoModelForCausalLM", {"r": 3, "fan_in_fan_out": True, "target_modules": ["c_attn"]}),
         ("bert/bare_v5", "AutoModel", {"r": 2, "target_modules": ["query", "value"]}),
+        (
+            "bert/bare_v5",
+            "AutoModel",
+            {
+                "r": 2,
+                "lora_alpha": 3,
+                "use_rslora": True,
+                "target_modules": ["query", "value", "key"],
+                "rank_pattern": {"layer.1.attention.self.query": 5, "key": 1},
+                "alpha_pattern": {"^encoder.layer.0.attention.self.value": 7},
+            },
+        ),
     ],
 )
 def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path: Path) -> None:

@@ -285,6 +285,14 @@ SIZES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, tuple
         {"qkv": (36, 12), "b": (36,), "o": (12, 12)},
     ),
     "embed": (lambda: shapes(blocks.Embed("e", (9, 4)), IDS), {"e": (9, 4)}),
+    "emit.embed": (
+        lambda: shapes(blocks.Custom(lambda emit, x: emit.embed("e", x, shape=(9, 4))), IDS),
+        {"e": (9, 4)},
+    ),
+    "emit.gather": (
+        lambda: shapes(blocks.Custom(lambda emit, x: emit.gather("e", x, shape=[9, 4, 2])), IDS),
+        {"e": (9, 4, 2)},
+    ),
     "gather": (lambda: shapes(blocks.GatherFromInput("ids", "e", (9, 4)), IDS), {"e": (9, 4)}),
 }
 
@@ -324,3 +332,23 @@ def test_columns_are_held_against_the_weight() -> None:
         flow.custom(lambda emit, x: emit.linear(x, emit.constant(W), columns=5)).build({"w": W})
     with pytest.raises(errors.WeightShapeError, match="expected 5 columns"):
         flow.stage(blocks.SwiGlu("w", "w", "w", inner=5)).build({"w": W})
+
+
+def test_a_table_under_its_key() -> None:
+    """Its rows, of a source or drawn as `init` says; sizes are held against it, and are of a key alone."""
+    flow = rlx.ModelFlow("m").input("ids", ("batch",), "int32")
+    ids, misfit = np.array([3, 0, 3]), r"weight 'w' is f32\[6,8\]; expected \[5, 8\]"
+    for name in ("gather", "embed"):
+        table = flow.custom(lambda emit, x, name=name: getattr(emit, name)("w", x, shape=(6, 8), init=TWOS))  # type: ignore[misc]
+        np.testing.assert_array_equal(np.asarray(rlx.compile(table, {"w": W})(ids)), W[ids])
+        assert (np.asarray(rlx.compile(table, missing="init", key=0)(ids)) == 2).all()
+        other = flow.custom(lambda emit, x, name=name: getattr(emit, name)("w", x, shape=(5, 8)))  # type: ignore[misc]
+        with pytest.raises(errors.WeightShapeError, match=misfit):
+            other.build({"w": W})
+        value = flow.custom(lambda emit, x, name=name: getattr(emit, name)(emit.param("w"), x, shape=(6, 8)))  # type: ignore[misc]
+        with pytest.raises(errors.GraphError, match="shape and init are those of a weight under a key"):
+            value.build({"w": W})
+    with pytest.raises(errors.GraphError, match=r"'w' is a key; m\.param\('w', shape\) declares the weight"):
+        rlx.GraphModule.define("m", lambda m: m.gather("w", m.input("ids", (3,), "int32")))
+    with pytest.raises(errors.GraphError, match=r"got 'w'; the weight of that key is emit\.param\('w'\)"):
+        flow.custom(lambda emit, x: emit.take("w", x, 0)).build({"w": W})  # type: ignore[arg-type]

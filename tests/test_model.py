@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.models import bert, llama
+from rlx_jax.weights.initial import SMALL
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import compiled, profile, w
 
@@ -721,15 +723,22 @@ def test_init(layout: str) -> None:
     assert any(np.any(np.asarray(params[k]) != np.asarray(other[k])) for k in params)
 
 
-def test_init_of_a_flow_with_its_own_names() -> None:
-    """What a weight is follows from who reads it, not from how its key is spelt."""
+def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a weight is follows from who reads it, not from how its key is spelt. Those of one trace are the same, and
+    small ones share a program."""
     flow = (
         rlx.ModelFlow("m").input("x", ("n", 64)).linear("first", bias="offset").layer_norm("scale", "shift")
-        .linear("second", transpose=False)
+        .linear("second", transpose=False).linear("third")
     )  # fmt: skip
-    shapes = {"first": (256, 64), "offset": (256,), "scale": (256,), "shift": (256,), "second": (256, 16)}
-    model = compiled(flow, {k: Spec(s, np.float32) for k, s in shapes.items()})
+    shapes = {"first": (256, 64), "offset": (256,), "scale": (256,), "shift": (256,), "second": (256, 161)}
+    model = compiled(flow, {k: Spec(s, np.float32) for k, s in {**shapes, "third": (5, 161)}.items()})
+    traced = {k: np.asarray(v) for k, v in jax.jit(model.init)(jax.random.key(0)).items()}
+    normal = mock.Mock(side_effect=jax.random.normal)
+    monkeypatch.setattr(jax.random, "normal", normal)
     params = {k: np.asarray(v) for k, v in model.init(jax.random.key(0)).items()}
+    assert sorted(call.args[1] for call in normal.call_args_list) == [(256, 161), (SMALL,), (SMALL,)]
+    for name, value in params.items():
+        np.testing.assert_allclose(value, traced[name], rtol=3e-7)
     assert not params["offset"].any() and not params["shift"].any() and (params["scale"] == 1).all()
     np.testing.assert_allclose(params["first"].std(), 64**-0.5, rtol=0.1)
     np.testing.assert_allclose(params["second"].std(), 256**-0.5, rtol=0.1)

@@ -489,7 +489,7 @@ def rlx_value(built: BuiltModel, kind: type) -> Any:
 
 
 def test_a_planned_module_takes_the_weights_of_what_was_planned() -> None:
-    """Those too that nothing needs, which the plan has dropped; and no others."""
+    """Those too that nothing needs, which the plan has dropped, as it has inputs that nothing reads; and no others."""
 
     def two(m: GraphModule) -> Any:
         m.linear(m.input("x", (2, 8)), m.param("unused", (8, 8)))
@@ -498,6 +498,6 @@ def test_a_planned_module_takes_the_weights_of_what_was_planned() -> None:
     x, weights = np.ones((2, 8), np.float32), {k: np.ones((8, 8), np.float32) for k in ("unused", "w")}
     planned = GraphModule.from_lir(GraphModule.define("two", two).into_lir())
     for module in (planned, GraphModule.from_json(planned.to_json())):
-        np.testing.assert_array_equal(rlx.compile(module, weights)(x, x), np.full((2, 8), 8.0, np.float32))
+        np.testing.assert_array_equal(rlx.compile(module, weights)(x), np.full((2, 8), 8.0, np.float32))
         with pytest.raises(UnexpectedWeightError, match="'other'"):
             rlx.compile(module, {**weights, "other": weights["w"]})

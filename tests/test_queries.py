@@ -268,6 +268,7 @@ def test_made_up_numbers_are_no_parameters() -> None:
         y = emit.linear(x, "w") + emit.named("table")[1] + emit.synth_zeros("none", 2)
         graph, params = emit.hir_and_params()
         seen.append((emit.node_shape(y), graph.outputs, {key: spec.shape for key, spec in params.items()}))
+        assert emit.has_param("w") and not emit.has_param("table")
         return y
 
     w, x = RNG.normal(size=(2, 4)).astype("f4"), RNG.normal(size=(3, 4)).astype("f4")

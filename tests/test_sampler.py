@@ -28,8 +28,11 @@ ROWS = 3
 
 def kept(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
     """Logits after bias-free filters at temperature 1, −inf where dropped."""
-    arrays = jnp.asarray(logits)
-    return np.asarray(keep_likely(sampler.method(VOCAB), sampler.knobs(VOCAB), arrays))
+    method, knobs, arrays = sampler.method(VOCAB), sampler.knobs(VOCAB), jnp.asarray(logits)
+    out = np.asarray(keep_likely(method, knobs, arrays))
+    # A profile with buckets compiles all filters for a sampler that has one.
+    np.testing.assert_array_equal(keep_likely(method.widened(), knobs, arrays), out)
+    return out
 
 
 def reference(sampler: Sampler, row: np.ndarray) -> set[int]:

@@ -202,6 +202,26 @@ def test_an_edited_recipe(tmp_path: Path) -> None:
     assert_same(tmp_path / "own", LLAMA)
 
 
+def test_a_model_that_load_did_not_open(lm: rlx.CausalLM, tmp_path: Path) -> None:
+    """Knows no config; its numbers, of other weights or drawn, are saved by one that was opened."""
+    recipe = rlx.recipe_for(LLAMA)
+    mine = rlx.CausalLM(recipe, {key: value * 0.5 for key, value in lm.model.weights().items()})
+    with pytest.raises(UnsupportedError, match=r"did not open this CausalLM.*rlx_jax.save\(model.model, path\)"):
+        rlx.save(mine, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+    drawn = rlx.compile(rlx.Llama32Flow(recipe.config), missing="init", key=0)
+    whole = rlx.load(LLAMA)
+    for model in (mine.model, drawn):
+        whole.model = model
+        rlx.save(whole, tmp_path / "it", overwrite=True)
+        assert beside(tmp_path / "it") == beside(LLAMA) | {"rlx_manifest.json"}
+        again = rlx.load(tmp_path / "it")
+        for key, value in model.weights().items():
+            np.testing.assert_array_equal(again.model.weights()[key], value)
+    rlx.save(mine.model, tmp_path / "alone", "safetensors")
+    assert paths(tmp_path / "alone") == {"model.safetensors", "rlx_manifest.json"}
+
+
 def test_a_file_that_has_gone(tmp_path: Path) -> None:
     source = copy(LLAMA, tmp_path / "m")
     opened = rlx.load(source)
@@ -291,3 +311,45 @@ def test_live_transformers_reads_the_dtype_and_the_tokenizer(lm: rlx.CausalLM, t
     tokenizers = [transformers.AutoTokenizer.from_pretrained(d) for d in (tmp_path / "it", LLAMA)]
     have, want = (tokenizer("the sky is, 1 2") for tokenizer in tokenizers)
     assert have.input_ids == want.input_ids and tokenizers[0].eos_token == tokenizers[1].eos_token
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["vision/dual/clip", "vision/dual/siglip"])
+def test_live_vectors_of_towers_that_are_saved(tmp_path: Path, name: str) -> None:
+    """With parameters that are not the checkpoint's: transformers makes the same vectors of texts and of images."""
+    torch = importlib.import_module("torch")
+    both: rlx.DualEncoder = rlx.load(FIXTURES / name)
+    both.model = both.model.replace({key: value * 1.05 for key, value in (both.model.params or {}).items()})
+    rlx.save(both, tmp_path / "it")
+    model = hugging_face.load(tmp_path / "it", "AutoModel")
+    picture = np.random.default_rng(0).integers(0, 256, (2, 40, 30, 3), dtype=np.uint8)
+    assert both.images.processor is not None
+    pixels = both.images.processor(picture)
+    width, fill = both.texts.padding or (5, 0)
+    ids = np.array([[1, 6, 20, 9, 60] + [fill] * (width - 5), [1, 47, 60] + [fill] * (width - 3)])
+    mask = {} if both.texts.padding else {"attention_mask": torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])}
+    with torch.no_grad():
+        found = model(input_ids=torch.from_numpy(ids), pixel_values=torch.from_numpy(pixels), **mask)
+    texts = [ids[0][:5], ids[1][:3]]
+    for have, want in ((both.embed(texts), found.text_embeds), (both.embed_images(picture), found.image_embeds)):
+        units = have / np.linalg.norm(have, axis=1, keepdims=True)
+        np.testing.assert_allclose(units, want.numpy(), rtol=0, atol=3e-5)
+    scores = both.similarity(texts, picture)
+    np.testing.assert_allclose(scores, found.logits_per_text.numpy(), rtol=0, atol=3e-5 * np.abs(scores).max())
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_vectors_of_sentences_that_are_saved(tmp_path: Path) -> None:
+    """With parameters that are not the checkpoint's: sentence-transformers makes the same vectors."""
+    library = importlib.import_module("sentence_transformers")
+    source = sentence_directory(FIXTURES / "bert" / "bare_v5", tmp_path / "source", modes=["mean"], normalise=True)
+    for path in (FIXTURES / "sentence" / "base").glob("tokenizer*"):
+        (source / path.name).write_bytes(path.read_bytes())
+    encoder: rlx.Encoder = rlx.load(source)
+    encoder.model = encoder.model.replace({key: value * 1.05 for key, value in (encoder.model.params or {}).items()})
+    rlx.save(encoder, tmp_path / "it")
+    texts = ["a b", "hello world, this is it"]
+    want = library.SentenceTransformer(os.fspath(tmp_path / "it"), device="cpu").encode(texts)
+    np.testing.assert_allclose(encoder.embed(texts), want, rtol=0, atol=3e-5)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,14 +17,20 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.compiler.buckets import Buckets
-from rlx_jax.generate import scoring
+from rlx_jax.generate import score_layout, score_program
+from rlx_jax.generate.scored_texts import ScoredTokens
 from tests import divided
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import TOLERANCE
 from tests.oracles.recorded import load_record
 
 TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
-OTHERS = ["gemma2/caps_v5", "mamba2/groups_v5", "mixtral/window_v5", "qwen3_5_text/blocks_v5"]
+RECURRENT = ["mamba2/groups_v5", "qwen3_5_text/blocks_v5"]
+OTHERS = [
+    *("gemma/tied_v4", "gemma2/caps_v5", "gemma3_text/pattern_v4", "gpt2/scaled_v5", "gpt_oss/window_v5"),
+    *("mistral/window_v5", "mixtral/window_v5", "qwen2/window_v4", "qwen3/window_bias_v5", "qwen3_moe/mixed_v5"),
+    *RECURRENT,
+]
 V, POSITIONS = 389, 128
 RNG = np.random.default_rng(5)
 ROWS = [RNG.integers(2, V, n).tolist() for n in (2, 41, 7, 64, 3)]
@@ -35,12 +43,13 @@ def log_softmax(logits: Any) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
-@pytest.fixture(scope="module")
-def lm() -> Iterator[Any]:
-    """The checkpoint with a tokenizer; logits in pieces of 16 tokens of 8 rows, where all of them would fit."""
+@pytest.fixture(scope="module", params=[{}, {"prompt": [64, 128], "batch": [8]}], ids=["shared", "alone"])
+def lm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The checkpoint with a tokenizer, texts in rows with others or in rows of their own; logits in pieces of 32
+    tokens, where all of them would fit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "ROOM", 16 * 8 * 4 * V)
-        yield rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets={"prompt": [64, 128], "batch": [8]}))
+        patch.setitem(score_program.PIECE, "cpu", 32)
+        yield rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=request.param))
 
 
 def close(got: Any, want: Any) -> None:
@@ -51,11 +60,22 @@ def close(got: Any, want: Any) -> None:
 # -- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in OTHERS] + ["llama"])
-def test_scores_are_those_of_recorded_logits(name: str, lm: Any) -> None:
-    """Log-softmax of the logits of `transformers`, token by token, of rows of different lengths; MoE, states, caps."""
-    directory = TIED if name == "llama" else checkpoints.FIXTURES / name
-    model, record = lm if name == "llama" else rlx.load(directory), load_record(directory)
+def test_scores_are_those_of_recorded_logits(lm: Any) -> None:
+    """Log-softmax of the logits of `transformers`, token by token, of rows of different lengths."""
+    check_recorded(lm, TIED, "forward" if lm.buckets.batch else "packed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_scores_of_other_families(name: str) -> None:
+    """With experts, sinks, caps and windows; in rows of their own with states."""
+    directory = checkpoints.FIXTURES / name
+    check_recorded(rlx.load(directory), directory, "forward" if name in RECURRENT else "packed")
+
+
+def check_recorded(model: Any, directory: Path, program: str) -> None:
+    """Scores of the recorded rows, by this program alone."""
+    record = load_record(directory)
     rows = [row[:n] for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True) if n > 1]
     logits = [x[:n] for x, n in zip(record["ragged_logits"], record["ragged_lengths"], strict=True) if n > 1]
     assert len(rows) >= 2
@@ -65,6 +85,7 @@ def test_scores_are_those_of_recorded_logits(name: str, lm: Any) -> None:
         assert score.tokens == tuple(row[1:].tolist())
         assert score.greedy == (x[:-1].argmax(-1) == row[1:]).all()
         close(score.log_likelihood, sum(score.log_probs))
+    assert {key.program for key in model.model.programs.executables} == {program}
 
 
 def test_equalities(lm: Any) -> None:
@@ -86,23 +107,18 @@ def test_equalities(lm: Any) -> None:
     assert lm.score([]) == []
 
 
-def test_texts_that_differ_in_their_end_are_read_once(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_differ_in_their_end_are_read_once(lm: Any) -> None:
     """With the numbers and flags that each has alone: wherever contexts end, the same twice, more of them than one row
-    holds, and among others."""
+    holds, many short ones, and among others."""
     context = ROWS[1]
     best = int(np.argmax(lm.logits([context])[0, -1]))
-    ends = [best, *range(2, 3 + scoring.MOST_OTHERS), 5, best]
+    ends = [best, *range(2, 3 + score_layout.MOST_OTHERS), 5, best]
     texts = [(context, [end]) for end in ends] + [(context[:7], [*context[7:], 9]), ROWS[2], [*context, 11]]
+    texts += [([word], [end]) for word in range(2, 12) for end in (7, 8, 9)]
     want = [lm.score(text) for text in texts]
-    calls, plan = [], scoring.score_calls
-
-    def planned(widths: Any, sizes: Any) -> Any:
-        calls.append(list(widths))
-        return plan(widths, sizes)
-
-    monkeypatch.setattr(scoring, "score_calls", planned)
     found = lm.score(texts)
-    assert calls == [[41, 41, 6]]  # 18 different ends are two rows
+    read = lm.report().request
+    assert read.prompt_tokens - read.cached_tokens == 41 + 41 + 6 + 10  # 18 different ends are read twice
     for a, b in zip(found, want, strict=True):
         close(a.log_probs, b.log_probs)
         assert (a.tokens, a.greedy) == (b.tokens, b.greedy)
@@ -136,6 +152,16 @@ def test_strings(lm: Any) -> None:
     assert ended.score(([], bare)) == lm.score(([1], bare)) != lm.score(([0], bare))
 
 
+def test_a_context_of_spaces(lm: Any, tmp_path: Path) -> None:
+    """Is nothing to a tokenizer that puts no token before a text: the begin token stands there, and all is scored."""
+    described = json.loads((TIED / "tokenizer.json").read_text("utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}), "utf-8")
+    bare = rlx.CausalLM(lm.model, tokenizer=tmp_path, bos_id=0)
+    found = bare.score((" ", "blue"))
+    assert found == lm.score((" ", "blue")) == bare.score(("", " blue"))
+    assert len(found.log_probs) == len(found.tokens) > 1
+
+
 def replace_ids(lm: Any, **ids: Any) -> Any:
     """The same model with other begin and end tokens."""
     other = rlx.CausalLM(lm.model, eos_ids=ids["eos_ids"], bos_id=ids["bos_id"])
@@ -144,11 +170,46 @@ def replace_ids(lm: Any, **ids: Any) -> Any:
 
 
 def test_logits_are_never_whole(lm: Any) -> None:
-    """The compiled program holds those of a piece of 16 tokens, and has no array of 64 tokens and all words."""
+    """The compiled program holds those of a piece of 32 tokens, and has no array of all tokens and all words."""
     lm.score(ROWS)
-    (key, made), *_ = [(k, e) for k, e in lm.model.programs.executables.items() if k.headless]
-    rows, text = dict(key.binding)["batch"], made.lowered.as_text()
-    assert f"{rows}x16x{V}xf32" in text and f"{rows}x64x{V}xf32" not in text
+    made = [(k, e) for k, e in lm.model.programs.executables.items() if k.headless]
+    key, made = max(made, key=lambda found: dict(found[0].binding)["batch"])
+    sizes, text = dict(key.binding), made.lowered.as_text()
+    rows, width, piece = sizes["batch"], sizes["seq"], 32 // sizes["batch"]
+    assert piece < width and f"{rows}x{piece}x{V}xf32" in text and f"{rows}x{width}x{V}xf32" not in text
+
+
+def test_rows_hold_several_texts(lm: Any) -> None:
+    """Where no bucket says otherwise: 40 texts of 12 tokens fill one call of 512."""
+    model = lm.model
+    shared, alone = score_layout.forms_for(model, lm.buckets, lm.max_positions, 12)
+    texts = score_layout.shared_tokens([ScoredTokens(tuple(range(i, i + 13)), 1) for i in range(40)])
+    if shared is None:
+        assert lm.buckets.batch and alone is not None
+    else:
+        (call,) = shared.plan(texts)
+        assert alone is None and call.rows * call.width == 512 and sum(map(len, call.texts)) == 40
+
+
+def test_long_texts_have_rows_of_their_own(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside short ones that share theirs."""
+    want = lm.score(ROWS)
+    monkeypatch.setattr(score_layout, "SHARED", 16)
+    monkeypatch.setattr(score_layout, "SHORT", (64, 128))
+    monkeypatch.setattr("rlx_jax.encode.packing.FINE", (16, 32))
+    for one, other in zip(lm.score(ROWS), want, strict=True):
+        close(one.log_probs, other.log_probs)
+    shared, alone = score_layout.forms_for(lm.model, lm.buckets, lm.max_positions, 63)
+    assert alone is not None and (shared.sizes.widths if shared else ()) == (() if lm.buckets.batch else (16,))
+
+
+def test_likeliest_is_the_first() -> None:
+    """Of several that are, as `argmax` has it; none where a logit is not a number."""
+    logits = RNG.integers(0, 5, (3, 7, 40)).astype(np.float32)
+    logits[0, 0] = -np.inf
+    assert (score_program.likeliest_id(jax.numpy.asarray(logits)) == logits.argmax(-1)).all()
+    logits[1, 2, 3] = np.nan
+    assert score_program.likeliest_id(jax.numpy.asarray(logits))[1, 2] == 40
 
 
 def test_nothing_compiles_twice(lm: Any) -> None:
@@ -178,13 +239,24 @@ def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
 @pytest.mark.parametrize("positions", [1, 63, 64, 65, 512, 1024, 2048, 4096, 8192, 9000, 32768, 131072, 262144, None])
 def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
     """And every text has one row of one call, in a block that there is, wide enough."""
-    sizes = scoring.score_sizes(target, Buckets(), positions, positions or 100_000)
+    sizes = score_layout.score_sizes(target, Buckets(), positions, positions or 100_000)
     assert len(sizes.blocks) <= 8
+    above, shared = score_layout.shared_sizes(target, 1, positions, positions or 100_000)
+    assert len(shared.blocks) + (len(above.blocks) if above else 0) <= 8
+    assert shared.widths[-1] >= min(positions or 2048, 2048) and (above is None) == bool(
+        positions and positions <= 2048
+    )
+    assert above is None or above.widths[0] > 2048 and above.widths[-1] >= (positions or 100_000)
+    form = score_layout.ScoreForm(SimpleNamespace(program="packed"), shared)  # type: ignore[arg-type]
+    ended = score_layout.SharedTokens((1,), list(range(1 + score_layout.MOST_OTHERS)), [])
+    for block in form.plan([ended] * 3):
+        places = list(score_layout.places_in(block, [ended] * 3))
+        assert all(place.other + score_layout.MOST_OTHERS <= form._others(block.width) for place in places)
     longest = sizes.widths[-1]
     assert longest == positions if positions else longest >= 100_000
     widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()
     widths += [min(longest, n) for n in range(1, 300)]
-    calls = scoring.score_calls(widths, sizes)
+    calls = score_layout.score_calls(widths, sizes)
     assert sorted(t for call in calls for (t,) in call.texts) == list(range(len(widths)))
     for call in calls:
         assert (call.rows, call.width) in sizes.blocks and len(call.texts) <= call.rows
@@ -194,12 +266,12 @@ def test_there_are_at_most_eight_programs(positions: int | None, target: str) ->
 def test_buckets_are_honoured() -> None:
     """Their sizes and no others; over the largest is an error where the profile says so."""
     closed = Buckets((16, 32), (2, 4), (), "error")
-    assert scoring.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
+    assert score_layout.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
     with pytest.raises(errors.RecompileError, match=r"33 tokens, and buckets.prompt = \[16, 32\]"):
-        scoring.score_sizes("cpu", closed, 128, 33)
-    opened = scoring.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
+        score_layout.score_sizes("cpu", closed, 128, 33)
+    opened = score_layout.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
     assert max(opened.widths) == 128
-    shared = scoring.score_sizes("cpu", Buckets(share=4), 128, 33)
+    shared = score_layout.score_sizes("cpu", Buckets(share=4), 128, 33)
     assert all(rows % 4 == 0 for rows, _ in shared.blocks)
 
 
@@ -217,6 +289,14 @@ def test_warm_up() -> None:
         with jax.transfer_guard("disallow"):
             assert len(model.score(texts[:count])) == count
     assert model.report().recompiles == 0
+
+
+def test_over_all_buckets_without_a_warm_up() -> None:
+    """What is warned of is the size, not what a warm-up lacked."""
+    profile = rlx.CompileProfile().replace(buckets={"prompt": [8], "on_recompile": "warn"})
+    model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS, profile=profile)
+    with pytest.warns(errors.RlxWarning, match=r"no forward program is compiled for that; buckets.prompt = \[8\]"):
+        model.score([4] * 12)
 
 
 # -- perplexity --------------------------------------------------------------------------------
@@ -239,10 +319,10 @@ def strided(ids: list[int], stride: int, context: int, loss: Any) -> float:
     return float(np.exp(total / count))
 
 
-@pytest.mark.parametrize(("stride", "context"), [(16, 40), (39, 40), (40, 40), (1, 12), (64, None), (None, 30)])
+@pytest.mark.parametrize(("stride", "context"), [(16, 40), (39, 40), (40, 40), (2, 12), (64, None), (None, 30)])
 def test_perplexity(stride: int | None, context: int | None, lm: Any) -> None:
     """The strided definition over float64 logits, for every way that windows meet."""
-    text = np.random.default_rng(2).integers(2, V, 91 if stride != 1 else 20).tolist()
+    text = np.random.default_rng(2).integers(2, V, 91 if stride != 2 else 20).tolist()
     config, weights = numpy_reference.read_config(TIED), numpy_reference.read_weights(TIED)
 
     def loss(ids: list[int], targets: np.ndarray) -> float:
@@ -268,6 +348,16 @@ def own(*stages: Any) -> rlx.ModelFlow:
 WEIGHTS = {"e": RNG.normal(size=(13, 4)).astype("f4"), "w": RNG.normal(size=(13, 4)).astype("f4")}
 
 
+@pytest.mark.parametrize("name", ["aim", "others", "segments"])
+def test_inputs_are_called_anything(name: str) -> None:
+    """As what the programs of scores read too: tokens are told from it, or stand in rows of their own."""
+    flow = rlx.ModelFlow("own").input(name, ("batch", "seq"), dtype="int32").stage(Embed("e", (13, 4)))
+    model = rlx.CausalLM(flow.stage(Linear("w", shape=(13, 4))), WEIGHTS)
+    row = [1, 2, 3, 12]
+    want = log_softmax(WEIGHTS["e"][row[:-1]] @ WEIGHTS["w"].T)[np.arange(3), row[1:]]
+    close(model.score(row).log_probs, want)
+
+
 def test_logits_that_are_no_product(lm: Any) -> None:
     """Are taken whole: here less their mean, which each of them is made of."""
     centred = own(Linear("w", shape=(13, 4)), Custom(lambda emit, x: emit.sub(x, emit.mean(x, axis=-1, keepdims=True))))
@@ -288,6 +378,40 @@ def test_texts_whose_logits_are_not_finite() -> None:
     assert failed.value.outputs[1] is None and failed.value.outputs[2] == model.score([7, 3])
     with pytest.raises(errors.NumericsError, match=r"not finite of the text \(first behind 6 tokens\); "):
         model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
+
+
+def test_what_is_not_finite_stays_in_its_text() -> None:
+    """Attention takes it along to the other texts of a row: those are read again."""
+    weights = {key: np.array(value) for key, value in divided.weights("llama").items()}
+    weights["model.embed_tokens.weight"][3] = np.nan
+    model = rlx.CausalLM(divided.recipe("llama"), rlx.open_weights(weights, on_nonfinite="ignore"))
+    texts = [[5, 6, 7, 8], ([9, 3], [7]), [10, 11, 12], ([9, 3], [8]), [13, 3]]
+    told = r"not finite of texts\[1\] .*, texts\[3\] \(first behind 2 tokens\); "
+    with pytest.raises(errors.NumericsError, match=told) as failed:
+        model.score(texts)
+    assert failed.value.rows == {1: 0, 3: 0}
+    for number in (0, 2, 4):
+        alone, beside = model.score(texts[number]), failed.value.outputs[number]
+        assert isinstance(beside, type(alone))
+        close(beside.log_probs, alone.log_probs)
+        assert np.isfinite(alone.log_probs).all()
+
+
+def test_an_input_that_no_output_reads() -> None:
+    """Is not asked for, whichever request it is, and refused where it is given."""
+
+    def told(emit: Any, x: Any) -> Any:
+        emit.output("told", emit.add(x, emit.flow_input("beside")))
+        return x
+
+    flow = own(Custom(told), Linear("w", shape=(13, 4))).input("beside", ("batch", 1, 4))
+    with pytest.raises(errors.RequestError, match="own reads 'beside' beside tokens"):
+        rlx.CausalLM(flow, WEIGHTS).score([1, 2, 3])
+    model, plain = (rlx.CausalLM(f, WEIGHTS) for f in (flow.outputs(["output"]), own(Linear("w", shape=(13, 4)))))
+    assert model.score([1, 2, 3]) == plain.score([1, 2, 3])
+    assert model.generate([[1, 2]], max_new_tokens=3) == plain.generate([[1, 2]], max_new_tokens=3)
+    with pytest.raises(errors.RequestError, match="inputs: 'beside': none of the outputs reads it"):
+        model.generate([[1, 2]], max_new_tokens=3, inputs={"beside": np.ones((1, 1, 4), np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -314,6 +438,7 @@ def test_refused_texts(texts: Any, error: type[Exception], message: str, lm: Any
     ("arguments", "error", "message"),
     [
         ({"stride": 0}, errors.RequestError, "stride is 0"),
+        ({"stride": 1, "context": 2}, errors.RequestError, "so that of 2 only the first would; pass stride=2 at least"),
         ({"stride": 9, "context": 8}, errors.RequestError, "stride is 9, over the 8 tokens of a window"),
         ({"context": 1}, errors.RequestError, "context is 1"),
         ({"context": 129}, errors.SequenceLengthError, "perplexity: context"),

@@ -131,8 +131,11 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
     ("stage", "says"),
     [
         (SelfAttention(A, None, 7), "not whole in 7 heads; give head_dim="),
-        (SelfAttention(A, None, N, head_dim=D), "'a.k.weight' gives f32[batch,seq,16]; expected 32 columns"),
-        (SelfAttention("a.q.weight", None, N, head_dim=D), "expected 96 columns"),
+        (
+            SelfAttention(A, None, N, head_dim=D),
+            "'a.k.weight' gives 16 columns; expected 32 for 8 query and 8 key heads of 4; of fewer",
+        ),
+        (SelfAttention("a.q.weight", None, N, head_dim=D), "expected 96 for 8 query"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, out_bias="a.o.bias"), "out_bias='a.o.bias' and no out="),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, qkv_bias="a.q.bias"), "three weights have three biases"),
         (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),

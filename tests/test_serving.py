@@ -22,6 +22,7 @@ from rlx_jax.compiler.executable import Executable
 from rlx_jax.generate.serving import Sizes, request_sizes, warm_contexts
 from rlx_jax.generate.warming import warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_buckets
 from tests.oracles.checkpoints import FIXTURES
 
@@ -169,7 +170,7 @@ def test_generation_shares_the_programs_of_direct_calls() -> None:
     program = dataclasses.replace(lm.model, program="prefill")
     state = program.init_state(1, 16)
     _, key, _ = program._bind((np.ones((1, 4), np.int32),), {"lengths": np.ones(1, np.int32)}, state)
-    assert program.bound({"batch": 1, "seq": 4, "context": 16}, last_only=False).key == key
+    assert program.bound({"batch": 1, "seq": 4, "context": 16}, variant=Variant(last_only=False)).key == key
 
 
 def test_a_surprise_consumes_no_state(warm: Any) -> None:

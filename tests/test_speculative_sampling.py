@@ -88,18 +88,27 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler, rows:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["prompt", "model"])
-def test_generated_texts_have_the_targets_distribution(source: str) -> None:
-    """10^5 texts of three tokens, of which the last two are drafted, against the probabilities of the logits."""
+@pytest.mark.parametrize(
+    ("source", "prompt"), [("prompt", [12, 6, 17, 16, 9, 16, 0, 7]), ("model", [1, 2, 3])], ids=["prompt", "model"]
+)
+def test_generated_texts_have_the_targets_distribution(source: str, prompt: list[int]) -> None:
+    """Texts of three tokens, of which the second is drafted, against the probabilities of the logits.
+
+    What can come first stands in the longer prompt, so that there is a draft behind it. Of each kind about four drafts
+    in ten are kept. Were what follows a refused one drawn from the target as it is, χ² would be over 9,000.
+    """
     flow, weights = windowed(3)
-    lm: Any = rlx.CausalLM(flow, weights)
-    other = {k: v + RNG.normal(0, 0.05 * (v.ndim > 1), v.shape).astype("f4") for k, v in weights.items()}
-    drafts: Any = rlx.CausalLM(replace(flow, name="drafts"), other) if source == "model" else "prompt"
-    pairs = [[i, *lm.generate([i], max_new_tokens=1)] for i in range(VOCAB)]  # whatever comes first has come before
-    sampler, prompt, rows = rlx.Sampler(temperature=0.9, top_k=3), [token for pair in pairs for token in pair], 10_000
+    # With few prompt sizes there is little to compute beside the tokens.
+    profile = rlx.CompileProfile().replace(buckets={"prompt": [len(prompt)], "context": [16]})
+    lm: Any = rlx.CausalLM(flow, weights, profile=profile)
+    noise = np.random.default_rng(5)
+    other = {k: v + noise.normal(0, 0.05 * (v.ndim > 1), v.shape).astype("f4") for k, v in weights.items()}
+    drafter = rlx.CausalLM(replace(flow, name="drafts"), other, profile=profile)
+    drafts: Any = drafter if source == "model" else "prompt"
+    sampler, rows, times = rlx.Sampler(temperature=0.9, top_k=3), 10_000, 7
     counts = np.zeros((VOCAB,) * 3)
     accepted = 0
-    for seed in range(10):
+    for seed in range(times):
         got = lm.generate([prompt] * rows, 3, sampler=sampler, seed=seed, speculative=drafts, draft_tokens=2)
         np.add.at(counts, tuple(np.array(got).T), 1)
         accepted += lm.report().speculative.accepted
@@ -111,7 +120,7 @@ def test_generated_texts_have_the_targets_distribution(source: str) -> None:
             p[a, b] = first[a] * second[b] * filtered(np.asarray(lm.logits([[*prompt, a, b]]))[0, -1], sampler)
     statistic, most = chi_squared(counts.ravel(), p.ravel())
     assert statistic < most
-    assert accepted > rows / 10
+    assert 0.3 < accepted / (rows * times) < 0.5
 
 
 def test_the_limit_of_chi_squared() -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_small_stages_are_the_layers(tmp_path: Path) -> None:
     pixels = record("dinov2")["pixels"]
     keep = np.ones((2, 37), np.float32)
     ones = rlx.compile(flow(False).with_weights(directory, leave=["mask_token"]))
-    assert_close(ones(pixels, keep), record("dinov2")["hidden"])
+    assert_close(ones(pixels), record("dinov2")["hidden"])
     keep[0, 5] = 0
     got = np.asarray(rlx.compile(flow(True).with_weights(directory, leave=["mask_token"]))(pixels, keep))
     assert_close(got[1], record("dinov2")["hidden"][1])
@@ -233,6 +234,45 @@ def test_colours() -> None:
 PLAIN = np.zeros((6, 5, 3), np.uint8)
 
 
+@dataclass
+class Deep:
+    """An image of Pillow of more than 8 bits."""
+
+    mode: str
+    low: float
+    high: float
+    size = (5, 6)
+
+    def getbands(self) -> tuple[str, ...]:
+        return (self.mode,)
+
+    def getextrema(self) -> tuple[float, float]:
+        if self.mode not in ("I", "F", "I;16"):
+            raise ValueError("image has wrong mode")  # as Pillow does
+        return self.low, self.high
+
+    def convert(self, mode: str) -> Any:
+        return Deep(mode, self.low, self.high) if mode == "I" else PLAIN
+
+
+def test_pixel_values_of_no_picture() -> None:
+    """As they were before the image processor: a warning says so. What it makes and what is constant has none; of no
+    image there is no vector."""
+    encoder = vision("dinov2")
+    levels = PLAIN.transpose(2, 0, 1)[None].astype(np.float32)
+    levels = np.tile(levels, (1, 1, 5, 6))
+    levels[0, 0, 0, :2] = 0, 255
+    for pixels, said in ((levels, "0 to 255, .* divided them"), (levels / 255, "0 to 1, .* took the mean off")):
+        with pytest.warns(errors.RlxNumericsWarning, match=f"pixel_values: {said}; embed takes uint8"):
+            encoder.embed(pixels)
+    assert encoder.processor is not None and encoder.processor.range == pytest.approx((-2.1179, 2.64), abs=1e-4)
+    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (encoder.processor.mean, encoder.processor.std))
+    for pixels in ((levels / 255 - mean) / std, np.ones_like(levels)):
+        encoder.embed(pixels.astype(np.float32))
+    assert encoder.embed(np.zeros((0, 3, 30, 30), np.float32)).shape == (0, 18)
+    assert encoder.embed([Deep("I", 0, 255)]).shape == (1, 18)
+
+
 @pytest.mark.parametrize(
     ("images", "match"),
     [
@@ -243,13 +283,17 @@ PLAIN = np.zeros((6, 5, 3), np.uint8)
         ([PLAIN[:0]], "0 × 5 pixels; expected at least one"),
         ([PLAIN[None]], r"got \[1, 6, 5, 3\]"),
         ("cat.png", "expected uint8 arrays"),
-        (["cat.png"], r"images\[0\]: expected a uint8 array .* got 'cat.png'"),
+        (["cat.png"], r"images\[0\]: expected a uint8 array .* got 'cat.png'; PIL.Image.open\(path\)"),
         (None, "expected uint8 arrays"),
         ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "the limit limits.MAX_IMAGE_PIXELS"),
         ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
         (np.zeros((1, 3, 30), np.float32), r"pixel_values: expected \[batch, 3, height, width\], got \[1, 3, 30\]"),
         (np.zeros((1, 4, 30, 30), np.float32), r"got \[1, 4, 30, 30\]"),
-        (np.zeros((0, 3, 30, 30), np.float32), r"got \[0, 3, 30, 30\]"),
+        (np.zeros((2, 30, 30, 3), np.float32), r"got \[2, 30, 30, 3\]; x.transpose\(0, 3, 1, 2\) puts the channels"),
+        ([Deep("I;16", 0, 256)], r"images\[0\]: mode 'I;16' with values from 0 to 256; expected 0 to 255: .* by 257"),
+        ([Deep("I;16B", 0, 256)], r"mode 'I;16B' with values from 0 to 256"),
+        ([Deep("I", -1, 9)], r"mode 'I' with values from -1 to 9"),
+        ([Deep("F", 0, 0.5)], r"mode 'F' with values from 0 to 0.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -383,7 +427,8 @@ def test_flow_of_your_own() -> None:
     with pytest.raises(errors.GraphError, match="first input of a VisionEncoder's flow is pixel values"):
         rlx.VisionEncoder(rlx.ModelFlow("flat").input("x", ("batch", 4)).custom(lambda emit, x: x))
     with pytest.raises(errors.GraphError, match="also requires 'more'"):
-        rlx.VisionEncoder(flow.input("more", ("batch",)), weights)
+        more = flow.input("more", ("batch", 1, 1)).custom(lambda emit, x: x * emit.flow_input("more"))
+        rlx.VisionEncoder(more, weights)
     with pytest.raises(errors.RequestError, match="processor is 'ViT'; expected an ImageProcessor"):
         rlx.VisionEncoder(flow, weights, processor="ViT")  # type: ignore[arg-type]
 

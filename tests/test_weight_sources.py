@@ -131,7 +131,7 @@ def test_missing_key_names_close_ones() -> None:
             MissingWeightError, match=r"no weight 'layers.0.q_prj.weight' .* did you mean 'layers.0.q_proj"
         ):
             call("layers.0.q_prj.weight")
-    with pytest.raises(MissingWeightError, match="no weight 'x' in the mapping of 3$"):
+    with pytest.raises(MissingWeightError, match="no weight 'x' in the mapping of 3 weights$"):
         source.read("x")
 
 

@@ -72,31 +72,15 @@ def derive(
     check_inputs(graph, program)
     if program in CACHED_PROGRAMS:
         check_last_tokens(graph)
-    try_slices(graph, types, rule_of)
-    if program in CACHED_PROGRAMS:
         continued.try_blocks(graph, types, lambda op: rule_of(op) is carried)
+    try_slices(graph, types, rule_of)
     d = Derivation(program, types, kv)
     if program == "explicit":
         d.behind = Behind.of(graph, kv, given)
     if program == "padded":
         d.tokens = TokenMask.of(graph, given)
     asks = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
-    brought = request_of(graph) if asks else Brought()
-
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        rule = rule_of(node.op, program)
-        if rule is not None:
-            written = len(b.writes)
-            made = rule(d, b, node, inputs)
-            if program == "verify" and type(node.op) not in RULES and len(b.writes) > written:
-                raise DeriveError(
-                    f"{node.op.text()} keeps a state by the rule of its plugin, which does not say how tokens are "
-                    "taken back: no verify rule; generate without speculative="
-                )
-            return made
-        if not (isinstance(node.op, Leaf) or node.op.regions()):
-            check_token_wise(d, node, tuple(b.type(v) for v in inputs))
-        return None
+    brought, fn = request_of(graph) if asks else Brought(), by_rules(d)
 
     def enter(graph: Graph) -> Rewrite:
         if program == "padded":
@@ -113,6 +97,26 @@ def derive(
     return _with_length(out, types, program) if d.behind is None else d.behind.finish(out, types)
 
 
+def by_rules(d: Derivation) -> Rewrite:
+    """Each node by the rule of its block; one without stays as it is, if it treats each token alone."""
+
+    def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        rule = rule_of(node.op, d.program)
+        if rule is None:
+            check_token_wise(d, node, tuple(map(b.type, inputs)))
+            return None
+        written = len(b.writes)
+        made = rule(d, b, node, inputs)
+        if d.program == "verify" and type(node.op) not in RULES and len(b.writes) > written:
+            raise DeriveError(
+                f"{node.op.text()} keeps a state by the rule of its plugin, which does not say how tokens are "
+                "taken back: no verify rule; generate without speculative="
+            )
+        return made
+
+    return rewritten
+
+
 def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -> Rewrite:
     """`fn` for what moves in a graph. Of what the request brings beside its tokens `prefill` keeps what is read, and
     `extend` reads it there; it has to treat rows of the batch alone, and no more."""
@@ -120,8 +124,7 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
     levels, whole = brought.levels(graph), id(graph) in brought.whole
 
     def alone(node: Node) -> None:
-        if not (isinstance(node.op, Leaf) or node.op.regions()):
-            check_token_wise(d, node, tuple(graph.type(v) for v in node.inputs))
+        check_token_wise(d, node, tuple(map(graph.type, node.inputs)))
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if whole or levels[number] == REQUEST:
@@ -230,7 +233,10 @@ def _with_length(graph: Graph, types: TypeCache, program: str) -> Graph:
 
 
 def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]) -> None:
-    """Refuse a node that mixes positions or rows of the batch."""
+    """Refuse a node that mixes positions or rows of the batch. A leaf reads none, and of a region the nodes of its body
+    are looked at."""
+    if isinstance(node.op, Leaf) or node.op.regions():
+        return
     for dim, what in (("seq", "positions"), ("batch", "rows of the batch")):
         if not any(dim in t.symbols for t in (*operands, *node.types)):
             continue

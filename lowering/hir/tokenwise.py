@@ -31,6 +31,7 @@ import numpy as np
 from jax import export
 from jax.extend import core as jex
 
+from rlx_jax.errors import first_line
 from rlx_jax.ir.types import short_name
 
 
@@ -65,8 +66,7 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
     except Exception as error:
         if not _is_about_symbols(error, leaves):
             raise
-        first_line = str(error).partition("\n")[0]
-        return Verdict(False, f"does not trace with symbolic sizes: {type(error).__name__}: {first_line}", ())
+        return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
     states = _run(closed, [_Apart(1, 1) if symbol.axes(aval) else None for aval in leaves], symbol)
     for i, (state, aval) in enumerate(zip(states, closed.out_avals, strict=True)):
         if isinstance(state, _Mixed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,13 +51,13 @@ class Outline:
     def __str__(self) -> str:
         lines = [self.name, *_wrapped("  in   ", [f"{i.input} {i.type}" for i in self.inputs])]
         lines += [*_wrapped("  out  ", [f"{name} {t}" for name, t in self.outputs.items()]), ""]
-        lines += [_line(HEAD), *(_line((self._label(row), row.output, *row.numbers)) for row in self.rows)]
+        lines += [_line(HEAD), *(_line((self._label(row), _fitting(row.output), *row.numbers)) for row in self.rows)]
         lines += [_line(("total", "", *OutlineRow((), "", self.params, self.cost).numbers)), self._note()]
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
         """The same for notebooks, with whole block paths."""
-        rows = [(path_text(row.path), row.output, *row.numbers) for row in self.rows]
+        rows = [(path_text(row.path), _fitting(row.output), *row.numbers) for row in self.rows]
         rows.append(("total", "", *OutlineRow((), "", self.params, self.cost).numbers))
         body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
         caption = html.escape(f"{self.name}. {self._note()}")
@@ -76,8 +77,11 @@ class Outline:
         return f"FLOPs and bytes of one call{f' at {at}' if at else ''}"
 
 
-def outline(name: str, blocks: Graph, mir: Graph | None, sizes: Mapping[str, int]) -> Outline:
-    """The outline of a program: `blocks` is its HIR, `mir` the same with sizes, without which there are no FLOPs."""
+def outline(
+    name: str, blocks: Graph, mir: Graph | None, sizes: Mapping[str, int], inputs: tuple[Input, ...]
+) -> Outline:
+    """The outline of a program with these inputs: `blocks` is its HIR, `mir` the same with sizes, without which there
+    are no FLOPs."""
     found: dict[Path, tuple[str, int]] = {}
     total = _parameters(blocks, found, set())
     costs = {} if mir is None else _costs(mir)
@@ -95,7 +99,7 @@ def outline(name: str, blocks: Graph, mir: Graph | None, sizes: Mapping[str, int
         rows += parts
     outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
     whole = None if mir is None else _sum(costs.values())
-    return Outline(name, blocks.inputs, outputs, tuple(rows), total, whole, dict(sizes))
+    return Outline(name, inputs, outputs, tuple(rows), total, whole, dict(sizes))
 
 
 def compact(number: int) -> str:
@@ -187,6 +191,23 @@ def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
 def _line(cells: Sequence[str]) -> str:
     cut = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(cells, WIDTHS, strict=True)]
     return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cut, WIDTHS, strict=True)))
+
+
+def _fitting(output: str) -> str:
+    """What leaves a block, as much of it as the column takes: of several values the first and how many more, of many
+    sizes the first and the last.
+
+    >>> _fitting("f32[batch,seq,48], f32[batch,seq,24]"), _fitting("f32[batch,floordiv(height, 5) + 1,18]")
+    ('f32[batch,seq,48] + 1', 'f32[batch,…,18]')
+    """
+    if len(output) <= WIDTHS[1]:
+        return output
+    first, *others = re.split(r"(?<=\]), ", output)
+    more = f" + {len(others)}" if others else ""
+    if len(first) + len(more) > WIDTHS[1]:
+        sizes = re.split(r",(?! )", first)  # within a size there is a space behind a comma
+        first = ",".join([sizes[0], "…", sizes[-1]]) if len(sizes) > 2 else first
+    return first + more
 
 
 def _wrapped(mark: str, items: Sequence[str], width: int = 80) -> Iterator[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlx_jax.device import Device
@@ -51,8 +55,37 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 KERNELS = ("grouped", "one_pass", "states_in_one")
 """Kernels of our own."""
 
+LOWERING = threading.Lock()
+"""Held while the filters of warnings, which are the whole process's, are others."""
+
 CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn)
 """The ops that may have a choice."""
+
+
+def has_kernels(device: Device) -> bool:
+    """Whether kernels of our own were measured on the device, and this JAX has what they are written in."""
+    return device.has_kernels and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether this JAX has Pallas' Triton backend, which is deprecated since 0.11 and will go."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
+    """Lower a program with these choices without JAX's word on Triton, about which a user can do nothing."""
+    if not any(choice.implementation in KERNELS for choice in choices.values()):
+        yield
+        return
+    with LOWERING, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        yield
 
 
 def choose_all(
@@ -64,7 +97,7 @@ def choose_all(
     Raises:
         UnsupportedError: see `choose_attention`.
     """
-    own = kernels and division is None and device.has_kernels
+    own = kernels and division is None and has_kernels(device)
     chosen = choose_attention(graph, device, attention)
     chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device, own)
     return chosen | choose_experts(graph, device, experts, division, own)
@@ -72,5 +105,5 @@ def choose_all(
 
 def runnable(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
     """The choices that a device can run; `eval` means the same as the others."""
-    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if device.has_kernels else KERNELS)
+    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else KERNELS)
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

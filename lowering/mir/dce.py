@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from rlx_jax.ir.graph import Builder, Graph, Node, StateRead, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Input, Node, StateRead, TypeCache, Value
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 
 
@@ -20,6 +22,26 @@ def dce(graph: Graph, types: TypeCache) -> Graph:
         return fn
 
     return rewrite(graph, enter, types, "dce")
+
+
+def unread_inputs(graph: Graph) -> frozenset[str]:
+    """Names of the declared inputs that no output, state write or region needs."""
+    return frozenset(i.input for i in graph.inputs) - set(_read_inputs(graph))
+
+
+def _read_inputs(graph: Graph) -> Iterator[str]:
+    for number in live(graph):
+        op = graph.nodes[number].op
+        if isinstance(op, Input):
+            yield op.input
+        for region in op.regions():
+            yield from _read_inputs(region)
+
+
+def without_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
+    """The program without those of these inputs that it does not read, and without what is computed of them."""
+    left = unread_inputs(graph).intersection(names)
+    return replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in left)) if left else graph
 
 
 def live(graph: Graph) -> set[int]:

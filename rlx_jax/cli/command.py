@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from rlx_jax.cli.terminal import Interrupt, Status, in_bytes
+from rlx_jax.cli.terminal import Interrupt, Status, in_bytes, whole_input
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafting import SOURCES
 from rlx_jax.generate.sampler import one_sampler
 from rlx_jax.io.strict_json import is_text
+from rlx_jax.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -40,12 +41,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: `run` yields what is written to stdout, piece by piece; its docstring is the description."""
+    """A command: `run` yields what is written to stdout, piece by piece; its docstring is the description. Ctrl-C ends
+    it between two pieces, unless it `hears` that itself."""
 
     name: str
     help: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Session], Iterator[str]]
+    hears: bool = False
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -72,10 +75,10 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress and no figures on stderr")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+def add_sampling(parser: argparse.ArgumentParser, most: int | None = 64, told: str = "%(default)s") -> None:
+    """How tokens are chosen, and at most how many: what `most` is, in words, is `told`."""
     add = parser.add_argument
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many (%(default)s)")
+    add("--max-new-tokens", type=int, default=most, metavar="N", help=f"at most this many ({told})")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the likeliest token")
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest")
     add("--top-p", type=float, metavar="P", help="choose among the likeliest that make up the probability P")
@@ -122,7 +125,7 @@ def language_model(args: argparse.Namespace, session: Session, directory: str | 
     """As `open_model`, of what generates.
 
     Raises:
-        RequestError: it holds something else.
+        RequestError: it holds something else; the directory of the command has no tokenizer.
     """
     lm = open_model(args, session, directory)
     if not isinstance(lm, rlx.CausalLM):
@@ -130,7 +133,22 @@ def language_model(args: argparse.Namespace, session: Session, directory: str | 
             f"{quote(directory or args.directory)} is {a_kind(lm)}, which does not generate, nor score texts; rlx-jax "
             "embed takes it"
         )
+    if directory is None:
+        check_reads_texts(lm.tokenizer, args)
     return lm
+
+
+def check_reads_texts(tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
+    """The checkpoint of a command has a tokenizer.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"{quote(args.directory)} has no tokenizer.json, which texts need; save_pretrained of transformers' "
+            "AutoTokenizer writes one"
+        )
 
 
 def a_kind(model: Any) -> str:
@@ -178,12 +196,12 @@ def text_of(data: bytes, first: int = 0) -> str:
         raise RequestError(f"stdin: not UTF-8 at byte {first + cause.start}") from cause
 
 
-def texts_of(given: list[str]) -> list[str]:
+def texts_of(given: list[str], session: Session) -> list[str]:
     """Texts of the command line; of none, the lines of stdin."""
     check_texts({"TEXT": given})
     if given:
         return given
-    return text_of(sys.stdin.buffer.read()).splitlines()
+    return text_of(session.interrupt.waits(lambda: whole_input("a text on each line"))).splitlines()
 
 
 def chosen_device(name: str | None, devices: int | str | None) -> Any:

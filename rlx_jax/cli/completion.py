@@ -25,9 +25,15 @@ Known = dict[str, tuple[str, tuple[Option, ...]]]
 
 def known(parser: argparse.ArgumentParser) -> Known:
     """The commands of a parser."""
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    commands = subparsers(parser)
     helps = {action.dest: str(action.help) for action in commands._choices_actions}
     return {name: (helps[name], options_of(sub)) for name, sub in commands.choices.items()}
+
+
+def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """The commands as argparse has them; `choices` are their parsers by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return commands
 
 
 def options_of(parser: argparse.ArgumentParser) -> tuple[Option, ...]:

@@ -70,8 +70,9 @@ def files_beside(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
         raw = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
         if raw is not None:
             found[name] = raw
+    config = folder.json(CONFIG)  # or it says that it is broken
     if dtype is not None and CONFIG in found:
-        found[CONFIG] = json.dumps(in_dtype(folder.needed(CONFIG), dtype.name), indent=2).encode() + b"\n"
+        found[CONFIG] = json.dumps(in_dtype(config, dtype.name), indent=2).encode() + b"\n"
     return found
 
 

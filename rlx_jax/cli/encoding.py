@@ -19,6 +19,7 @@ from rlx_jax.cli.command import (
     add_json,
     add_model,
     as_line,
+    check_reads_texts,
     check_texts,
     language_model,
     open_model,
@@ -30,12 +31,13 @@ from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write a vector for each text: numbers with spaces between them, a line each; or all into a file of NumPy."""
-    texts = texts_of(args.text)
+    texts = texts_of(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
         raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
     encoder = open_model(args, session)
     if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
         raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}; embed takes an encoder of texts")
+    check_reads_texts((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
     start = time.perf_counter()
     vectors = np.asarray(encoder.embed(texts))
     took = time.perf_counter() - start
@@ -93,7 +95,7 @@ EMBED = Command("embed", "vectors of texts", embed_options, embed)
 
 def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between."""
-    texts = texts_of(args.text)
+    texts = texts_of(args.text, session)
     check_texts({"--context": args.context or ""})
     lm = language_model(args, session)
     start = time.perf_counter()

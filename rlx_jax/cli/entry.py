@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import signal
 import sys
 import warnings
@@ -18,14 +19,14 @@ import jax
 import rlx_jax as rlx
 from rlx_jax.cli.bench import BENCH
 from rlx_jax.cli.command import Command, Session, chosen_device
-from rlx_jax.cli.completion import SHELLS, known
+from rlx_jax.cli.completion import SHELLS, known, options_of, subparsers
 from rlx_jax.cli.converting import CONVERT
 from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encoding import EMBED, SCORE
 from rlx_jax.cli.generating import CHAT, GENERATE
 from rlx_jax.cli.looking import INSPECT
 from rlx_jax.cli.terminal import Interrupt, Status, leave_stdout, warn, write
-from rlx_jax.errors import RlxError
+from rlx_jax.errors import RlxError, did_you_mean, listing, quote
 
 
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> None:
                 status.clear()
                 write(piece)
                 status.share(piece)
-                interrupt.check()
+                if not args.command.hears:
+                    interrupt.check()
     finally:
         status.clear()
     session.say()
@@ -88,14 +90,41 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     Before Python 3.13 argparse takes texts of the first place that may have some, which is right behind the directory.
     """
-    top = parser()
-    args, rest = top.parse_known_args(arguments)
+    top, words = parser(), sys.argv[1:] if arguments is None else arguments
+    check_words(top, words)
+    args, rest = top.parse_known_args(words)
     texts = [word for word in rest if hasattr(args, "text") and not word.startswith("-")]
     if unknown := [word for word in rest if word not in texts]:
         top.error(f"unrecognized arguments: {' '.join(unknown)}")
     if texts:
         args.text = [*args.text, *texts]
     return args
+
+
+def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Leave with status 2 where the command or an option of it is unknown: argparse tells first of one that is missing,
+    as a misspelt one is, and has no suggestion."""
+    commands = subparsers(top).choices
+    if not words or words[0].startswith("-"):
+        return
+    if words[0] not in commands:
+        meant = did_you_mean(words[0], commands)
+        top.error(f"there is no command {quote(words[0])}{meant or f'; there are {listing(commands)}'}")
+    command = commands[words[0]]
+    names = [name for option in options_of(command) if (name := option.name)]
+    for word in words[1:] if "--" not in words else words[1 : words.index("--")]:
+        name = word.partition("=")[0]
+        if name in ("-", "-h") or not is_option(word) or any(known.startswith(name) for known in names):
+            continue
+        meant = did_you_mean(f"--{name.lstrip('-')}", names)
+        command.error(
+            f"there is no option {quote(name)}{meant or '; a value that begins with - is written --option=VALUE'}"
+        )
+
+
+def is_option(word: str) -> bool:
+    """As argparse has it: what begins with - and is neither a number nor a text with spaces."""
+    return word.startswith("-") and " " not in word and re.fullmatch(r"-\d+|-\d*\.\d+", word) is None
 
 
 def parser() -> argparse.ArgumentParser:

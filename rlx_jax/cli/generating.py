@@ -27,8 +27,10 @@ from rlx_jax.cli.command import (
     sampler_of,
     text_of,
 )
-from rlx_jax.errors import SequenceLengthError
+from rlx_jax.cli.terminal import in_terminal, next_line, whole_input
+from rlx_jax.errors import RlxError, SequenceLengthError
 from rlx_jax.runtime.report import Report
+from rlx_jax.text.requests import whole_number
 
 
 @dataclass
@@ -76,16 +78,17 @@ def request_figures(report: Report) -> dict[str, Any]:
     }
 
 
-def closing_line(timed: Timed, lm: rlx.CausalLM) -> str:
-    """The same on one line of stderr."""
+def closing_line(timed: Timed, lm: rlx.CausalLM, most: int = 0) -> str:
+    """The same on one line of stderr; of an answer of as many tokens as it might have, that it may not be whole."""
     report = lm.report()
     parts = [f"first text after {timed.first:.2f} s"]
     if (request := report.request) is not None:
         compiled = f", {request.compiled} programs compiled in it" if request.compiled else ""
+        cut = ", all that --max-new-tokens allows" if request.new_tokens == most else ""
         new = f", {request.read_tokens:,} of them read" if request.cached_tokens else ""
         parts = [
             f"prompt {request.prompt_tokens:,} tokens{new}, {request.prompt_rate:,.0f}/s",
-            f"answer {request.new_tokens:,} tokens, {request.answer_rate:,.1f}/s",
+            f"answer {request.new_tokens:,} tokens{cut}, {request.answer_rate:,.1f}/s",
             f"{parts[0]}{compiled}",
         ]
     seed = [] if report.seed is None else [f"seed {report.seed}"]
@@ -99,7 +102,9 @@ def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write the continuation of a prompt, token by token as they come."""
     sampler = sampler_of(args)
     check_texts({"--prompt": args.prompt, "--system": args.system or "", "--stop": args.stop})
-    prompt = text_of(sys.stdin.buffer.read()) if args.prompt == "-" else args.prompt
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = text_of(session.interrupt.waits(lambda: whole_input("the prompt")))
     lm = language_model(args, session)
     request = request_of(args, session, sampler)
     if args.chat or args.system is not None:
@@ -130,61 +135,79 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
 GENERATE = Command("generate", "continue a prompt, or answer it", generate_options, generate)
 
 
+LONG = 512
+"""Tokens of an answer in a talk, if nothing else is said."""
+
+
 # -- chat --------------------------------------------------------------------------------------
 
 
 def chat(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Talk with a model: each line of stdin is a message, answered by the checkpoint's chat template. /new begins
-    another conversation; the end of the input (Ctrl-D) ends it."""
+    another conversation; the end of the input (Ctrl-D) ends it. Ctrl-C ends an answer, and where none is being given
+    the talk."""
     sampler = sampler_of(args)
     check_texts({"--system": args.system or "", "--stop": args.stop})
+    if args.max_new_tokens is not None:
+        whole_number("--max-new-tokens", args.max_new_tokens, 1)
     lm = language_model(args, session)
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     talk, read = lm.conversation(opening), 0  # tells now if there is no template
-    request = request_of(args, session, sampler)
+    most = args.max_new_tokens or min(LONG, max(1, (lm.max_positions or LONG * 4) // 4))
+    request = request_of(args, session, sampler) | {"max_new_tokens": most}
     while line := _asked(session):
-        asked, read = text_of(line, read).strip(), read + len(line)
-        if asked == "/new":
-            talk = lm.conversation(opening)
-        if asked in ("", "/new"):
-            continue
-        timed = Timed(functools.partial(talk.stream, asked, **request))
+        timed = None
         try:
+            first, read = read, read + len(line)
+            asked = text_of(line, first).strip()
+            if asked == "/new":
+                talk = lm.conversation(opening)
+            if asked in ("", "/new"):
+                continue
+            timed = Timed(functools.partial(talk.stream, asked, **request))
             for piece in timed:
                 session.interrupt.check()
                 if not args.json:
                     yield piece
-        except SequenceLengthError as full:  # who sits there says what to do; the input of a script ends
-            if not _in_terminal():
+        except (RlxError, KeyboardInterrupt) as left:  # who sits there says what to do; the input of a script ends
+            if not in_terminal():
                 raise
-            session.status.clear()
-            print(f"rlx-jax: {full}; /new begins another conversation", file=sys.stderr)
+            if timed is not None and timed.text and not args.json:
+                yield "\n"
+            _say_left(session, left)
             continue
         yield as_line({"prompt": asked, "text": timed.text, **timed.figures(lm)}) if args.json else "\n"
-        session.closing = closing_line(timed, lm)
+        session.closing = closing_line(timed, lm, most)
         session.say()
+        if in_terminal():
+            session.interrupt.forget()  # it came with the last piece
+
+
+def _say_left(session: Session, left: BaseException) -> None:
+    """Tell why a message has no answer; the talk goes on without it."""
+    session.status.clear()
+    session.interrupt.forget()
+    if isinstance(left, KeyboardInterrupt):
+        told = "stopped; the talk goes on as if this had not been asked"
+    else:
+        more = "; /new begins another conversation" if isinstance(left, SequenceLengthError) else ""
+        told = f"{type(left).__name__}: {left}{more}"
+    print(f"rlx-jax: {told}", file=sys.stderr)
 
 
 def _asked(session: Session) -> bytes:
     """The next message; empty at the end of the input."""
     session.status.clear()
-    if _in_terminal():
-        print("> ", end="", file=sys.stderr, flush=True)
-    return session.interrupt.line()
-
-
-def _in_terminal() -> bool:
-    """Whether somebody reads and answers."""
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    return session.interrupt.waits(lambda: next_line("> "))
 
 
 def chat_options(parser: argparse.ArgumentParser) -> None:
     """Of `chat`."""
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    add_sampling(parser)
+    add_sampling(parser, None, f"{LONG}, or a quarter of the model's positions")
     add_compute(parser)
     add_json(parser)
     add_model(parser)
 
 
-CHAT = Command("chat", "talk with a model, message by message", chat_options, chat)
+CHAT = Command("chat", "talk with a model, message by message", chat_options, chat, hears=True)

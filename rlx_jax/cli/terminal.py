@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import re
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 from rlx_jax.errors import StorageError
@@ -43,19 +46,70 @@ class Interrupt:
             raise KeyboardInterrupt
         self._heard = True
 
-    def line(self) -> bytes:
-        """The next line of stdin; empty at its end. Ctrl-C counts at once while there is none."""
+    def waits(self, ask: Callable[[], bytes]) -> bytes:
+        """What `ask` reads of stdin. Ctrl-C counts at once while it waits."""
         self._waiting = True
         try:
             self.check()
-            return sys.stdin.buffer.readline()
+            return ask()
         finally:
             self._waiting = False
+
+    def forget(self) -> None:
+        """Ctrl-C was pressed for what has ended by now; the next one counts anew."""
+        self._heard = False
 
     def check(self) -> None:
         """Stop here if Ctrl-C was pressed."""
         if self._heard:
             raise KeyboardInterrupt
+
+
+# -- what is typed -----------------------------------------------------------------------------
+
+
+def next_line(prompt: str) -> bytes:
+    """A line of stdin; empty at its end. Somebody who sits there sees the prompt. Where stdin and stdout are a terminal
+    the line can be edited: it is as long as one likes, earlier ones come back, and lines that are pasted at once are
+    one.
+    """
+    if in_terminal() and sys.stdout.isatty() and _editing():
+        try:
+            return input(prompt).encode("utf-8", "surrogateescape") + b"\n"
+        except EOFError:
+            print()  # what the shell writes next begins a line
+            return b""
+    if not in_terminal():
+        return b"" if sys.stdin is None else sys.stdin.buffer.readline()
+    print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.buffer.readline()
+    print(end="" if line else "\n", file=sys.stderr)
+    return line
+
+
+def whole_input(what: str) -> bytes:
+    """All of stdin. Somebody who sits there is told what is waited for."""
+    if in_terminal():
+        print(f"rlx-jax: {what}, and Ctrl-D at the end", file=sys.stderr)
+    return b"" if sys.stdin is None else sys.stdin.buffer.read()
+
+
+def in_terminal() -> bool:
+    """Whether somebody reads and answers. (A shell's `<&-` leaves no stdin at all.)"""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+@functools.cache
+def _editing() -> bool:
+    """Whether lines can be edited here, from now on."""
+    try:
+        import readline
+    except ImportError:  # not in every Python
+        return False
+    readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # who reads says what is no text
+    return True
 
 
 # -- what is written ---------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax
+
 from rlx_jax.compiler.passes import PIPELINE, Job, Pass
 from rlx_jax.compiler.settings import CLEANING, Settings
 from rlx_jax.errors import RlxWarning, listing
@@ -19,6 +21,7 @@ from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.hir.merge import merge_linears
+from rlx_jax.lowering.lir.implementations import has_triton
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.profiles import CompileProfile, NumericClasses, Options, Sharding, Table
 from rlx_jax.program import Built
@@ -104,6 +107,8 @@ def kernels(value: Any, facts: Facts) -> str:
     device = facts.settings.device
     if facts.settings.division is not None or not device.has_kernels:
         return f"kernels run on one H100 or H200, not on {'a mesh' if facts.settings.division else device.name}"
+    if not has_triton():
+        return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"
     return "a program that is trained has none" if set(facts.programs) == {"train"} else ""
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning, first_line
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
+from rlx_jax.lowering.lir.implementations import without_deprecation
 from rlx_jax.lowering.lir.plan import Lir
 
 HOST = (np.ndarray, np.generic)
@@ -141,6 +142,17 @@ def parted(inputs: Arrays, consumed: tuple[str, ...]) -> tuple[Arrays, ...]:
     return {n: a for n, a in inputs.items() if n not in consumed}, {n: inputs[n] for n in consumed}
 
 
+def places(shardings: Shardings | None, state: StateArrays, consumed: tuple[str, ...]) -> dict[str, Any]:
+    """What `jax.jit` is told of where arguments and results are; on one device nothing."""
+    if shardings is None:
+        return {}
+    before = {name: shardings.state[name] for name in state}
+    return {
+        "in_shardings": (dict(shardings.params), before, *parted(shardings.inputs, consumed)),
+        "out_shardings": (shardings.outputs, dict(shardings.state)),
+    }
+
+
 def compile_program(
     lir: Lir,
     function: Function,
@@ -169,19 +181,15 @@ def compile_program(
     consumed = lir.plan.donate_inputs if may_donate else ()
     donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
     options = dict(lir.plan.compiler_options) or None
-    at: dict[str, Any] = {}
-    if shardings is not None:
-        before = {name: shardings.state[name] for name in state}
-        at = {
-            "in_shardings": (dict(shardings.params), before, *parted(shardings.inputs, consumed)),
-            "out_shardings": (shardings.outputs, dict(shardings.state)),
-        }
     # An array of the state that is written and not read, as in prefill, is an argument too: it gives its memory.
-    at["keep_unused"] = donates_state
-    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, **at)
+    jitted = jax.jit(
+        called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state,
+        **places(shardings, state, consumed),
+    )  # fmt: skip
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))
-    lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))
+    with without_deprecation(lir.plan.choices):
+        lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))
     traced = time.perf_counter()
     try:
         compiled = lowered.compile()

@@ -9,29 +9,27 @@ from typing import Any
 import jax
 
 from rlx_jax.compiler import module_json
+from rlx_jax.compiler.module_params import declared_param
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
-from rlx_jax.compiler.settings import FUSION_POLICIES, plain
+from rlx_jax.compiler.settings import FUSION_POLICIES, own_policy, plain
 from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, did_you_mean, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, Param, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, TypeCache, Value
 from rlx_jax.ir.inits import Init
-from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import Dequantized, Key, Roles, cast
-from rlx_jax.ir.param_keys import key_kinds, keys_of
+from rlx_jax.ir.param import Roles
+from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.paths import Path, free_path, path_text
-from rlx_jax.ir.reading import as_stored
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import block_paths, dump
-from rlx_jax.ir.types import DimLike, as_dim, as_name, as_names, device_dtype, tensor_type
+from rlx_jax.ir.types import DimLike, as_dim, as_name, as_names
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.trace.builders import Builders
-from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.emit import input_type
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 from rlx_jax.weights.source import open_weights
@@ -140,21 +138,7 @@ class GraphModule(Builders[Value]):
             NameCollisionError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
             WeightShapeError, WeightDTypeError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
         """
-        if not isinstance(name, str):
-            raise GraphError(f"{self.name}: a weight key is a string, got {shown(name)}")
-        where = f"{self.name}: parameter {quote(name)}"
-        sizes = items_of(shape, where, "a list of sizes")
-        if packed is None:
-            stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, where))
-        else:
-            stored = as_stored(name, PackedSpec(sizes, dtype, packed), where)
-        declared = dict(key_kinds(stored))[name]
-        for node in self.builder.nodes:
-            for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
-                if key == name and kind != declared:
-                    raise NameCollisionError(f"{where} is {kind} and {declared}")
-        program = cast(stored, device_dtype(stored.type.dtype))
-        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
+        return self.wrap(self.builder.leaf(declared_param(self.name, self.builder.nodes, name, shape, dtype, packed)))
 
     def named(self, name: str, build: Callable[[GraphModule], Value]) -> Value:
         """Run `build` inside a block path segment `name`; where an earlier block has that path, `name_2` and so on."""
@@ -492,7 +476,7 @@ class BuiltModel(Built):
         Raises:
             DeriveError: it asks to be `explicit` and cannot.
         """
-        policy, graph = self.profile.fusion.policy if self.profile else "direct", self.hir
+        policy, graph = own_policy(self), self.hir
         if self.program != "forward":
             graph = run_passes(graph, Job(plain(policy), self.types, self.program), stop="derive").graph
         return GraphModule.of(graph, self.stage, self.types, policy=policy, plan=self.plan)

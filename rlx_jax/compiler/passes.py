@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from rlx_jax.lowering.hir.precision import compute_in, pin_matmul, store_in
 from rlx_jax.lowering.hir.unpack import unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.cse import cse
-from rlx_jax.lowering.mir.dce import dce
+from rlx_jax.lowering.mir.dce import dce, unread_inputs, without_inputs
 from rlx_jax.lowering.mir.divide import divide, undivided
 from rlx_jax.lowering.mir.fold import constant_folding
 from rlx_jax.lowering.mir.fuse_matmul import fuse_matmul_bias_act
@@ -49,7 +49,7 @@ Kind = Literal["program", "layout", "fusion", "cleaning"]
 @dataclass(frozen=True)
 class Job:
     """What a pass may know: the resolved settings, the program that is wanted, the optional inputs that calls will
-    supply, and for the last pass its sizes."""
+    supply, those inputs that no output of the flow reads, and for the last pass its sizes."""
 
     settings: Settings
     types: TypeCache = field(repr=False)
@@ -59,6 +59,7 @@ class Job:
     outputs: tuple[str, ...] | None = None
     headless: bool = False
     sizes: Mapping[str, int] | None = None
+    unread: frozenset[str] = frozenset()
 
 
 def always(job: Job) -> bool:
@@ -181,6 +182,12 @@ PIPELINE: tuple[Pass, ...] = (
         lambda g, job: derive(g, job.program, job.types, job.last_only, job.settings.kv, job.given),
     ),
     Pass("lower", MIR, lambda g, job: lower(g, job.settings.policy, job.types)),
+    Pass(  # a derived program may read what the flow does not
+        "unread_inputs",
+        MIR,
+        lambda g, job: without_inputs(g, job.unread, job.types),
+        lambda job: bool(job.unread),
+    ),
     Pass(
         "pin_matmul",
         MIR,
@@ -303,6 +310,7 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> Ran:
     Raises:
         GraphError: there is no such pass, or it is not part of this job. Errors of the passes.
     """
+    job = replace(job, unread=unread_inputs(graph))
     rows = [p for p in PIPELINE if p.runs(job)]
     if stop and not pass_named(stop).runs(job):
         raise GraphError(

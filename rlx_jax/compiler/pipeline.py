@@ -4,8 +4,8 @@
          ── lower ──▶ MIR template ── passes ──▶ MIR ── specialise, plan ──▶ LIR ── interpret, jit ──▶ executable
 
 Every rewrite, from HIR to MIR with sizes, is a row of `PIPELINE` (`rlx_jax/compiler/passes.py`); the verifier runs
-after each of them. A profile is read in `settings_for` (`rlx_jax/compiler/settings.py`) and nowhere else: passes,
-layout and plan get values.
+after each of them. A profile is read in `settings_for` (`rlx_jax/compiler/settings.py`): passes, layout and plan get
+values. Which of its fields do nothing, `rlx_jax/compiler/effects.py` warns of.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, Plan, given_leaves, state_types, taken_back
+from rlx_jax.lowering.mir.dce import without_inputs
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built
@@ -81,6 +82,12 @@ class Template:
         """Names of the sizes that its state and inputs have."""
         types = (*self.state.values(), *(i.type for i in self.mir.inputs))
         return frozenset().union(*(t.symbols for t in types))
+
+    @functools.cached_property
+    def unread(self) -> tuple[str, ...]:
+        """The inputs of the flow that this program does not have, in order."""
+        read = {i.input for i in self.mir.inputs}
+        return tuple(i.input for i in self.built.hir.inputs if i.input not in read)
 
     @functools.cached_property
     def taken_back(self) -> tuple[tuple[str, int], ...]:
@@ -119,7 +126,7 @@ class Template:
             mir = pass_named("specialise")(self.mir, Job(plain(), TypeCache(), sizes=sizes)).graph
         except RlxError:  # it has no such sizes, as where a window is wider than 1
             mir = None
-        return outline(self.built.name, self.hir, mir, sizes)
+        return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
 
 
 def derived_program(built: Built, program: str) -> str:
@@ -162,7 +169,8 @@ def make_template(
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
     state, rings = state_types(ran.graph, settings.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
-    bounds = bounds_of(built.hir, settings.max_positions)
+    read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
+    bounds = bounds_of(read, settings.max_positions)
     if job.program == "explicit":
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":

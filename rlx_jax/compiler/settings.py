@@ -105,6 +105,11 @@ def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfi
     return profile or built.profile or CompileProfile()
 
 
+def own_policy(built: Built) -> str:
+    """How blocks become tensor ops, as the flow's own profile says."""
+    return choose_profile(built, None).fusion.policy
+
+
 def settings_for(
     profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool, program: str = "forward"
 ) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import RequestError, suggests
+from rlx_jax.ir.types import is_float
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
@@ -22,8 +24,8 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
+from rlx_jax.text.opening import TokenizerLike, open_tokenizer
 from rlx_jax.text.padding import bucket, padded_to
-from rlx_jax.text.tokenizer import Tokenizer
 
 
 class DualEncoder:
@@ -48,7 +50,7 @@ class DualEncoder:
         weights: Weights = None,
         *,
         similarity: Any = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerLike | None = None,
         processor: ImageProcessor | None = None,
         padding: tuple[int, int] | None = None,
         profile: ProfileLike | None = None,
@@ -58,21 +60,56 @@ class DualEncoder:
         key: jax.Array | int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        known = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
         opened = open_programs(
             flows, weights, profile, strict, merge=True, progress=progress, serves=("forward",), mesh=mesh,
             missing=missing, key=key,
         )  # fmt: skip
         first, second, *third = finish_models(opened).values()
-        self.texts = Encoder(first, tokenizer=tokenizer, padding=padding)
+        self.texts = Encoder(first, tokenizer=known, padding=padding)
         pooled_width(first)  # or it says what is missing
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
 
+    def __repr__(self) -> str:
+        return f"DualEncoder({self.texts!r}, {self.images!r})"
+
+    def __str__(self) -> str:
+        return f"{self.texts}\n\n{self.images}"
+
+    def _repr_html_(self) -> str:
+        return self.texts._repr_html_() + self.images._repr_html_()
+
     @property
     def model(self) -> CompiledModel:
-        """The tower of texts, whose parameters are those of both."""
+        """The tower of texts, whose parameters are those of both; to set it, `both.model = both.model.replace(params)`,
+        gives them to all parts.
+
+        Raises:
+            RequestError: one tower alone was given others; or it is set to a model that is none of its own.
+        """
+        parts = [self.images.model, *([] if self.compare is None else [self.compare])]
+        held = self.texts.model.params
+        for part in parts:
+            if _differ(held, part.params):
+                raise RequestError(
+                    f"{part.name} has other parameters than {self.texts.model.name}, and a DualEncoder has one set: "
+                    "both.model = both.texts.model.replace(params) gives them to all parts"
+                )
         return self.texts.model
+
+    @model.setter
+    def model(self, model: CompiledModel) -> None:
+        if model.programs is not self.texts.model.programs:
+            raise RequestError(
+                "model: expected one of this DualEncoder with other parameters, both.model.replace(params), got one of "
+                f"{model.name} that was compiled by itself; for other programs make a DualEncoder of them"
+            )
+        params = model.require_params("a DualEncoder")
+        towers = [self.texts.model.replace(params), self.images.model.replace(params)]
+        self.compare = None if self.compare is None else self.compare.replace(params)
+        self.texts.model, self.images.model = towers
 
     @suggests()
     def embed(self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None) -> Vectors:
@@ -97,6 +134,12 @@ class DualEncoder:
         Raises:
             RequestError: as `embed` and `embed_images`.
         """
+        for what, given in (("texts", texts), ("images", images)):
+            if getattr(given, "ndim", 0) in (1, 2) and is_float(given.dtype):
+                raise RequestError(
+                    f"{what}: expected {what}, got an array of floats {list(given.shape)}: similarity makes the "
+                    "vectors itself; the cosine of two of embed and embed_images is their product over both lengths"
+                )
         words, pictures = np.atleast_2d(self.embed(texts)), np.atleast_2d(self.embed_images(images))
         if self.compare is None:
             units = [v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12) for v in (words, pictures)]
@@ -116,3 +159,10 @@ class DualEncoder:
     def profile(self, texts: Any, images: Any) -> BlockTimes:
         """Time by block of `similarity(texts, images)`, which runs twice: the second time under `jax.profiler`."""
         return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))
+
+
+def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether they are not the same arrays."""
+    if one is None or other is None:
+        return one is not other
+    return any(one[name] is not array for name, array in other.items())

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.encode.packing import Block, BlockSizes, apart, plan
+from rlx_jax.encode.packing import Block, BlockSizes, apart, packed_rows, plan
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.rows import masks_of
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.requests import Ids
 
 CHUNK = 2048
@@ -97,21 +98,12 @@ class PackedForm:
         return self.model.bound(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
-            last_only=False,
-            outputs=self.model.output_names[:1],
-            given=masks_of(self.model),
+            Variant(last_only=False, outputs=self.model.output_names[:1], given=masks_of(self.model)),
         )
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        tokens, segments, positions = np.zeros((3, block.rows, block.width), np.int32)
-        for row, texts in enumerate(block.texts):
-            at = 0
-            for number, text in enumerate(texts, 1):
-                end = at + len(ids[text])
-                tokens[row, at:end], segments[row, at:end] = ids[text], number
-                positions[row, at:end] = np.arange(end - at)
-                at = end
-        inputs = {self.model.flow.inputs[0].name: tokens, "segments": segments, "positions": positions}
+        tokens, segments, positions = packed_rows(block, [[ids[text] for text in texts] for texts in block.texts])
+        inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
         (vectors,), _ = self._program(block)(inputs, {})
         return vectors  # type: ignore[no-any-return]

@@ -37,9 +37,16 @@ from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import as_host_array, check_input_names
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
-from rlx_jax.runtime.programs import ProgramKey
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import check_positions, check_tokenizer, known_positions, open_token_model, primary
+from rlx_jax.text.opening import (
+    TokenizerLike,
+    check_positions,
+    in_one_line,
+    known_positions,
+    open_token_model,
+    open_tokenizer,
+    primary,
+)
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import (
     NO_TOKENIZER,
@@ -51,7 +58,6 @@ from rlx_jax.text.requests import (
     token_block,
     whole_number,
 )
-from rlx_jax.text.tokenizer import Tokenizer
 
 LONG = 10_000
 """Texts from which on progress is shown where someone looks."""
@@ -71,8 +77,9 @@ class Encoder:
 
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
-        tokenizer, pipeline: for `embed`; `rlx_jax.load` brings the checkpoint's own. Without a pipeline a text's vector
-            is the flow's side output `pooled` `[batch, width]`, or the mean of its hidden states where there is none.
+        tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` brings the checkpoint's own.
+        pipeline: for `embed`; `rlx_jax.load` brings it too. Without one a text's vector is the flow's side output
+            `pooled` `[batch, width]`, or the mean of its hidden states where there is none.
         padding: (tokens, id): texts are padded to so many tokens by that id, and padding is read as any other token.
             None: no token reads padding.
         max_positions: the longest sequence the model knows, in tokens.
@@ -88,7 +95,7 @@ class Encoder:
         flow: Any,
         weights: Weights = None,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerLike | None = None,
         pipeline: SentencePipeline | None = None,
         padding: tuple[int, int] | None = None,
         profile: ProfileLike | None = None,
@@ -99,11 +106,12 @@ class Encoder:
         max_positions: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        self.tokenizer = open_tokenizer(tokenizer)
         self.model, self.vocab_size = open_token_model(
             flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward",),
             missing=missing, key=key,
         )  # fmt: skip
-        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
+        self.max_positions = known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
         self.pools = pipeline is None and POOLED in self.model.output_names
@@ -113,7 +121,15 @@ class Encoder:
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         self.width = int(self.model.template().built.primary_shape[-1])
         self._read: RequestReport | None = None
-        self._reasons: dict[tuple[str, frozenset[str]], str] = {}
+
+    def __repr__(self) -> str:
+        return in_one_line("Encoder", self.model, self.vocab_size, self.max_positions)
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def _repr_html_(self) -> str:
+        return self.model._repr_html_()
 
     def hidden_states(self, tokens: Any, lengths: Any = None, **inputs: Any) -> jax.Array:
         """The last hidden state: tokens `[B, S]` ints → `[B, S, H]` float32.
@@ -314,14 +330,7 @@ class Encoder:
         return reads_from_the_left(self.model.template().hir)
 
     def _why_not(self, program: str, given: frozenset[str]) -> str:
-        """Why a program cannot be derived from the flow with these inputs; empty if it can."""
-        if (program, given) not in self._reasons:
-            try:
-                self.model.programs.template(ProgramKey(self.model.name, program, given))
-                self._reasons[program, given] = ""
-            except DeriveError as reason:
-                self._reasons[program, given] = str(reason)
-        return self._reasons[program, given]
+        return self.model.programs.why_not(self.model.name, program, given)
 
     def _blocks(self, given: frozenset[str] = frozenset({MASK})) -> Blocks:
         """How rows run that have different lengths; `given` are the inputs that they bring.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,14 @@ class ImageProcessor:
         made: PixelValues = np.ascontiguousarray(values.transpose(2, 0, 1))
         return made
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the largest pixel value that it can make."""
+        levels = np.array([[0.0], [255.0]]) * (1 if self.rescale is None else self.rescale)
+        if self.mean is not None and self.std is not None:
+            levels = (levels - np.asarray(self.mean)) / np.asarray(self.std)
+        return float(levels.min()), float(levels.max())
+
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """The size that an image is resized to."""
         if self.size is not None:
@@ -197,11 +206,15 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
     if _is_picture(image):
         columns, rows = image.size
         _check_size(rows, columns, name)
-        if convert_rgb:  # palettes and 16-bit greys have no meaning as plain numbers
+        _check_levels(image, name)
+        if convert_rgb:  # palettes have no meaning as plain numbers
             clear = "A" in image.getbands() or getattr(image, "info", {}).get("transparency") is not None
             image = image.convert("RGBA" if clear else "RGB")
     elif not isinstance(image, np.ndarray | jax.Array):
-        raise RequestError(f"{name}: expected a uint8 array [H, W, C] or one of Pillow's images, got {shown(image)}")
+        file = "; PIL.Image.open(path) opens a file" if isinstance(image, str | os.PathLike) else ""
+        raise RequestError(
+            f"{name}: expected a uint8 array [H, W, C] or one of Pillow's images, got {shown(image)}{file}"
+        )
     pixels = read_array(name, image)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8:
@@ -213,6 +226,24 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
         raise RequestError(f"{name}: expected [height, width, 1, 3 or 4 channels], got {list(pixels.shape)}{turned}")
     _check_size(pixels.shape[0], pixels.shape[1], name)
     return pixels
+
+
+def _check_levels(image: Any, name: str) -> None:
+    """One of Pillow's images in a mode of more than 8 bits has values from 0 to 255: Pillow cuts others off there, and
+    what lies behind the point.
+
+    Raises:
+        RequestError: it has not.
+    """
+    mode = str(getattr(image, "mode", ""))
+    if mode in ("I", "F") or mode.startswith("I;"):
+        other = mode not in ("I", "F", "I;16")  # of other orders of bytes Pillow does not say them
+        low, high = image.convert("I").getextrema() if other else image.getextrema()
+        if low < 0 or high > 255 or 0 < high <= 1 and mode == "F":
+            raise RequestError(
+                f"{name}: mode {quote(mode)} with values from {low:g} to {high:g}; expected 0 to 255: bring them there "
+                "as your data means them, a 16-bit grey divided by 257, say, and make a uint8 array of it"
+            )
 
 
 def _check_size(rows: int, columns: int, name: str) -> None:

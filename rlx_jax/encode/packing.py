@@ -11,16 +11,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-FINE, COARSE = (64, 128, 256, 512), (128, 512, 2048, 8192)
+import numpy as np
+
+FINE, COARSE = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)
 """Widths of rows, for texts of up to 512 tokens and for longer ones."""
+MOST = 8
+"""Programs for all texts, as long as there is one of each width."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What decides on a device. `tokens` are those of one call, `small` the blocks beside, rows and width. In the time
-    of one token that sees no other: a call costs `call`, and seeing one more token costs a token `seen`. A row holds a
-    text for every `slot` tokens, and no more."""
+    """What decides on a device. `tokens` are those of one call, `small` the blocks beside, rows and width, those that
+    spare most first. In the time of one token that sees no other: a call costs `call`, and seeing one more token costs
+    a token `seen`. A row holds a text for every `slot` tokens, and no more."""
 
     tokens: int
     small: tuple[tuple[int, int], ...]
@@ -30,7 +35,7 @@ class Costs:
 
 
 COSTS = {
-    "cpu": Costs(512, ((1, 16), (1, 64), (1, 128), (1, 256)), 16.0, 0.001, 4),
+    "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
     "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),
 }
 
@@ -82,17 +87,21 @@ class BlockSizes:
         return tuple(sorted({width for _, width in self.blocks}))
 
 
-def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int = 1) -> BlockSizes:
+def sizes_for(costs: Costs, longest: int, tokens: int | None = None, share: int = 1, most: int = MOST) -> BlockSizes:
     """The blocks for texts of up to `longest` tokens: of at most `tokens` (those of the device if None) and one row at
-    least. Rows are a multiple of `share`, the devices that they are divided over."""
+    least. Rows are a multiple of `share`, the devices that they are divided over. There are no more than `most`, as
+    long as there is one of each width."""
     limit = costs.tokens if tokens is None else tokens
     widths = list(FINE if longest <= FINE[-1] else COARSE)
     while widths[-1] < longest:
         widths.append(4 * widths[-1])
     widths = widths[: 1 + next(i for i, width in enumerate(widths) if width >= longest)]
     full = {(max(1, limit // width), width) for width in widths}
-    small = {(rows, width) for rows, width in costs.small if rows * width <= limit and width <= widths[-1]}
-    return BlockSizes(tuple(sorted({(-(-rows // share) * share, width) for rows, width in full | small})), limit, costs)
+    beside = [(r, w) for r, w in costs.small if r * w <= limit and w <= widths[-1] and (r, w) not in full]
+    small = beside[: max(0, most - len(full))]
+    return BlockSizes(
+        tuple(sorted({(-(-rows // share) * share, width) for rows, width in (*full, *small)})), limit, costs
+    )
 
 
 def fill(lengths: Sequence[int], sizes: BlockSizes, narrowest: int = 0) -> dict[int, list[tuple[int, ...]]]:
@@ -158,3 +167,16 @@ def apart(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     for text, length in enumerate(lengths):
         rows.setdefault(next(w for w in sizes.widths if w >= length), []).append((text,))
     return [block for width, of_width in rows.items() for block in blocks_of(width, of_width, sizes)]
+
+
+def packed_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """What the program `packed` reads of a block, given the tokens of the texts in each of its rows: tokens, segments
+    and positions `[3, rows, width]`."""
+    made = np.zeros((3, block.rows, block.width), np.int32)
+    for row, lists in enumerate(texts):
+        at = 0
+        for number, ids in enumerate(lists, 1):
+            end = at + len(ids)
+            made[0, row, at:end], made[1, row, at:end], made[2, row, at:end] = ids, number, np.arange(end - at)
+            at = end
+    return made

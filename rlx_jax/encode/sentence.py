@@ -8,7 +8,7 @@ its tokens, and often a division by the length of the vector. The files are read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
             f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then maybe 'Normalize'"
         )
     paths = [path for _, path in modules]
+    _bring(folder, paths)
     max_seq_length, do_lower_case = _transformer_settings(folder, paths[0])
     pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     if len(paths) == 3:
@@ -269,6 +270,14 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: two modules have one name: {listing(names)}")
     return modules
+
+
+def _bring(folder: Folder, paths: Sequence[str]) -> None:
+    """Fetch what is read next of a model of the Hub, together: the settings of the modules, and of the model itself."""
+    transformer = (_inside(paths[0], file) for file in _TRANSFORMER_FILES)
+    own = next((name for name in transformer if folder.listed(name) is not None), None)
+    names = [_inside(path, "config.json") for path in paths if path or path == paths[0]]
+    folder.bring_small([*names, "config_sentence_transformers.json", *([] if own is None else [own])])
 
 
 def _module(entry: Mapping[str, Any], place: int, where: str) -> tuple[str, str]:

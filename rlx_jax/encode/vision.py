@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.encode.embedding import ahead, chunks
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, numbered
 from rlx_jax.encode.pooled import Vectors, check_finite, pooled_of, pooled_width
-from rlx_jax.errors import GraphError, RequestError, listing, quote, shown, suggests
+from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggests
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
@@ -75,6 +76,15 @@ class VisionEncoder:
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None
 
+    def __repr__(self) -> str:
+        return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def _repr_html_(self) -> str:
+        return self.model._repr_html_()
+
     @suggests()
     def hidden_states(self, pixel_values: Any) -> jax.Array:
         """The last hidden states: pixel values `[B, C, H, W]` floats → `[B, tokens, hidden]` float32.
@@ -107,7 +117,7 @@ class VisionEncoder:
         width = pooled_width(self.model)
         clock = self.model.programs.clock()
         if _is_pixel_values(images):
-            pixels, single = np.asarray(self._checked(images)), False
+            pixels, single = np.asarray(self._checked(images, least=0)), False
             parts: Iterator[Any] = (pixels[i : i + self._most] for i in range(0, len(pixels), self._most))
         else:
             parts, single = self._processed(images)
@@ -150,20 +160,24 @@ class VisionEncoder:
         vectors: Vectors = np.asarray(jax.device_get(pooled_of(found)))[:rows]
         return vectors
 
-    def _checked(self, pixel_values: Any) -> Any:
-        """Pixel values of a request."""
-        if not isinstance(pixel_values, jax.Array):
+    def _checked(self, pixel_values: Any, least: int = 1) -> Any:
+        """Pixel values of a request, of `least` images and more."""
+        if on_host := not isinstance(pixel_values, jax.Array):
             pixel_values = as_host_array("pixel_values", pixel_values)
         shape = list(pixel_values.shape)
-        if len(shape) != 4 or 0 in shape or shape[1] != self.channels:
+        if len(shape) != 4 or 0 in shape[1:] or shape[0] < least or shape[1] != self.channels:
+            turned = len(shape) == 4 and shape[3] == self.channels
             hint = "; an image to be processed is uint8, [height, width, channels]" if len(shape) == 3 else ""
             hint = "; x[None] is a batch of one" if len(shape) == 3 and shape[0] == self.channels else hint
+            hint = "; x.transpose(0, 3, 1, 2) puts the channels there" if turned else hint
             raise RequestError(f"pixel_values: expected [batch, {self.channels}, height, width], got {shape}{hint}")
         if not is_float(pixel_values.dtype):
             raise RequestError(
                 f"pixel_values: expected floats as an image processor makes them, got "
                 f"{short_name(pixel_values.dtype)}; embed takes uint8 images"
             )
+        if on_host and self.processor is not None:
+            warn_of_range(pixel_values, self.processor)
         return pixel_values
 
     @suggests()
@@ -200,7 +214,7 @@ def check_images(model: CompiledModel) -> int:
     Raises:
         GraphError: its first input is no images, or it has other required ones.
     """
-    first = model.flow.inputs[0]
+    first = next(i for i in model.flow.inputs if i.name == model.first_input)
     shape = first.type.shape
     if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(first.type.dtype):
         raise GraphError(
@@ -214,6 +228,25 @@ def check_images(model: CompiledModel) -> int:
             "them a default, or call rlx_jax.compile(flow)"
         )
     return shape[1]
+
+
+def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> None:
+    """Warn of pixel values that no picture has behind a processor, but before it: from 0 to 255, or from 0 to 1."""
+    if not pixels.size:
+        return
+    least, most = processor.range
+    low, high = float(pixels.min()), float(pixels.max())
+    raw = max(-low, high) > 4 * max(-least, most)
+    # Behind a mean the dark parts of pictures are below 0.
+    scaled = least < -0.5 and 1.5 < most < 200 and 0 <= low and high <= 1 and high - low > 0.9
+    if raw or scaled:
+        warnings.warn(
+            f"pixel_values: {low:g} to {high:g}, and the image processor makes {least:.2g} to {most:.2g}: they look as "
+            f"they were before it{' divided them' if raw else ' took the mean off'}; embed takes uint8 images, and "
+            "processor(images) makes their pixel values",
+            RlxNumericsWarning,
+            stacklevel=5,
+        )
 
 
 def _is_pixel_values(images: Any) -> bool:

@@ -21,11 +21,12 @@ from rlx_jax.generate.conversation import Conversation, open_conversation, refus
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
 from rlx_jax.generate.generation import NewTokens
+from rlx_jax.generate.perplexity import perplexity_of, perplexity_windows
 from rlx_jax.generate.plan import DraftPlan, Request
 from rlx_jax.generate.reading import extend, logits_of, prefill
 from rlx_jax.generate.sampler import SAMPLING, Sampler, Sampling, one_sampler
 from rlx_jax.generate.scored_texts import ScoredTokens, scored_tokens
-from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
+from rlx_jax.generate.scoring import Score, scores_of
 from rlx_jax.generate.speaker import Speaker
 from rlx_jax.generate.warming import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -36,10 +37,16 @@ from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
-from rlx_jax.text.opening import check_logits, check_tokenizer, known_positions, open_token_model
+from rlx_jax.text.opening import (
+    TokenizerLike,
+    check_logits,
+    in_one_line,
+    known_positions,
+    open_token_model,
+    open_tokenizer,
+)
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
-from rlx_jax.text.tokenizer import Tokenizer
 
 Inputs = Mapping[str, Any] | None
 
@@ -50,7 +57,7 @@ class CausalLM:
     Args:
         flow: a `ModelFlow` whose first input is the ids, or a recipe; or a compiled model, whose programs it shares.
         weights, missing, key: as in `rlx_jax.compile`.
-        tokenizer: for strings; `rlx_jax.load` brings the checkpoint's own.
+        tokenizer: for strings; or the directory of its `tokenizer.json`. `rlx_jax.load` brings the checkpoint's own.
         max_positions: the longest sequence the model knows, in tokens.
         eos_ids: tokens that end a row.
         progress: told how far loading and compiling are; see `rlx_jax.compiler.executable.Progress`.
@@ -64,7 +71,7 @@ class CausalLM:
         flow: Any,
         weights: Weights = None,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerLike | None = None,
         profile: ProfileLike | None = None,
         mesh: Any = None,
         strict: bool = True,
@@ -75,23 +82,24 @@ class CausalLM:
         bos_id: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        self.tokenizer = open_tokenizer(tokenizer)
         self.model, self.vocab_size = open_token_model(
             flow, weights, profile, mesh, strict, progress, max_positions,
             programs=("forward", *CACHED_PROGRAMS), inputs=True, missing=missing, key=key,
         )  # fmt: skip
         check_logits(self.model, self.vocab_size)
-        self.tokenizer, self.max_positions = check_tokenizer(tokenizer), known_positions(self.model)
+        self.max_positions = known_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
         self._seed: int | None = None
         self._told: Callable[[], RequestReport | None] = lambda: None  # of the last request
         self.eos_ids = eos_ids
-        if tokenizer and not self.eos_ids:
-            self.eos_ids = tokenizer.eos_ids
+        if self.tokenizer and not self.eos_ids:
+            self.eos_ids = self.tokenizer.eos_ids
         if bos_id is not None:
             (bos_id,) = id_list([bos_id], self.vocab_size, "bos_id")
-        self.bos_id = bos_id if bos_id is not None else (tokenizer.bos_id if tokenizer else None)
+        self.bos_id = bos_id if bos_id is not None else (self.tokenizer.bos_id if self.tokenizer else None)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -103,11 +111,13 @@ class CausalLM:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
     def __repr__(self) -> str:
-        positions = self.max_positions or "any number of"
-        return (
-            f"CausalLM({self.model.name}: vocabulary {self.vocab_size}, {positions} positions, "
-            f"target {self.model.settings.target})"
-        )
+        return in_one_line("CausalLM", self.model, self.vocab_size, self.max_positions)
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def _repr_html_(self) -> str:
+        return self.model._repr_html_()
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -366,6 +376,7 @@ class CausalLM:
         chat_template: str | None = None,
         allow_special: bool = False,
         max_len: int | None = None,
+        keep_copy: bool = True,
         **variables: Any,
     ) -> Conversation:
         """A conversation whose state stays on the device, so that each turn reads what is new: `.send("Hello")`,
@@ -375,13 +386,15 @@ class CausalLM:
             messages: what it begins with, such as `[{"role": "system", "content": "Be brief."}]`.
             max_len: tokens that it may have; there is room for all of them at once then. By default as many as the
                 model has positions, in a cache that grows.
+            keep_copy: keep rings of windows and states of blocks as they were before the last reply, too, so that
+                asking again reads next to nothing; False takes less memory, and reads all of it.
             tools, chat_template, allow_special, variables: as in `apply_chat_template`.
 
         Raises:
             RequestError, TokenizerError: as `apply_chat_template`.
         """
         options = {"tools": tools, "chat_template": chat_template, "allow_special": allow_special}
-        return open_conversation(self, messages, max_len, options, variables)
+        return open_conversation(self, messages, max_len, keep_copy, options, variables)
 
     def apply_chat_template(
         self,

@@ -62,12 +62,14 @@ class Conversation:
         messages: `[{"role": "user", "content": "Hello"}, …]`, the replies among them.
         options: what the template is given beside them.
         max_len: tokens that the conversation may have; None for as many as the model has positions.
+        keep_copy: whether what cannot be cut back of the state is kept as it was before the last reply.
     """
 
     talker: Talker = field(repr=False)
     messages: list[dict[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     max_len: int | None = None
+    keep_copy: bool = True
     _text: TextState | None = field(default=None, repr=False)
     _number: int = field(default=0, repr=False)
 
@@ -89,9 +91,10 @@ class Conversation:
         """The reply to a message, as text; both are in `messages` then.
 
         Args:
-            message: of the user, as text; or a message of another role, such as a tool, or several.
+            message: of the user, as text; or a message of another role, such as a tool, or several; `[]` to answer the
+                messages as they are.
             max_new_tokens, sampler, stop, seed, speculative, draft_tokens, logprobs, sampling: as in
-                `CausalLM.chat`. With logprobs the reply is a `Completion`.
+                `CausalLM.chat`. With logprobs the reply is a `Completion`. There is one new token at least.
             n: refused: a conversation goes on from one answer.
 
         Raises:
@@ -157,7 +160,7 @@ class Conversation:
             raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
         messages = [*self.messages, *as_messages(message)]
         ids = self._rendered(messages)
-        self._check_room(len(messages), len(ids), whole_number("max_new_tokens", max_new_tokens, 0))
+        self._check_room(len(messages), len(ids), check_budget(max_new_tokens))
         request, new = self.talker._request(
             Prompts(None, [ids], True), max_new_tokens, sampler, stop, seed, None, speculative, draft_tokens,
             logprobs=logprobs,
@@ -189,32 +192,37 @@ class Conversation:
         self._check_current(taken.number)
         self._number += 1
         model, request, text = self.talker._speaker.model, taken.request, self._text
-        if not request.budget:  # nothing is read
-            return request
         self._text = None
         found = continued(model, text, taken.ids)
         if text is not None and request.drafts is not None and request.drafts.hidden:
             found = Continued(None, "the module for drafts reads hidden states of all tokens, which no state has")
-        start = 0 if found.before is None else found.before.lengths[0]
-        mark = self._mark(taken, start)
-        ours = self._number
+        leaves = self._leaves(taken)
+        mark = self._mark(taken, 0 if found.before is None else found.before.lengths[0], leaves)
+        before, ours = found.kept, self._number
+        lacking = before is None or not set(leaves) <= set(before.arrays)  # a text may grow over a window
+        if mark is None and lacking and leaves and found.before is not None:
+            before = KeptArrays.where(found.before, leaves)
 
         def ended(generation: Generation) -> None:
-            kept = found.kept if mark is None else KeptArrays.of(mark, generation)
+            kept = before if mark is None else KeptArrays.of(mark, generation)
             if self._number == ours:
                 self._text = after(generation, taken.ids, kept)
 
         return replace(request, before=found.before, mark=mark, room=self.max_len or 0, reread=found.why, ended=ended)
 
-    def _mark(self, taken: TurnTaken, start: int) -> Mark | None:
-        """Where a copy is kept of what cannot be cut back: behind the messages, where the reply is not begun yet, as
-        some templates write replies of earlier turns otherwise than they came."""
-        model = self.talker._speaker.model
-        leaves = kept_at_mark(model, len(taken.ids) + taken.request.budget)
-        if not leaves or (taken.request.drafts is not None and taken.request.drafts.hidden):
+    def _leaves(self, taken: TurnTaken) -> tuple[str, ...]:
+        """The arrays to keep a copy of, as they are before the reply: those that cannot be cut back."""
+        if not self.keep_copy or (taken.request.drafts is not None and taken.request.drafts.hidden):
+            return ()
+        return kept_at_mark(self.talker._speaker.model, len(taken.ids) + taken.request.budget)
+
+    def _mark(self, taken: TurnTaken, start: int, leaves: tuple[str, ...]) -> Mark | None:
+        """Where they are copied: behind the messages, where the reply is not begun yet, as some templates write replies
+        of earlier turns otherwise than they came. The last token is always read, as a state tells no logits."""
+        if not leaves:
             return None
-        at = common(self._rendered(taken.messages, reply=False), taken.ids)
-        return Mark(at, leaves) if start < at < len(taken.ids) else None
+        at = min(common(self._rendered(taken.messages, reply=False), taken.ids), len(taken.ids) - 1)
+        return Mark(at, leaves) if start < at else None
 
     def _ended(self, taken: TurnTaken, reply: str) -> None:
         self._check_current(taken.number + 1)
@@ -229,8 +237,9 @@ class Conversation:
 
 
 def open_conversation(
-    talker: Talker, messages: Any, max_len: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
-) -> Conversation:
+    talker: Talker, messages: Any, max_len: Any, keep_copy: Any, options: Mapping[str, Any],
+    variables: Mapping[str, Any],
+) -> Conversation:  # fmt: skip
     """As `CausalLM.conversation`: `variables` are those of the template, `options` its other arguments.
 
     Raises:
@@ -243,7 +252,23 @@ def open_conversation(
     begun = [] if none else check_messages(messages, template)
     if max_len is not None:
         check_positions(whole_number("max_len", max_len, 1), speaker.max_positions, "max_len")
-    return Conversation(talker, begun, {**options, **variables}, max_len)
+    if not isinstance(keep_copy, bool):
+        raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
+    return Conversation(talker, begun, {**options, **variables}, max_len, keep_copy)
+
+
+def check_budget(max_new_tokens: Any) -> int:
+    """The new tokens of a reply, which is a message of the conversation afterwards: it has one at least.
+
+    Raises:
+        RequestError: none, or no number.
+    """
+    budget = whole_number("max_new_tokens", max_new_tokens, 0)
+    if budget == 0:
+        raise RequestError(
+            "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to `messages`"
+        )
+    return budget
 
 
 def as_messages(message: Any) -> list[dict[str, Any]]:

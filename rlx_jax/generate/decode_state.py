@@ -95,7 +95,7 @@ def run_padded(
 ) -> tuple[jax.Array, StateArrays]:
     """Run a cached program on checked tokens. Rows behind `valid` and positions from `seq` on are padding, and prefill
     wants one token of such a row."""
-    programs, ids = reader.model.programs, reader.model.flow.inputs[0].name
+    programs, ids = reader.model.programs, reader.model.first_input
     idle = np.full(len(padded) - len(valid), int(reader.model.program == "prefill"))
     lengths = np.concatenate([valid, idle]).astype(np.int32)
     (out, *_), after = reader({ids: padded, "lengths": lengths, **(beside or {})}, state)

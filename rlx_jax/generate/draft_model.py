@@ -20,7 +20,7 @@ from rlx_jax.generate.prompts import Readers, as_parts, prompt_blocks
 from rlx_jax.generate.speculative import Drafting, Drafts, Judged, Own, Turn, after_tokens
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
 from rlx_jax.runtime.state import LENGTH
 
 
@@ -93,9 +93,9 @@ class DraftModel:
     def source(self, sizes: Mapping[str, int]) -> ModelDrafts:
         """See `DraftPlan`."""
         logits = self.model.output_names[:1]
-        key = self.model.as_program("extend").sized({**sizes, "seq": 1}, outputs=logits, spare=self.tokens)
+        key = self.model.as_program("extend").sized({**sizes, "seq": 1}, Variant(outputs=logits, spare=self.tokens))
         back = self.model.programs.template(self.model.as_program("verify").key(outputs=logits)).taken_back
-        return ModelDrafts(self.model.programs, key, self.model.flow.inputs[0].name, back)
+        return ModelDrafts(self.model.programs, key, self.model.first_input, back)
 
     def params(self) -> Any:
         """The parameters of the other model."""
@@ -110,6 +110,7 @@ class DraftModel:
         hidden: tuple[Any, ...],
     ) -> tuple[Any, StateArrays]:
         """Read the prompts; see `DraftPlan`."""
-        readers = Readers(self.model, plan.sizes, spare=self.tokens).bound(plan.widths)
+        variant = Variant(outputs=self.model.output_names[:1], spare=self.tokens)
+        readers = Readers(self.model, plan.sizes, variant).bound(plan.widths)
         *_, last = prompt_blocks(readers, as_parts(plan.widths), prompts, plan.batch, {})
         return None, last.state

@@ -17,6 +17,7 @@ from rlx_jax.generate.plan import AnyArray, Request, RequestPlan
 from rlx_jax.generate.prompts import Readers, read_prompts
 from rlx_jax.generate.speculative import OWN, VerifyLoop
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.programs import Variant
 from rlx_jax.runtime.report import RequestReport, Speculated
 
 
@@ -27,18 +28,19 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
         RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
     """
     sizes, given = {**plan.inputs.sizes, **plan.sizes}, plan.inputs.given
-    logits, ids, drafts = model.output_names[:1], model.flow.inputs[0].name, plan.drafts
+    logits, ids, drafts = model.output_names[:1], model.first_input, plan.drafts
     if drafts is None:
         loop = DecodeLoop(plan.method, ids, plan.loop.steps, plan.loop.early, plan.top)
-        decode = model.as_program("extend").bound({**sizes, "seq": 1}, loop, outputs=logits, given=given)
-        readers = Readers(model, {**sizes, **plan.reading}, given)
+        variant = Variant(outputs=logits, given=given)
+        decode = model.as_program("extend").bound({**sizes, "seq": 1}, loop, variant)
+        readers = Readers(model, {**sizes, **plan.reading}, variant)
     else:
-        verify, spare = model.as_program("verify"), drafts.tokens
+        verify, variant = model.as_program("verify"), Variant(True, logits, given, drafts.tokens, drafts.hidden)
         back = model.programs.template(verify.key(given, logits)).taken_back
         checking = VerifyLoop(plan.method, ids, plan.loop.steps, drafts.source(plan.sizes), drafts.tokens, back)
         width = {**sizes, "seq": drafts.tokens + 1}
-        decode = verify.bound(width, checking, False, logits, given, spare, drafts.hidden)
-        readers = Readers(model, sizes, given, spare, drafts.hidden)
+        decode = verify.bound(width, checking, replace(variant, last_only=False))
+        readers = Readers(model, sizes, variant)
     knobs, ends = jax.device_put((plan.knobs, plan.ends), model.programs.whole)  # once, not with every block
     rows, state, first, told, hidden, marked = read_prompts(readers, plan, prompts, knobs, ends)
     if plan.answers > 1:

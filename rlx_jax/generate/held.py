@@ -7,12 +7,13 @@ that carries a state knows nothing but the last one: of these arrays a copy is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
@@ -35,6 +36,11 @@ class KeptArrays:
     def of(mark: Mark, generation: Generation) -> KeptArrays | None:
         """Those of a request's mark; None where it was not read so far."""
         return None if generation.marked is None else KeptArrays(mark.at, generation.marked)
+
+    @staticmethod
+    def where(before: Before, names: Sequence[str]) -> KeptArrays:
+        """Those of the state that a request goes on from."""
+        return KeptArrays(before.lengths[0], copied({name: before.arrays[name] for name in names}))
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,21 @@ def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) 
     if text is None:
         return Continued(None)
     same, held = common(text.ids, ids), len(text.ids)
-    at = min(same, len(ids) - 1)
+    at = wanted = min(same, len(ids) - 1)
     if at == 0:
         return Continued(None, f"the text differs from its first token on, and all {held} tokens held were dropped")
     arrays, why, kept = text.arrays, "", text.kept
     if at < held and not can_cut(model, text, at):
-        if text.kept is None or not 0 < text.kept.at <= at:
+        if text.kept is None or not 0 < text.kept.at <= at or not can_cut(model, text, text.kept.at, text.kept.arrays):
             return Continued(
                 None, f"the text differs at token {same} of {held} that were held, and its state cannot be taken back"
             )
-        at, kept = text.kept.at, None  # the request writes into it
-        arrays = {**arrays, **text.kept.arrays}
-    if at < same:
+        at = text.kept.at
+        arrays = {**arrays, **copied(text.kept.arrays)}  # the request writes into these, and may be asked for again
+    if at < held:  # what moves a state to other slots goes by its length
+        length = np.full(arrays[LENGTH].shape, at, np.int32)
+        arrays = {**arrays, LENGTH: jax.device_put(length, arrays[LENGTH].sharding)}
+    if at < wanted:
         why = f"its state was kept at token {at}, and cannot be taken back to another"
     if same < min(held, len(ids)):
         why = f"the text differs at token {same} of {held} that were held" + (f"; {why}" if why else "")
@@ -96,15 +105,15 @@ def continued(model: CompiledModel, text: TextState | None, ids: Sequence[int]) 
     return Continued(before, why, kept if kept is not None and kept.at <= at else None)
 
 
-def can_cut(model: CompiledModel, text: TextState, at: int) -> bool:
-    """Whether the state is right after `at` tokens where its length alone is set to that."""
+def can_cut(model: CompiledModel, text: TextState, at: int, besides: Collection[str] = ()) -> bool:
+    """Whether the state is right after `at` tokens where its length alone is set to that, `besides` these arrays."""
     held, rings = len(text.ids), windows(model)
 
     def cuts(name: str) -> bool:
         slots = slots_of(model, name, text.arrays[name]) if name in rings else 0
         return name in rings and (held <= slots or held - at <= slots - rings[name])
 
-    return all(map(cuts, uncut(model)))
+    return all(name in besides or cuts(name) for name in uncut(model))
 
 
 def kept_at_mark(model: CompiledModel, tokens: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 
@@ -22,6 +22,17 @@ from rlx_jax.models.families import Pretrained, check_options, open_pretrained, 
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
+
+
+class Opening(TypedDict):
+    """What `load` takes and whatever it opens takes too."""
+
+    profile: ProfileLike | None
+    mesh: Any
+    strict: bool
+    progress: Progress | None
+    missing: Literal["error", "init"]
+    key: jax.Array | int | None
 
 
 def load(
@@ -83,24 +94,29 @@ def load(
     own = pretrained.recipe
     used = own if recipe is None else rebound(recipe, own)
     if dtype is not None:
-        known = "auto" if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
-        if known not in ("auto", "f32", "bf16", "f16"):
-            raise ProfileError(f"dtype: models compute in f32, bf16 or f16, got {shown(dtype)}")
-        dtype = known
-        chosen = CompileProfile.of(
-            ModelFlow.from_recipe(used).profile or CompileProfile() if profile is None else profile
-        )
-        profile = chosen.replace(precision={"compute": dtype})
-    common: dict[str, Any] = {"profile": profile, "mesh": mesh, "strict": strict, "progress": progress}
-    common |= {"missing": missing, "key": key}
+        profile = computing_in(dtype, ModelFlow.from_recipe(used).profile if profile is None else profile)
+    common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
     opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs)
     return opened
 
 
+def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
+    """A profile, or the default one, with another compute dtype.
+
+    Raises:
+        ProfileError: models do not compute in that.
+    """
+    known = "auto" if dtype == "auto" else short_name(as_dtype(dtype, "dtype: "))
+    if known not in ("auto", "f32", "bf16", "f16"):
+        raise ProfileError(f"dtype: models compute in f32, bf16 or f16, got {shown(dtype)}")
+    chosen = CompileProfile.of(CompileProfile() if profile is None else profile)
+    return chosen.replace(precision={"compute": known})
+
+
 def _opened(
-    pretrained: Pretrained, recipe: Any, folder: Folder, pipeline: SentencePipeline | None, common: dict[str, Any]
+    pretrained: Pretrained, recipe: Any, folder: Folder, pipeline: SentencePipeline | None, common: Opening
 ) -> CausalLM | Encoder | VisionEncoder | DualEncoder:
     """What the kind of a checkpoint says, of a recipe."""
     if pretrained.kind == "vision":
@@ -110,14 +126,15 @@ def _opened(
         return load_dual(folder, recipe, pretrained.images, common)
     flow, own = ModelFlow.from_recipe(recipe), pretrained.recipe
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
-    common |= {"tokenizer": tokenizer, "max_positions": pretrained.max_positions}
+    positions = pretrained.max_positions
     if pretrained.kind == "encoder":
-        return Encoder(flow, pipeline=pipeline, padding=padding_of(own, tokenizer), **common)
+        padding = padding_of(own, tokenizer)
+        return Encoder(flow, tokenizer=tokenizer, pipeline=pipeline, padding=padding, max_positions=positions, **common)
     eos, bos = special_ids(folder, tokenizer, pretrained.vocab_size)
-    return CausalLM(flow, eos_ids=eos, bos_id=bos, **common)
+    return CausalLM(flow, tokenizer=tokenizer, eos_ids=eos, bos_id=bos, max_positions=positions, **common)
 
 
-def load_dual(folder: Folder, recipe: Any, images: str, common: dict[str, Any]) -> DualEncoder:
+def load_dual(folder: Folder, recipe: Any, images: str, common: Opening) -> DualEncoder:
     """The towers of a recipe, with the checkpoint's tokenizer and image processor."""
     tokenizer = load_tokenizer(folder)
     return DualEncoder(

@@ -27,7 +27,7 @@ from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, MakesMtp
 from rlx_jax.runtime.beside import model_beside
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import ProgramKey, Programs
+from rlx_jax.runtime.programs import ProgramKey, Programs, Variant
 from rlx_jax.runtime.state import LENGTH
 from rlx_jax.text.requests import pad_rows
 
@@ -133,7 +133,7 @@ class MtpPlan:
         """See `DraftPlan`."""
         extend = self.model.as_program("extend")
         first, chain = (extend.sized({**sizes, "seq": seq}) for seq in (self.tokens + 1, 1))
-        return MtpDrafts(self.model.programs, first, chain, self.model.flow.inputs[0].name)
+        return MtpDrafts(self.model.programs, first, chain, self.model.first_input)
 
     def params(self) -> Any:
         """The parameters of the module, those of the model that it reads among them."""
@@ -148,17 +148,17 @@ class MtpPlan:
         hidden: tuple[Any, ...],
     ) -> tuple[Any, StateArrays]:
         """Read the pairs of the prompts, all but the last, which waits for its drafts; see `DraftPlan`."""
-        ids_input = self.model.flow.inputs[0].name
+        ids_input = self.model.first_input
         filled = [*prompts, *([0] for _ in range(plan.batch - len(prompts)))]
         lengths = np.array([len(p) for p in filled], np.int32)
         state: StateArrays = {}
-        at = 0
+        at, variant = 0, Variant(outputs=(HIDDEN,))
         for width, block in zip(plan.widths, hidden, strict=True):
             sizes = {**plan.sizes, "seq": width}
             if at == 0:
-                reader = self.model.as_program("prefill").reader(sizes, outputs=(HIDDEN,))
+                reader = self.model.as_program("prefill").reader(sizes, variant)
             else:
-                reader = self.model.as_program("extend").bound(sizes, outputs=(HIDDEN,))
+                reader = self.model.as_program("extend").bound(sizes, variant=variant)
             tokens = pad_rows([p[at + 1 : at + 1 + width] for p in filled], width)
             fed = {ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - at, 0, width)}
             _, state = reader(fed, state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,30 +17,26 @@ from rlx_jax.generate.plan import AnyArray, Before, PromptPart, RequestPlan
 from rlx_jax.generate.sampler import Knobs
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import state_shardings
+from rlx_jax.runtime.programs import Variant, state_shardings
 from rlx_jax.runtime.state import LENGTH, as_state
 from rlx_jax.text.requests import pad_rows
 
 
 @dataclass(frozen=True)
 class Readers:
-    """What the programs that read prompts have in common: rows, slots and other sizes, the optional inputs that there
-    are, the tokens that may be taken back, and whether hidden states are wanted."""
+    """What the programs that read prompts have in common: rows, slots and other sizes, and their variant."""
 
     model: CompiledModel
     sizes: Mapping[str, int]
-    given: frozenset[str] = frozenset()
-    spare: int = 0
-    hidden: bool = False
+    variant: Variant
 
     def bound(self, widths: Sequence[int], behind: bool = False) -> list[BoundProgram]:
         """The programs for so many tokens each, one after the other: `prefill` first, if there is no state `behind`
         which they read."""
-        logits = self.model.output_names[:1]
         blocks = [{**self.sizes, "seq": width} for width in widths]
-        extend, more = self.model.as_program("extend"), (True, logits, self.given, self.spare, self.hidden)
-        first = [] if behind else [self.model.as_program("prefill").reader(blocks.pop(0), *more)]
-        return [*first, *(extend.bound(block, None, *more) for block in blocks)]
+        first = [] if behind else [self.model.as_program("prefill").reader(blocks.pop(0), self.variant)]
+        extend = self.model.as_program("extend")
+        return [*first, *(extend.bound(block, variant=self.variant) for block in blocks)]
 
 
 class PromptBlock(NamedTuple):
@@ -61,7 +57,7 @@ def prompt_blocks(
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Read the prompts, part by part, behind the `state`. `beside` is what comes with the tokens. A row that holds
     nothing reads one."""
-    ids = readers[0].model.flow.inputs[0].name
+    ids = readers[0].model.first_input
     filled = [*prompts, *([0] for _ in range(batch - len(prompts)))]
     lengths, live = np.array([len(p) for p in filled]), np.arange(batch) < len(prompts)
     state = {} if state is None else state
@@ -104,7 +100,7 @@ def state_behind(reader: BoundProgram, before: Before) -> StateArrays:
 
 def read_shared(plan: RequestPlan, prompts: Sequence[Sequence[int]], readers: Readers) -> Before:
     """What all prompts begin with, read once."""
-    alone = Readers(readers.model, {**readers.sizes, "batch": plan.alone}, readers.given, readers.spare)
+    alone = Readers(readers.model, {**readers.sizes, "batch": plan.alone}, replace(readers.variant, hidden=False))
     count = sum(part.tokens for part in plan.shared)
     programs = alone.bound([part.width for part in plan.shared])
     *_, last = prompt_blocks(programs, plan.shared, [prompts[0][:count]], plan.alone, {})

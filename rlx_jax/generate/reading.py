@@ -15,6 +15,7 @@ from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
 from rlx_jax.generate.serving import asked_slots, last_only, pad_step, prefill_slots
 from rlx_jax.generate.speaker import Speaker
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import Variant
 from rlx_jax.runtime.state import as_state
 from rlx_jax.text.opening import check_positions, primary
 from rlx_jax.text.padding import cropped, pad_block
@@ -47,7 +48,7 @@ def prefill(
     beside = request_inputs(model, inputs, len(block))
     sizes = {**beside.sizes, "batch": rows, "context": slots}
     reader = model.as_program("prefill").reader(
-        {**sizes, "seq": width}, last_only=last_only(logits), outputs=model.output_names[:1], given=beside.given
+        {**sizes, "seq": width}, Variant(last_only(logits), model.output_names[:1], beside.given)
     )
     out, after = run_padded(reader, {}, padded, valid, block.shape[1], beside.padded(rows))
     state = DecodeState(as_state(after), valid, max_len or slots, sizes, speaker.owner, beside.given, text=block)
@@ -66,9 +67,9 @@ def extend(
     state.check_room(valid)
     padded = pad_step(speaker.buckets, block, state.sizes)
     reader = model.as_program("extend").bound(
-        {**state.sizes, "seq": padded.shape[1]}, last_only=last_only(logits), outputs=model.output_names[:1],
-        given=state.given,
-    )  # fmt: skip
+        {**state.sizes, "seq": padded.shape[1]},
+        variant=Variant(last_only(logits), model.output_names[:1], state.given),
+    )
     held = state.take(speaker.owner)
     try:
         out, after = run_padded(reader, held.arrays(), padded, valid, block.shape[1])

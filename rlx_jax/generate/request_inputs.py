@@ -35,8 +35,17 @@ NONE = RequestInputs()
 
 
 def declared(model: CompiledModel) -> dict[str, InputDecl]:
-    """The inputs that a request brings beside its tokens, by name: those without the dimension `seq`."""
-    return {d.name: d for d in model.flow.inputs[1:] if "seq" not in d.type.symbols}
+    """The inputs that a request brings beside its tokens, by name: those without the dimension `seq` that an output
+    reads."""
+    idle = unread(model) | {model.first_input}
+    return {d.name: d for d in model.flow.inputs if d.name not in idle and "seq" not in d.type.symbols}
+
+
+def unread(model: CompiledModel) -> frozenset[str]:
+    """The inputs that no output reads, whatever optional ones there are."""
+    optional = frozenset(d.name for d in model.flow.inputs if d.optional)
+    idle = model.programs.unread(model.name, frozenset()) - optional
+    return idle & model.programs.unread(model.name, optional) if idle and optional else idle
 
 
 def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int) -> RequestInputs:
@@ -54,6 +63,7 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
         if name not in known:
             with_tokens = name in (d.name for d in model.flow.inputs)
             why = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
+            why = "none of the outputs reads it" if name in unread(model) else why
             raise RequestError(
                 f"inputs: {quote(name)}: {why}; a request may bring {listing(known) or 'nothing beside tokens'}"
                 f"{did_you_mean(str(name), known)}"

@@ -294,7 +294,8 @@ def keep_likely(method: Method, knobs: Knobs, logits: Array) -> Array:
             mass = jax.nn.softmax(ranked, axis=-1)
             before = jnp.cumsum(mass, axis=-1) - mass
             kept = jnp.sum(before < knobs.top_p, axis=-1, keepdims=True, dtype=jnp.int32)
-            floor = jnp.take_along_axis(ranked, kept - 1, axis=-1)
+            # The last in rank are those that top-k left out, and a limit that is off, or a rounded sum, reaches them.
+            floor = jnp.maximum(floor, jnp.take_along_axis(ranked, kept - 1, axis=-1))
     if method.min_p:
         floor = jnp.maximum(floor, peak + jnp.log(knobs.min_p))
     return jnp.where(logits >= jnp.minimum(floor, peak), logits, -jnp.inf)

@@ -82,7 +82,8 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
     """A context and its continuation.
 
     Of strings, spaces at the end of the context belong to the continuation, both are tokenised as one text, and the
-    continuation is what goes beyond the tokens of the context alone, as in lm-evaluation-harness.
+    continuation is what goes beyond the tokens of the context alone, as in lm-evaluation-harness. Of a context of
+    spaces nothing is left, and then the first token stands before it unless the tokenizer puts one there.
     """
     if isinstance(context, str) != isinstance(continuation, str):
         raise RequestError(f"{what}: a context and a continuation are both strings or both ids, got {shown(context)}")
@@ -93,7 +94,7 @@ def pair_ids(speaker: Speaker, context: Any, continuation: Any, what: str) -> Sc
         bare = context.rstrip()
         continuation, context = context[len(bare) :] + continuation, bare
         whole, before = (text_ids(speaker, text, what) for text in (context + continuation, context))
-        before, behind = whole[: len(before)], whole[len(before) :]
+        before, behind = whole[: len(before)] or [first_id(speaker)], whole[len(before) :]
     else:
         encoded = speaker.needed("strings need").encode(continuation, add_special_tokens=False)
         behind = id_list(encoded, speaker.vocab_size, what)

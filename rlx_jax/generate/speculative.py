@@ -10,9 +10,9 @@ Where drafts come from is a `DraftSource`; the host's half of one is a `DraftPla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +132,18 @@ class DraftSource(Protocol):
         """Go on from the tokens that were taken."""
 
 
+class SoFar(NamedTuple):
+    """What the loop carries: steps done, the rows, the state of the model and, under `OWN`, of the source, what it
+    keeps, the counts, the tokens."""
+
+    at: Array
+    rows: Rows
+    state: StateArrays
+    kept: Any
+    counts: Array
+    out: Array
+
+
 @dataclass(frozen=True)
 class VerifyLoop(Choosing):
     """Around `verify`: propose drafts, read them, take those that hold, `steps` times or until every row has ended.
@@ -169,43 +181,44 @@ class VerifyLoop(Choosing):
         def function(
             params: Mapping[str, Any], state: StateArrays, inputs: Mapping[str, Any]
         ) -> tuple[tuple[Any, ...], StateArrays]:
-            knobs, ends = inputs["knobs"], inputs["ends"]
-            width = self.drafts + 1
-
-            def step(carry: Any) -> Any:
-                at, rows, state, kept, counts, out = carry
-                main = {name: array for name, array in state.items() if not name.startswith(OWN)}
-                own = {name[len(OWN) :]: array for name, array in state.items() if name.startswith(OWN)}
-                turn = Turn(rows, main[LENGTH], Choosing(self.method), knobs)
-                with jax.named_scope(DRAFTING):
-                    drafts, mine = self.source.propose(Own(inputs["params"], kept, own), turn, self.drafts)
-                drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
-                fed = {
-                    self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
-                    "lengths": jnp.where(rows.running, drafts.count + 1, 0),
-                }
-                outputs, main = verify(params, main, fed)
-                with jax.named_scope(SAMPLER):
-                    judged = self.judge(outputs[0], rows, drafts, knobs, ends)
-                judged = replace(judged, hidden=outputs[1] if len(outputs) > 1 else None)
-                main[LENGTH] = turn.held + judged.count
-                for name, axis in self.carried:
-                    main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)
-                mine = self.source.accept(mine, turn, judged)
-                state = main | {OWN + name: array for name, array in mine.state.items()}
-                shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
-                out = lax.dynamic_update_slice(out, shown, (jnp.int32(0), at * width))
-                one = jnp.stack([drafts.count.sum(dtype=jnp.int32), judged.kept.sum(dtype=jnp.int32), jnp.int32(1)])
-                return at + 1, self.after(rows, judged, ends), state, mine.kept, counts + one, out
-
             rows = inputs["rows"]
-            out = jnp.full((rows.ids.shape[0], self.steps * width), STOPPED, jnp.int32)
-            start = (jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
-            end = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
-            _, rows, state, kept, counts, out = end
-            return (out, rows, kept, counts), state
+            out = jnp.full((rows.ids.shape[0], self.steps * (self.drafts + 1)), STOPPED, jnp.int32)
+            start = SoFar(jnp.int32(0), rows, state, inputs["kept"], inputs["counts"], out)
+            end = lax.while_loop(
+                lambda now: (now.at < self.steps) & now.rows.running.any(),
+                lambda now: self.step(lambda state, fed: verify(params, state, fed), inputs, now),
+                start,
+            )
+            return (end.out, end.rows, end.kept, end.counts), end.state
 
         return function
+
+    def step(self, verify: Callable[..., Any], inputs: Mapping[str, Any], before: SoFar) -> SoFar:
+        """Propose, read and judge once. `verify`: state and inputs → outputs and state."""
+        rows, knobs, ends = before.rows, inputs["knobs"], inputs["ends"]
+        main = {name: array for name, array in before.state.items() if not name.startswith(OWN)}
+        own = {name[len(OWN) :]: array for name, array in before.state.items() if name.startswith(OWN)}
+        turn = Turn(rows, main[LENGTH], Choosing(self.method), knobs)
+        with jax.named_scope(DRAFTING):
+            drafts, mine = self.source.propose(Own(inputs["params"], before.kept, own), turn, self.drafts)
+        drafts = replace(drafts, count=jnp.clip(drafts.count, 0, turn.room))
+        fed = {
+            self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
+            "lengths": jnp.where(rows.running, drafts.count + 1, 0),
+        }
+        outputs, main = verify(main, fed)
+        with jax.named_scope(SAMPLER):
+            judged = self.judge(outputs[0], rows, drafts, knobs, ends)
+        judged = replace(judged, hidden=outputs[1] if len(outputs) > 1 else None)
+        main[LENGTH] = turn.held + judged.count
+        for name, axis in self.carried:
+            main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)
+        mine = self.source.accept(mine, turn, judged)
+        state = main | {OWN + name: array for name, array in mine.state.items()}
+        shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)
+        out = lax.dynamic_update_slice(before.out, shown, (jnp.int32(0), before.at * (self.drafts + 1)))
+        one = jnp.stack([drafts.count.sum(dtype=jnp.int32), judged.kept.sum(dtype=jnp.int32), jnp.int32(1)])
+        return SoFar(before.at + 1, self.after(rows, judged, ends), state, mine.kept, before.counts + one, out)
 
     def judge(self, logits: Array, rows: Rows, drafts: Drafts, knobs: Knobs, ends: Array) -> Judged:
         """Logits `[B, k + 1, V]` behind the last token and each draft → which tokens the rows take."""

@@ -23,6 +23,7 @@ from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.serving import Sizes, check_samplers, largest_chunk, request_sizes, warm_contexts
 from rlx_jax.generate.speaker import Speaker
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import Variant
 from rlx_jax.text.padding import check_sizes
 from rlx_jax.text.requests import Ids, whole_number
 
@@ -116,7 +117,7 @@ def warm_longer(speaker: Speaker) -> None:
     for small, large in combinations(contexts, 2):
         state = prefill(speaker, np.zeros((1, 1), np.int32), None, small, "last", None, None)[1]
         extend = speaker.model.as_program("extend").bound(
-            {"batch": rows, "context": large, "seq": 1}, outputs=speaker.model.output_names[:1]
+            {"batch": rows, "context": large, "seq": 1}, variant=Variant(outputs=speaker.model.output_names[:1])
         )
         state_behind(extend, Before(state.take(speaker.owner).arrays(), (0,), (1,), small))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,18 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import files, limits
-from rlx_jax.io.hub import Snapshot, Told, is_name, open_snapshot
+from rlx_jax.io.hub import SizeBound, Snapshot, Told, is_name, open_snapshot
 from rlx_jax.io.hub_listing import Listed
 from rlx_jax.io.strict_json import parse_object
 
 CONFIG = "config.json"
 """The file of a model's sizes. Transformers writes it with Python's json, and Mamba-2's most time as a bare Infinity,
 which is taken here; whoever reads a field says whether it may be so large."""
+
+
+def json_bound() -> tuple[int, str]:
+    """Bytes that a file of JSON may have."""
+    return limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES"
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,22 @@ class Folder:
         self.snapshot.fetch(self._inside(name), limit, limit_name)
         return True
 
-    def bring_all(self, names: Iterable[str]) -> None:
-        """Have those of several files that there are; of a model of the Hub they are fetched several at a time.
+    def bring_all(self, names: Iterable[str], bounds: Mapping[str, SizeBound] | None = None) -> None:
+        """Have those of several files that there are; of a model of the Hub they are fetched several at a time. Some
+        have `bounds`, as `bring` has them.
 
         Raises:
             As `Snapshot.fetch_all`.
         """
         if self.snapshot is not None:
+            known = {self._inside(name): bound for name, bound in (bounds or {}).items()}
             inside = [self._inside(name) for name in names]
-            self.snapshot.fetch_all([name for name in inside if self.snapshot.has(name)])
+            self.snapshot.fetch_all([name for name in inside if self.snapshot.has(name)], known)
+
+    def bring_small(self, names: Iterable[str]) -> None:
+        """Have those of several small files that there are, which are read next, as `json` reads them."""
+        chosen = list(names)
+        self.bring_all(chosen, dict.fromkeys(chosen, json_bound()))
 
     def listed(self, name: str) -> Listed | None:
         """What the Hub lists of a file in this directory; None: it has none."""
@@ -160,7 +172,7 @@ class Folder:
     def _object(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         if path not in self._parsed:
-            raw = self.read(name, limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
+            raw = self.read(name, *json_bound(), ConfigError)
             infinity = name == CONFIG
             self._parsed[path] = None if raw is None else parse_object(raw, self.where(name), ConfigError, infinity)
         return self._parsed[path]

@@ -6,6 +6,7 @@ server says beside them, and a file is not in its place before all of it is ther
     models--org--name/refs/main                   the commit of a branch or tag
     models--org--name/snapshots/<commit>/…        links
     models--org--name/blobs/<digest>              the files
+    models--org--name/blobs/….rlx_jax.incomplete   what came of one before the line broke
     models--org--name/rlx_jax/<commit>.json       which files the commit has: what a cache without network lacks
 """
 
@@ -19,17 +20,17 @@ import re
 import secrets
 import shutil
 import threading
-import time
 import urllib.parse
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlx_jax.errors import (
     HubUnreachableError,
     IntegrityError,
+    LimitError,
     NoSpaceError,
     RequestError,
     RlxError,
@@ -40,14 +41,24 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import check_name, resolve
-from rlx_jax.io.hub_listing import Listed, cached_files, keep_files, list_files, listing_path
-from rlx_jax.io.transfer import WAITS_S, Remote, Text, Wanted, fill, is_offline, run_together
+from rlx_jax.io.hub_listing import (
+    Listed,
+    cached_files,
+    commits_with,
+    keep_files,
+    list_files,
+    listing_path,
+    told_revisions,
+)
+from rlx_jax.io.partial import KEPT_BYTES, PartialFile, open_partial, partial_path, remove_abandoned
+from rlx_jax.io.transfer import WAITS_S, GivenUp, Remote, Text, Wanted, fill, is_offline, run_together
 
 Told = Callable[[str, int, int], None]
 """See `rlx_jax.compiler.executable.Progress`."""
 
-ABANDONED_S = 86_400
-"""A transfer to which nothing was added for so many seconds is nobody's."""
+SizeBound = tuple[int | None, str]
+"""Bytes that a file may have, and what messages call that limit."""
+UNBOUND: SizeBound = (None, "")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
@@ -95,36 +106,40 @@ class Snapshot:
             LimitError: it is larger. IntegrityError: other bytes came than the commit has, or lie in the cache.
             HubError: the Hub refuses or cannot be reached. NoSpaceError, StorageError: the disk is full or refuses.
         """
-        check_name(name)
-        listed, where = self.files[name], self._where(name)
-        if limit is not None and listed.nbytes is not None:
-            limits.at_most(listed.nbytes, limit, limit_name, f"{where}: the size in bytes")
+        self._check(name, limit, limit_name)
         if self.is_here(name):
             return
         self._check_online(name)
         self._check_room([name])
-        with _shown(self.progress, name, listed.nbytes) as told:
+        with _shown(self.progress, name, self.files[name].nbytes) as told:
             self._fetch(name, limit, limit_name, told, threading.Event())
 
-    def fetch_all(self, names: Sequence[str]) -> None:
+    def fetch_all(self, names: Sequence[str], bounds: Mapping[str, SizeBound]) -> None:
         """As `fetch` of each, several at a time. What goes wrong with one of them ends the others.
 
         Raises:
             NoSpaceError: there is no room for all of them; nothing was fetched. Others: as `fetch`.
         """
         for name in names:
-            check_name(name)
+            self._check(name, *bounds.get(name, UNBOUND))
         lacking = [name for name in dict.fromkeys(names) if not self.is_here(name)]
         if len(lacking) < 2:
             for name in lacking:
-                self.fetch(name)
+                self.fetch(name, *bounds.get(name, UNBOUND))
             return
         self._check_online(lacking[0])
         self._check_room(lacking)
         sizes = [self.files[name].nbytes for name in lacking if self._blob(name) is None]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         with _shown(self.progress, f"{len(lacking)} files", total) as told:
-            run_together(lambda name, stop: self._fetch(name, None, "", told, stop), lacking)
+            run_together(lambda name, stop: self._fetch(name, *bounds.get(name, UNBOUND), told, stop), lacking)
+
+    def _check(self, name: str, limit: int | None, limit_name: str) -> None:
+        """The name is one of the commit, and the file no longer than it may be."""
+        check_name(name)
+        nbytes = self.files[name].nbytes
+        if limit is not None and nbytes is not None:
+            limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
 
     def part(self, name: str, first: int, nbytes: int) -> bytes:
         """Bytes of a file, from `first` on, without the rest of it. No digest vouches for them; they are to look at.
@@ -161,6 +176,14 @@ class Snapshot:
         known = self.path.parent.parent / "blobs" / listed.digest
         return known if _size(known) == listed.nbytes else None
 
+    def _lacking(self, name: str) -> int:
+        """Bytes of a file that are still to come, as far as the list says."""
+        listed = self.files[name]
+        if listed.nbytes is None or listed.digest is None:
+            return listed.nbytes or 0
+        left = _size(partial_path(self.path.parent.parent / "blobs", listed.digest)) or 0
+        return listed.nbytes - (left if left <= listed.nbytes else 0)
+
     def _check_online(self, name: str) -> None:
         """Something can be fetched."""
         if self.offline:
@@ -170,15 +193,18 @@ class Snapshot:
                 if size is None
                 else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
             )
+            others = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
+            older = f", or take revision={others[0]!r}, of which the cache has it" if others else ""
             raise HubUnreachableError(
-                f"{self._where(name)} {found}, and {self.offline}: load it once with a connection"
+                f"{self._where(name)} {found} (commit {self.commit}), and {self.offline}: load it once with a "
+                f"connection{older}"
             )
 
     def _check_room(self, names: Sequence[str]) -> None:
         """The disk of the cache has room for files."""
         with self._cache_errors(names[0]):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
-        needed = sum(self.files[name].nbytes or 0 for name in names if self._blob(name) is None)
+        needed = sum(self._lacking(name) for name in names if self._blob(name) is None)
         if needed > free:
             what = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
             raise NoSpaceError(f"{what}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
@@ -192,7 +218,7 @@ class Snapshot:
             blobs.mkdir(parents=True, exist_ok=True)
             known = self._blob(name)
             if known is None:
-                _remove_abandoned(blobs)
+                remove_abandoned(blobs, {listed.digest for listed in self.files.values() if listed.digest is not None})
                 wanted = Wanted(self._url(name), self._where(name), self.files[name].nbytes, stop=stop)
                 known = _download(self, wanted, self.files[name], blobs, limit, limit_name, told)
             _link(known, self.path / name)
@@ -243,7 +269,7 @@ def open_snapshot(
         if kept is None:
             raise HubUnreachableError(
                 f"{where}revision {quote(wanted)} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is "
-                "set: load it once without, or name a local directory"
+                f"set: load it once without, or name a local directory; {told_revisions(folder, wanted)}"
             )
         return snapshot(*kept, "HF_HUB_OFFLINE is set")
     if kept is not None and kept[0] == wanted and listing_path(folder, wanted).is_file():  # a commit does not change
@@ -252,7 +278,7 @@ def open_snapshot(
         commit, files = list_files(remote, name, wanted, where, WAITS_S[:1] if kept is None else ())
     except HubUnreachableError as cause:
         if kept is None:
-            raise
+            raise HubUnreachableError(f"{cause}; {told_revisions(folder, wanted)}") from cause
         warnings.warn(f"{cause}; opening what the cache has, commit {kept[0]}", RlxWarning, stacklevel=2)
         return snapshot(*kept, f"{remote.endpoint} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
@@ -278,56 +304,94 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _remove_abandoned(blobs: Path) -> None:
-    """Remove what processes that were killed left: files that nobody has written to for a day."""
-    for path in blobs.glob("*.incomplete"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
-                path.unlink()
-
-
 def _download(
     snapshot: Snapshot, wanted: Wanted, listed: Listed, blobs: Path, limit: int | None, limit_name: str,
     told: Callable[[int], None],
 ) -> Path:  # fmt: skip
-    """The file of a digest, complete and checked. A transfer that stops goes on where it was."""
-    where, new = wanted.where, blobs / f"{secrets.token_hex(8)}.incomplete"
+    """The file of a digest, complete and checked. A transfer that stops goes on where it was, in this call or in the
+    next one: what came is kept whatever ends the call, but for what speaks against the bytes or the disk."""
+    known = listed.digest if listed.nbytes is not None else None
+    part, useless = open_partial(blobs, known), False
+    hashed = _Hashed(part, listed, limit, f"{wanted.where}: the size in bytes", limit_name)
     try:
-        with open(new, "xb") as file:
-            hashed = _Hashed(file, listed, limit, f"{where}: the size in bytes", limit_name)
+        before = hashed.take_up(wanted.stop)
+        if before:
+            told(before)
+        if before == 0 or before != listed.nbytes:
             fill(snapshot.remote, wanted, hashed, told)
-            file.flush()
-            os.fsync(file.fileno())
+        if before and hashed.digest() != known:  # what was left may have been the wrong part
+            told(-hashed.count)
+            hashed.begin_again()
+            fill(snapshot.remote, wanted, hashed, told)
         digest = hashed.digest()
         if listed.digest not in (None, digest):
             raise IntegrityError(
-                f"{where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was kept; try "
-                f"again, and if it stays so do not trust {snapshot.remote.endpoint}"
+                f"{wanted.where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was "
+                f"kept; try again, and if it stays so do not trust {snapshot.remote.endpoint}"
             )
-        os.replace(new, blobs / digest)
+        part.move_to(blobs / digest)
         return blobs / digest
+    except (IntegrityError, LimitError):
+        useless = True
+        raise
+    except OSError as error:  # a refusal of the Hub is one too, and says nothing of what came
+        useless = not isinstance(error, RlxError)
+        raise
     finally:
-        new.unlink(missing_ok=True)
+        part.close(keep=not useless and hashed.keeps)
 
 
 class _Hashed:
     """A file that is being written, its length so far and its digest."""
 
-    def __init__(self, file: BinaryIO, listed: Listed, limit: int | None, what: str, limit_name: str) -> None:
-        self.file, self.count = file, 0
+    def __init__(self, part: PartialFile, listed: Listed, limit: int | None, what: str, limit_name: str) -> None:
+        self.part, self.listed, self.count = part, listed, 0
         self._limit, self._what, self._limit_name = limit, what, limit_name
-        git = listed.digest is not None and len(listed.digest) == 40 and listed.nbytes is not None
-        self._hash = hashlib.sha1(b"blob %d\0" % (listed.nbytes or 0)) if git else hashlib.sha256()
+        self._hash = self._empty()
+
+    def _empty(self) -> Any:
+        nbytes, digest = self.listed.nbytes, self.listed.digest
+        git = digest is not None and len(digest) == 40 and nbytes is not None
+        return hashlib.sha1(b"blob %d\0" % (nbytes or 0)) if git else hashlib.sha256()
+
+    def take_up(self, stop: threading.Event) -> int:
+        """Go on from what an earlier call left, of which there are so many bytes.
+
+        Raises:
+            GivenUp: `stop` was set.
+        """
+        left = os.fstat(self.part.file.fileno()).st_size
+        if left > (self.listed.nbytes or 0):
+            self.begin_again()
+            left = 0
+        while self.count < left and (chunk := self.part.file.read(min(2**20, left - self.count))):
+            if stop.is_set():
+                raise GivenUp
+            self.count += len(chunk)
+            self._hash.update(chunk)
+        return self.count
+
+    def begin_again(self) -> None:
+        """Nothing of it is there."""
+        self.part.file.seek(0)
+        self.part.file.truncate()
+        self.count, self._hash = 0, self._empty()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a transfer that stops here leaves what came to the next call."""
+        return self.part.shared and self.part.nbytes() >= KEPT_BYTES
 
     def write(self, chunk: bytes) -> None:
         self.count += len(chunk)
         if self._limit is not None:  # the list may not have said how long it is
             limits.at_most(self.count, self._limit, self._limit_name, self._what)
-        self.file.write(chunk)
+        self.part.file.write(chunk)
         self._hash.update(chunk)
 
     def digest(self) -> str:
-        return self._hash.hexdigest()
+        found: str = self._hash.hexdigest()
+        return found
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx_jax.errors import HubUnreachableError, IntegrityError, MissingFileError, quote
+from rlx_jax.errors import HubUnreachableError, IntegrityError, MissingFileError, did_you_mean, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import read_whole
 from rlx_jax.io.strict_json import parse_object
@@ -132,6 +132,47 @@ def cached_files(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] |
     root = folder / "snapshots" / commit
     there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
     return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
+
+
+def cached_revisions(folder: Path) -> dict[str, str]:
+    """The commits that a model's cache has files of, by the branches and tags that were asked for, or by themselves."""
+    commits = [entry.name for entry in _entries(folder / "snapshots") if _COMMIT.fullmatch(entry.name)]
+    found: dict[str, str] = {}
+    for at, _, names in os.walk(folder / "refs"):
+        for path in (Path(at, name) for name in names if not name.endswith(".tmp")):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                found[path.relative_to(folder / "refs").as_posix()] = path.read_text("ascii").strip()
+    named = {revision: commit for revision, commit in sorted(found.items()) if commit in commits}
+    return named | {commit: commit for commit in sorted(commits) if commit not in named.values()}
+
+
+def told_revisions(folder: Path, revision: str) -> str:
+    """What a model's cache has in place of a revision, for messages."""
+    known = cached_revisions(folder)
+    close = did_you_mean(revision, [name for name in known if not _COMMIT.fullmatch(name)])
+    commits = dict.fromkeys(known.values())  # several branches may be at one
+    close = close or "".join(f"; {quote(commit)} begins so" for commit in commits if commit.startswith(revision))
+    return f"the cache has {listing(known, 4)} of it{close}" if known else "the cache has nothing of it"
+
+
+def commits_with(folder: Path, name: str) -> list[str]:
+    """The commits of which a model's cache has a file, the newest there first."""
+    snapshots = [entry for entry in _entries(folder / "snapshots") if _COMMIT.fullmatch(entry.name)]
+    return [entry.name for entry in sorted(snapshots, key=_time, reverse=True) if (entry / name).is_file()]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _listed_by_others(folder: Path, commit: str) -> dict[str, Listed]:

@@ -80,6 +80,10 @@ class Sink(Protocol):
     def count(self) -> int:
         """Bytes so far."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a transfer that stops now leaves what came to the next call."""
+
     def write(self, chunk: bytes) -> None: ...
 
 
@@ -92,6 +96,10 @@ class Text:
     @property
     def count(self) -> int:
         return len(self.text)
+
+    @property
+    def keeps(self) -> bool:
+        return False
 
     def write(self, chunk: bytes) -> None:
         self.text += chunk
@@ -134,7 +142,9 @@ def fill(
             tries = 0 if sink.count - before >= SLOW_BYTES else tries
             wait = stopped.wait if stopped.wait is not None or tries >= len(waits) else waits[tries]
             if tries >= len(waits) or wait is None or wait > MAX_WAIT_S:
-                raise HubUnreachableError(f"{stopped}; {sink.count} bytes came, and nothing is kept") from stopped
+                kept = "the next call goes on from there" if sink.keeps else "nothing is kept"
+                came = f"; {sink.count} bytes came, and {kept}" if sink.count else ""
+                raise HubUnreachableError(f"{stopped}{came}") from stopped
         tries += 1
         if wanted.stop.wait(wait):
             raise GivenUp
@@ -242,7 +252,8 @@ def _refusal(status: int, headers: Mapping[str, str], where: str, remote: Remote
         asked = headers.get("Retry-After", "")
         return _Stopped(f"{where}: {host} answers {status}", int(asked) if re.fullmatch(r"\d{1,9}", asked) else None)
     if code == "RevisionNotFound":
-        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it")
+        how = "a commit is given by its 40 digits, a pull request as refs/pr/1"
+        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {how}")
     if code == "EntryNotFound":
         return MissingFileError(f"{where}: {host} lists the file and does not have it; try again")
     if code == "GatedRepo":

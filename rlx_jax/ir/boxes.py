@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) for every axis."""
+Index = tuple[slice, ...]
+"""What NumPy takes between brackets; of axes behind it all."""
 
 
 def full(shape: Sequence[int]) -> Box:
@@ -28,9 +30,34 @@ def sizes(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> Index:
     """A box as an index of NumPy."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def rows(axis: int, start: int, stop: int | None, step: int | None = None) -> Index:
+    """Those along one axis, and all of the axes before it."""
+    return (*(slice(None),) * axis, slice(start, stop, step))
+
+
+def indexed(shape: Sequence[int], index: Index) -> tuple[int, ...]:
+    """The shape of what an index takes of an array.
+
+    >>> indexed((2, 6, 4), rows(1, 1, None, 3))
+    (2, 2, 4)
+    """
+    taken = (len(range(*part.indices(size))) for part, size in zip(index, shape, strict=False))
+    return (*taken, *shape[len(index) :])
+
+
+def index_text(index: Index) -> str:
+    """An index as it is written.
+
+    >>> index_text(rows(1, 0, 2)), index_text(rows(2, 1, None, 3))
+    ('[:, 0:2]', '[:, :, 1::3]')
+    """
+    edges = ((part.start, part.stop, part.step)[: 2 if part.step is None else 3] for part in index)
+    return f"[{', '.join(':'.join('' if edge is None else str(edge) for edge in part) for part in edges)}]"
 
 
 def moved(box: Box, by: Sequence[int]) -> Box:

@@ -116,11 +116,7 @@ class Op:
 
 
 def _attribute(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, np.dtype):
-        return str(value)
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_traits(cls: type[Op], kind: type[Any], example: str) -> None:
@@ -185,6 +181,10 @@ class Hir(Op):
 
     def expand(self, b: Builder, *operands: Value) -> Value | tuple[Value, ...]:
         raise NotImplementedError(type(self).__name__)
+
+    def packed(self, place: int | None) -> int | None:
+        """How many heads stand side by side on the last axis of operand `place`, of the result for None; None: none."""
+        return None
 
     def check(self, *operands: TensorType) -> None:
         """Raise what is wrong with the operands in the block's own words."""

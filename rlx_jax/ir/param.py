@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import WeightShapeError
-from rlx_jax.ir.boxes import Box, before_reshape, crossed, full, moved, side_by_side, sizes
+from rlx_jax.ir.boxes import Box, before_reshape, crossed, full, moved, rows, side_by_side, sizes
 from rlx_jax.ir.braces import braced
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
@@ -143,8 +143,8 @@ class Reshaped:
     def box(self, box: Box) -> Program:
         """Of axes that were one or become one, whole rows are read, and cut where the box has less of them."""
         source, covers = before_reshape(self.of.type.shape, self.shape, box)
-        rows = Reshaped(boxed(self.of, source), sizes(covers))
-        found: Program = cut_to(rows, moved(box, [-start for start, _ in covers]))
+        around = Reshaped(boxed(self.of, source), sizes(covers))
+        found: Program = cut_to(around, moved(box, [-start for start, _ in covers]))
         return found
 
     def join(self, *values: Any) -> Any:
@@ -235,7 +235,7 @@ class Joined:
     def cut(self, value: Any) -> tuple[Any, ...]:
         ends = itertools.accumulate(part.type.shape[self.axis] for part in self.parts)
         cuts = itertools.pairwise((0, *ends))
-        return tuple(value[(slice(None),) * self.axis + (slice(start, end),)] for start, end in cuts)
+        return tuple(value[rows(self.axis, start, end)] for start, end in cuts)
 
     def name(self, *names: str) -> str:
         """Where all of every sliced key is there, in whatever order, the names of the keys."""
@@ -380,9 +380,8 @@ class Padded:
         return jnp.concatenate(values, self.axis)
 
     def cut(self, value: Any) -> tuple[Any, ...]:
-        rows = (slice(None),) * self.axis
         real = self.of.type.shape[self.axis]
-        return value[(*rows, slice(real))], value[(*rows, slice(real, None))]
+        return value[rows(self.axis, 0, real)], value[rows(self.axis, real, None)]
 
     def name(self, *names: str) -> str:
         return names[0]

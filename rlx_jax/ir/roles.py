@@ -50,7 +50,8 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
 
 
 def agreed(first: Roles, second: Roles, where: str) -> Roles:
-    """What two uses of one weight say of its axes. A table that ids look up, and that is the head too, is a head.
+    """What two uses of one weight say of its axes. A table that ids look up, and that is the head too, is a head; keys
+    and values that are as many as queries may be called after these.
 
     Raises:
         GraphError: they contradict each other.
@@ -59,6 +60,8 @@ def agreed(first: Roles, second: Roles, where: str) -> Roles:
     for one, other in zip(first, second, strict=True):
         if {one, other} == {"embedding", "vocab"}:
             found.append("vocab")
+        elif {one, other} == {"heads", "kv_heads"}:
+            found.append("kv_heads")
         elif one == other or one is None or other is None:
             found.append(one or other)
         else:

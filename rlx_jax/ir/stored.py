@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError, WeightShapeError
-from rlx_jax.ir.boxes import Box, along, full, moved, sizes, slices
+from rlx_jax.ir.boxes import Box, Index, along, full, index_text, indexed, moved, rows, sizes, slices
 from rlx_jax.ir.packed import SCHEMES, decoded, decoder_of, packed_types
 from rlx_jax.ir.types import TensorType
 
@@ -158,27 +158,20 @@ class Sliced:
         return (*around[: self.axis], (first + self.start, first + self.stop), *around[self.axis + 1 :])
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> Index:
         """Where it stands in what it is a part of."""
-        return (*(slice(None),) * self.axis, slice(self.start, self.stop))
+        return rows(self.axis, self.start, self.stop)
 
     @property
     def type(self) -> TensorType:
-        shape = list(self.of.type.shape)
-        shape[self.axis] = self.stop - self.start
-        return TensorType(tuple(shape), self.of.type.dtype)
+        return _indexed(self.of.type, self.index)
 
     @property
     def parts(self) -> tuple[Any, ...]:
         return (self.of,)
 
-    @property
-    def suffix(self) -> str:
-        """What its name has behind that of the whole."""
-        return f"[{':, ' * self.axis}{self.start}:{self.stop}]"
-
     def __str__(self) -> str:
-        return f"{self.of}{self.suffix}"
+        return f"{self.of}{index_text(self.index)}"
 
     def over(self, *parts: Any) -> Any:
         (part,) = parts
@@ -230,9 +223,9 @@ class Dequantized:
 
     @property
     def type(self) -> TensorType:
-        *rows, last = self.of.type.shape or (0,)
+        *before, last = self.of.type.shape or (0,)
         scheme = SCHEMES[self.scheme]
-        return TensorType((*rows, last // scheme.bytes * scheme.elements), self.dtype)
+        return TensorType((*before, last // scheme.bytes * scheme.elements), self.dtype)
 
     @property
     def logical(self) -> Key | Sliced:
@@ -259,11 +252,11 @@ class Dequantized:
 
     def box(self, box: Box) -> Dequantized | Cut:
         """Of the blocks that it begins or ends inside of, the rest is cut off the numbers."""
-        scheme, (*rows, (start, stop)) = SCHEMES[self.scheme], box
+        scheme, (*before, (start, stop)) = SCHEMES[self.scheme], box
         first, last = start // scheme.elements, -(-stop // scheme.elements)
-        blocks = self.over(self.of.box((*rows, (first * scheme.bytes, last * scheme.bytes))))
+        blocks = self.over(self.of.box((*before, (first * scheme.bytes, last * scheme.bytes))))
         begins = first * scheme.elements
-        found: Dequantized | Cut = cut_to(blocks, (*full(sizes(tuple(rows))), (start - begins, stop - begins)))
+        found: Dequantized | Cut = cut_to(blocks, (*full(sizes(tuple(before))), (start - begins, stop - begins)))
         return found
 
     def join(self, *values: Any) -> Any:
@@ -301,35 +294,28 @@ class Strided:
             raise WeightShapeError(f"{self}: {self.of.type} has no such part along axis {self.axis}")
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> Index:
         """Where it stands in what it is a part of."""
-        return (*(slice(None),) * self.axis, slice(self.start, None, self.step))
+        return rows(self.axis, self.start, None, self.step)
 
     @property
     def type(self) -> TensorType:
-        shape = list(self.of.type.shape)
-        shape[self.axis] //= self.step
-        return TensorType(tuple(shape), self.of.type.dtype)
+        return _indexed(self.of.type, self.index)
 
     @property
     def parts(self) -> tuple[Any, ...]:
         return (self.of,)
 
-    @property
-    def suffix(self) -> str:
-        """What its name has behind that of the whole."""
-        return f"[{':, ' * self.axis}{self.start}::{self.step}]"
-
     def __str__(self) -> str:
-        return f"{self.of}{self.suffix}"
+        return f"{self.of}{index_text(self.index)}"
 
     def over(self, *parts: Any) -> Strided:
         return Strided(parts[0], self.axis, self.start, self.step)
 
     def box(self, box: Box) -> Strided:
         first, stop = box[self.axis]
-        rows = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
-        return self.over(self.of if rows == full(self.of.type.shape) else self.of.box(rows))
+        around = (*box[: self.axis], (first * self.step, stop * self.step), *box[self.axis + 1 :])
+        return self.over(self.of if around == full(self.of.type.shape) else self.of.box(around))
 
     def join(self, *values: Any) -> Any:
         return values[0][self.index]
@@ -338,7 +324,7 @@ class Strided:
         raise UnsupportedError(f"{self}: it is a part of what is stored; `pieces` joins the parts")
 
     def name(self, *names: str) -> str:
-        return f"{names[0]}{self.suffix}"
+        return f"{names[0]}{index_text(self.index)}"
 
     def roles(self, *parts: Roles) -> Roles:
         return parts[0]
@@ -358,14 +344,14 @@ class Cut:
 
     @property
     def type(self) -> TensorType:
-        return TensorType(sizes(self.inside), self.of.type.dtype)
+        return _indexed(self.of.type, slices(self.inside))
 
     @property
     def parts(self) -> tuple[Any, ...]:
         return (self.of,)
 
     def __str__(self) -> str:
-        return f"{self.of}[{', '.join(f'{start}:{stop}' for start, stop in self.inside)}]"
+        return f"{self.of}{index_text(slices(self.inside))}"
 
     def over(self, *parts: Any) -> Cut:
         return Cut(parts[0], self.inside)
@@ -384,6 +370,11 @@ class Cut:
 
     def roles(self, *parts: Roles) -> Roles:
         return parts[0]
+
+
+def _indexed(whole: TensorType, index: Index) -> TensorType:
+    """The type of what an index takes of a tensor."""
+    return TensorType(indexed(whole.shape, index), whole.dtype)
 
 
 def cut_to(program: Any, box: Box) -> Any:

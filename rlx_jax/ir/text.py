@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
@@ -108,9 +108,11 @@ def block_paths(graph: Graph) -> set[Path]:
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
-def summary(graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = None) -> str:
+def summary(
+    graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = None, unread: Collection[str] = ()
+) -> str:
     """One row for each block path: what leaves it, and the weights it reads. With `placed` also how each weight is
-    divided over devices, and the bytes that one of them has."""
+    divided over devices, and the bytes that one of them has. `unread` are inputs that are left out."""
     rows: dict[str, Row] = {}
     _collect(graph, rows, set(), 1)
     head = ["block", "output", "parameters", *([] if placed is None else ["bytes of one device"]), "weights"]
@@ -125,7 +127,7 @@ def summary(graph: Graph, placed: Callable[[Program], tuple[str, int]] | None = 
         count = f"{row.count:,}" if row.count else ""
         table.append([path, row.shape, count, *([] if placed is None else [bytes_]), ", ".join(weights)])
     widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)]
-    lines = [f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs)}"]
+    lines = [f"{graph.name}: {', '.join(f'{i.input} {i.type}' for i in graph.inputs if i.input not in unread)}"]
     lines += [
         "  " + "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
         for line in table

@@ -184,7 +184,7 @@ def as_dim(dim: Any, where: str) -> DimLike:
     if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
         traced = "; a traced number is no size: call it outside of jax.jit" if isinstance(dim, jax.core.Tracer) else ""
         named = "; name a size that is not known, such as 'batch'" if dim is None else traced
-        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {quote(dim)}{named}")
+        raise ShapeError(f"{where}: a dimension is an identifier or an int, got {shown(dim)}{named}")
     if not 1 <= int(dim) <= MAX_DIM:
         raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
     return int(dim)

@@ -341,7 +341,7 @@ def read_config(folder: Folder) -> Fields:
     Raises:
         ConfigError: not one strict JSON object. MissingFileError: there is none.
     """
-    return Fields(folder.needed(CONFIG), CONFIG)
+    return Fields(folder.needed(CONFIG), folder.where(CONFIG))
 
 
 def architecture(config: Fields) -> tuple[str, str]:

@@ -281,7 +281,7 @@ def decoder_flow(
     unread = [keys.embedding] * recipe.inputs_embeds + [keys.head] * recipe.hidden_only
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile)
-        .with_weights(specs if recipe.weights is None else recipe.weights, leave=(*leave, *unread))
+        .with_weights(recipe.weights, leave=(*leave, *unread), shapes=specs)
         .read_through(recipe.reads)
         .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)

@@ -130,7 +130,7 @@ class DualFlow(HookMethods, Generic[C]):
     def assemble(self) -> ModelFlow:
         """The flow of the part, bound to its weights; without any, to their shapes."""
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
-        flow = flow.with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
+        flow = flow.with_weights(self.weights, leave=self.left(), shapes=self.shapes())
         text, vision = self.text(), self.vision()
         if self.part == "vision":
             return vision.tower(flow)

@@ -146,8 +146,8 @@ class EncoderFlow(HookMethods, Generic[E]):
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        weights = self.shapes() if self.weights is None else self.weights
-        return self.tower(ModelFlow(self.name, profile=self.hooks.profile).with_weights(weights, leave=self.leave()))
+        flow = ModelFlow(self.name, profile=self.hooks.profile)
+        return self.tower(flow.with_weights(self.weights, leave=self.leave(), shapes=self.shapes()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
         """The encoder as a flow's own: its inputs, its stages and its outputs."""

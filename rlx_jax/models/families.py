@@ -254,12 +254,12 @@ def family_of(folder: Folder) -> tuple[Fields, Family | plugins.Opens]:
         of = f" ({quote(name)})" if name else ""
         every = [*FAMILIES, *_of_plugins()]
         raise UnsupportedError(
-            f"config.json: model_type {quote(kind)}{of} is not built; known are {', '.join(every)}"
+            f"{config.where}: model_type {quote(kind)}{of} is not built; known are {', '.join(every)}"
             f"{did_you_mean(kind, every)}"
         )
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
-        raise UnsupportedError(f"config.json: architecture {quote(name)} is not built; of {kind} there are {known}")
+        raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {known}")
     return config, family
 
 

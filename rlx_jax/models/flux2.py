@@ -150,7 +150,7 @@ class Flux2Flow(HookMethods):
         axes = len(c.axes_dims_rope)
         flow = (
             ModelFlow(self.name, profile=self.hooks.profile)
-            .with_weights(self.shapes() if self.weights is None else self.weights)
+            .with_weights(self.weights, shapes=self.shapes())
             .input("hidden_states", ("batch", "image", c.in_channels))
             .input("encoder_hidden_states", ("batch", "text", c.joint_attention_dim))
             .input("timestep", ("batch",))

@@ -102,10 +102,10 @@ def lora(
             said = f"the adapter says lora_dropout {sizes.dropout:g}"
             left = f"{said}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
         return _patched(recipe, WithAdapter(sizes, source, left))
-    if pattern is None or type(rank) is not int or rank < 1:
-        raise RequestError(
-            f"lora: a pattern and a rank of at least 1, or adapter=; got {shown(pattern)} and {shown(rank)}"
-        )
+    if pattern is None:
+        raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
+    if type(rank) is not int or rank < 1:
+        raise RequestError(f"lora: rank is {shown(rank)}; expected a whole number of at least 1, such as rank=8")
     if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0):
         raise RequestError(f"lora: alpha is {shown(alpha)}; expected a number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)

@@ -181,7 +181,7 @@ class Qwen35MtpFlow:
         head = LmHead.tied if tied else partial(LmHead.separate, HEAD)
         return (
             ModelFlow(self.name)
-            .with_weights(self.shapes() if self.weights is None else self.weights, leave=("model.", HEAD, "mtp."))
+            .with_weights(self.weights, leave=("model.", HEAD, "mtp."), shapes=self.shapes())
             .input("input_ids", ("batch", "seq"), dtype="int32")
             .input("hidden", ("batch", "seq", c.hidden_size))
             .rope_tables(RopeTables(c.inv_freq, factor=c.rope_factor))

@@ -180,7 +180,7 @@ class VisionFlow(HookMethods, Generic[C]):
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
         flow = ModelFlow(self.name, profile=self.hooks.profile)
-        flow = flow.with_weights(self.shapes() if self.weights is None else self.weights, leave=self.left())
+        flow = flow.with_weights(self.weights, leave=self.left(), shapes=self.shapes())
         return self.tower(flow)
 
     def tower(self, flow: ModelFlow) -> ModelFlow:
@@ -218,6 +218,8 @@ class VisionFlow(HookMethods, Generic[C]):
             p + where.registers if c.registers else None,
             c.antialias,
             where.flat_patch,
+            where.flat,
+            c.registers,
         )
         return embed, *self._norm(where.before)
 

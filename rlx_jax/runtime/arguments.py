@@ -99,6 +99,7 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
         shape, dtype = getattr(got, "shape", None), getattr(got, "dtype", type(got).__name__)
         if shape != spec.shape or dtype != spec.dtype:
             found = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
+            sizes = "" if shape is None else list(shape)
             raise WeightShapeError(
-                f"params: leaf {name!r} is {short_name(spec.dtype)}{list(spec.shape)}, got {found} {shape}"
+                f"params: leaf {name!r} is {short_name(spec.dtype)}{list(spec.shape)}, got {found}{sizes}"
             )

@@ -1,4 +1,4 @@
-"""Weights that no source has, drawn before a model is compiled: `missing="init"` of `rlx_jax.compile`."""
+"""Random weights: those that no source has, drawn before a model is compiled, and all of a model's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,39 @@ from typing import Any
 
 import jax
 
+from rlx_jax.device import check_space, out_of_memory
 from rlx_jax.errors import GraphError, RequestError, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.reading import shapes_only
+from rlx_jax.lowering.division import on_one
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.beside import has_numbers
-from rlx_jax.weights.initial import initial_weights
+from rlx_jax.weights.initial import initial_params, initial_weights
+
+
+def drawn_params(programs: Programs, built: Built, key: jax.Array, what: str) -> dict[str, jax.Array]:
+    """Every leaf of a model, on the devices that keep it; `model.init`.
+
+    Raises:
+        LimitError, DeviceOutOfMemoryError: there is no room for them; the message begins with `what`.
+    """
+    leaves, resting = programs.layout.leaves, programs.resting()
+    at = resting or {}
+    sizes = [on_one(t, at.get(name)).nbytes for name, t in programs.layout.types().items()]
+    if not isinstance(key, jax.core.Tracer):
+        check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
+
+    def draw(key: jax.Array) -> dict[str, jax.Array]:
+        return initial_params(expand_composites(built.hir, built.types), leaves, key, built.inits)
+
+    with out_of_memory(what):
+        return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
+
+
+# -- `missing="init"` of `rlx_jax.compile` -----------------------------------------------------
 
 
 def check_missing(missing: str, key: Any) -> jax.Array | None:

@@ -6,7 +6,8 @@ jax.Arrays and tracers are taken as they are (checking them would wait for the d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from rlx_jax.errors import (
     TokenIdError,
     UnboundInputError,
     did_you_mean,
+    first_line,
     listing,
     number,
     quote,
@@ -36,25 +38,51 @@ KEYS = "threefry2x32"
 """The kind of every random key."""
 
 
-def bind_names(decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str) -> dict[str, Any]:
-    """Inputs by name from a call's positional and named arguments; None for an optional input means absent."""
+def bind_names(
+    decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str, unread: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Inputs by name from a call's positional and named arguments; None for an optional input means absent. `unread`:
+    those of the flow that no output reads; what stands behind them has moved, so that optional ones go by name."""
     names = [d.name for d in decls]
-    if len(args) > len(names):
+    in_order = list(itertools.takewhile(lambda d: not (unread and d.optional), decls))
+    if len(args) > len(in_order):
         pure = "; model.apply(params, …) takes parameters first" if isinstance(args[0], Mapping) else ""
-        raise UnboundInputError(
-            f"{flow}: takes {len(names)} input{'s' * (len(names) != 1)} ({', '.join(names)}), got {len(args)}{pure}"
-        )
+        takes = f"takes {len(in_order)} input{'s' * (len(in_order) != 1)} ({', '.join(d.name for d in in_order)})"
+        idle = f": none of the outputs reads {listing(unread)}" if unread and not pure else ""
+        by_name = f"; give {listing(names[len(in_order) :])} by name" if idle and len(in_order) < len(names) else ""
+        raise UnboundInputError(f"{flow}: {takes}, got {len(args)}{pure}{idle}{by_name}")
     given = dict(zip(names, args, strict=False))
+    refuse_unread(named, unread, flow)
     check_input_names(named, names, flow)
     for name, value in named.items():
         if name in given:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")
         given[name] = value
     given = {n: v for n, v in given.items() if v is not None}
-    missing = [d.name for d in decls if not d.optional and d.name not in given]
-    if missing:
-        raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
+    check_all_given([d.name for d in decls if not d.optional], given, flow)
     return given
+
+
+def check_all_given(names: Iterable[str], given: Collection[str], flow: str) -> None:
+    """What a program reads is there.
+
+    Raises:
+        UnboundInputError: names what is not.
+    """
+    if missing := [name for name in names if name not in given]:
+        raise UnboundInputError(f"{flow}: input {listing(missing)} is not given")
+
+
+def refuse_unread(given: Iterable[str], unread: Sequence[str], flow: str) -> None:
+    """No input is given that the program does not read: it would change nothing.
+
+    Raises:
+        UnboundInputError: names them.
+    """
+    if idle := [name for name in given if name in unread]:
+        raise UnboundInputError(
+            f"{flow}: input {listing(idle)} is read by none of the outputs: leave it out, or choose others"
+        )
 
 
 def check_input_names(given: Iterable[str], names: Sequence[str], flow: str, beside: Sequence[str] = ()) -> None:
@@ -139,7 +167,7 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     except jax.errors.TracerArrayConversionError:
         raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise ShapeError(f"input {name}: not an array: {str(error).splitlines()[0]}") from error
+        raise ShapeError(f"input {name}: not an array: {first_line(error)}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
         got = "text" if array.dtype.kind in "UT" else short_name(array.dtype)
         raise DTypeError(f"input {name}: expected numbers, got {got}")
@@ -157,7 +185,7 @@ def read_array(what: str, value: Any) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     except RuntimeError as error:
         refuse_consumed({}, {what.removeprefix("input "): value}, error)
-        raise RequestError(f"{what}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise RequestError(f"{what}: cannot be read: {first_line(error)}") from error
 
 
 def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

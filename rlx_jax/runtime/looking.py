@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import jax
@@ -17,7 +17,7 @@ from rlx_jax.lowering.inspect.collectives import collectives
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import ProgramKey, Programs
-from rlx_jax.runtime.report import ProgramReport, Report, mesh_facts
+from rlx_jax.runtime.report import ProgramReport, Report, over_mesh
 
 
 def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
@@ -95,41 +95,46 @@ def report_of(
     sizes: Mapping[str, int],
 ) -> Report:
     """The report on `template`, and on the program that ran `last`, or with `sizes` on that of those."""
-    executable = programs.executables.get(last) if last and not sizes else None
-    every = [programs, *(other.programs for other in programs.beside.values())]
-    common: dict[str, Any] = {
-        "nodes": template.nodes,
-        "parameter_bytes": sum(t.nbytes for t in programs.layout.types().values()),
-        "compiles": sum(one.executables.made for one in every),
-        "evicted": sum(one.executables.evicted for one in every),
-        "recompiles": sum(one.recompiles for one in every),
-        "initialised": programs.initialised,
-        "recompiled": tuple(programs.surprises),
-        "programs": programs_of(programs),
-        "refusals": template.built.refusals,
-        "fusion": template.fusion,
-        "device": settings.device,
-        "loop": settings.loop if any(key.program == "extend" for key in programs.templates) else None,
-        **mesh_facts(settings.division, programs.layout),
-    }
+    found = model_report(programs, template, settings, seconds)
     if sizes:
-        return Report(seconds, **common, **asdict(template.cost(sizes)))
+        return replace(found, **asdict(template.cost(sizes)))
+    executable = programs.executables.get(last) if last else None
     if executable is None:
-        return Report(seconds, **common)
-    memory: Any = executable.call.memory_analysis()
-    graph, plan = executable.lir.graph, executable.lir.plan
-    return Report(
-        {**seconds, **executable.seconds},
-        **common,
+        return found
+    lir, memory = executable.lir, cast(Any, executable.call.memory_analysis())
+    return replace(
+        found,
+        seconds={**seconds, **executable.seconds},
         program=last.text if last else "",
-        attention=executable.lir.attention(),
-        products=executable.lir.products(),
-        experts=executable.lir.experts(),
-        recurrences=executable.lir.recurrences(),
+        attention=lir.attention(),
+        products=lir.products(),
+        experts=lir.experts(),
+        recurrences=lir.recurrences(),
         **asdict(executable.needs),
         collectives={} if settings.division is None else collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
-        estimated_activation_bytes=activation_bytes(graph, plan.donate_state, plan.scan),
+        estimated_activation_bytes=activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan),
     )
+
+
+def model_report(programs: Programs, template: Template, settings: Settings, seconds: Mapping[str, float]) -> Report:
+    """What the report says that depends on no sizes."""
+    every = [programs, *(other.programs for other in programs.beside.values())]
+    found = Report(
+        seconds,
+        nodes=template.nodes,
+        parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
+        compiles=sum(one.executables.made for one in every),
+        evicted=sum(one.executables.evicted for one in every),
+        recompiles=sum(one.recompiles for one in every),
+        initialised=programs.initialised,
+        recompiled=tuple(programs.surprises),
+        programs=programs_of(programs),
+        refusals=template.built.refusals,
+        fusion=template.fusion,
+        device=settings.device,
+        loop=settings.loop if any(key.program == "extend" for key in programs.templates) else None,
+    )
+    return found if settings.division is None else over_mesh(found, settings.division, programs.layout)

@@ -13,7 +13,7 @@ from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
 from rlx_jax.compiler.pipeline import Template, text_after
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.device import check_fits, check_space, out_of_memory
+from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import (
     GraphError,
     MissingWeightError,
@@ -25,41 +25,34 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import DimLike, as_dim, bound
-from rlx_jax.lowering.division import on_one
+from rlx_jax.ir.types import as_dim, bound
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.outline import Outline
-from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.program import Buildable, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.runtime.drawing import drawn_params
+from rlx_jax.runtime.empty_states import empty_of, ring_sizes
 from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
     bind_sizes,
+    check_all_given,
     check_length,
     check_new_tokens,
     check_rows,
     random_key,
+    refuse_unread,
     value_or_spec,
 )
 from rlx_jax.runtime.looking import jaxpr_of, report_of, text_of
 from rlx_jax.runtime.placing import at_home, own_mesh
 from rlx_jax.runtime.profiling import check_runs, profile_calls
-from rlx_jax.runtime.programs import ProgramKey, Programs, state_shardings
+from rlx_jax.runtime.programs import LAST, ProgramKey, Programs, Variant
 from rlx_jax.runtime.report import Report
-from rlx_jax.runtime.state import (
-    EmptyState,
-    FromEmpty,
-    State,
-    as_state,
-    check_room,
-    empty_state,
-    given_state,
-)
+from rlx_jax.runtime.state import FromEmpty, State, as_state, check_room, given_state
 from rlx_jax.weights.execute import by_key
-from rlx_jax.weights.initial import initial_params
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
@@ -97,41 +90,21 @@ class CompiledModel:
             check_room(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
 
-    def bound(
-        self,
-        sizes: Mapping[str, int],
-        around: Around | None = None,
-        last_only: bool = True,
-        outputs: tuple[str, ...] | None = None,
-        given: frozenset[str] = frozenset(),
-        spare: int = 0,
-        hidden: bool = False,
-    ) -> BoundProgram:
+    def bound(self, sizes: Mapping[str, int], around: Around | None = None, variant: Variant = LAST) -> BoundProgram:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
-        `outputs`: those that are wanted, by name; None for all. `given`: the optional inputs that calls bring. `spare`:
-        tokens that may be taken back from the state's rings, if those are more than the profile says. `hidden`: with
-        what the head reads beside the first output.
 
         Raises:
             RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        key = replace(self.sized(sizes, last_only, outputs, given, spare, hidden), around=around)
+        key = replace(self.sized(sizes, variant), around=around)
         self.programs.check_compiled(key)
         return BoundProgram(self, key)
 
-    def sized(
-        self,
-        sizes: Mapping[str, int],
-        last_only: bool = True,
-        outputs: tuple[str, ...] | None = None,
-        given: frozenset[str] = frozenset(),
-        spare: int = 0,
-        hidden: bool = False,
-    ) -> ProgramKey:
+    def sized(self, sizes: Mapping[str, int], variant: Variant = LAST) -> ProgramKey:
         """The key of the program for these sizes; see `bound`."""
-        key = replace(self.key(given, outputs, last_only), hidden=hidden)
+        key = replace(self.key(variant.given, variant.outputs, variant.last_only), hidden=variant.hidden)
         template = self.programs.template(key)
-        slots = self._rings(template, sizes.get("context"), spare)
+        slots = ring_sizes(self.programs, template, sizes.get("context"), variant.spare)
         # Where every layer has a window, no array has `context` slots, and the program is the same for all.
         binding = tuple(sorted((n, size) for n, size in {**sizes, **slots}.items() if n in template.symbols))
         return replace(key, binding=binding)
@@ -140,19 +113,12 @@ class CompiledModel:
         """Another program of the same flow."""
         return replace(self, program=program)
 
-    def reader(
-        self,
-        sizes: Mapping[str, int],
-        last_only: bool = True,
-        outputs: tuple[str, ...] | None = None,
-        given: frozenset[str] = frozenset(),
-        spare: int = 0,
-        hidden: bool = False,
-    ) -> BoundProgram:
+    def reader(self, sizes: Mapping[str, int], variant: Variant = LAST) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
         more = {name: size for name, size in sizes.items() if name not in ("batch", "context", "seq")}
-        empty = FromEmpty(self._empty_state(sizes["batch"], sizes["context"], more, given, spare))
-        return self.bound(sizes, empty, last_only, outputs, given, spare, hidden)
+        rows, slots = sizes["batch"], sizes["context"]
+        empty = empty_of(self.programs, self.name, self.program, rows, slots, more, variant.given, variant.spare)
+        return self.bound(sizes, FromEmpty(empty), variant)
 
     def execute(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -249,11 +215,12 @@ class CompiledModel:
         self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
     ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
         """Normalise the inputs and find the program they ask for."""
-        flow, known = self.flow, self.inputs
-        given = bind_names(known, args, named, flow.name)
+        flow, known, given = self.flow, *self._given(args, named)
         optional = frozenset(d.name for d in known if d.optional and d.name in given)
         template = self._template(optional)
+        refuse_unread(optional, self._unread(optional), flow.name)
         declared = {i.input: i.type for i in template.mir.inputs}
+        check_all_given(declared, given, flow.name)
         bounds = template.bounds
         one_row = {d.name for d in known if d.rows_optional}
         values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n)) for n, t in declared.items()}
@@ -271,14 +238,32 @@ class CompiledModel:
 
     @property
     def inputs(self) -> tuple[InputDecl, ...]:
-        """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`, a cache)."""
-        template = self._template()
+        """The inputs of the program: the flow's, then those that stages or `derive` added (`lengths`, a cache).
+
+        Of the required ones those are left out that no output reads, or whose values the program has in its state.
+        """
+        return self._inputs(frozenset())
+
+    def _given(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[InputDecl, ...], dict[str, Any]]:
+        """The inputs that a call may have, and what it gives of them; which are read depends on the optional ones."""
+        known = self.inputs
+        if optional := frozenset(d.name for d in known if d.optional and named.get(d.name) is not None):
+            known = self._inputs(optional)
+        return known, bind_names(known, args, named, self.flow.name, self._unread(optional))
+
+    def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
+        template = self._template(given)
         read = {i.input for i in template.mir.inputs}
-        known = tuple(d for d in self.flow.inputs if d.optional or d.name in read)  # extend has some in its state
+        known = tuple(d for d in self.flow.inputs if d.optional or d.name in read)
         names = {d.name for d in known}
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
         return (*known, *(InputDecl(i.input, i.type) for i in added), *optional)
+
+    @property
+    def first_input(self) -> str:
+        """The name of the first input that the outputs read: of a model of text, its tokens."""
+        return self.programs.first_input(self.name)
 
     @property
     def flow(self) -> Buildable:
@@ -302,6 +287,10 @@ class CompiledModel:
 
     def _template(self, given: frozenset[str] = frozenset()) -> Template:
         return self.programs.template(self.key(given))
+
+    def _unread(self, given: frozenset[str] = frozenset()) -> tuple[str, ...]:
+        """The inputs that no output reads, of the programs that users call with all of them."""
+        return self._template(given).unread if self.program in ("forward", "train", "explicit") else ()
 
     def key(
         self, given: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None, last_only: bool = False
@@ -377,19 +366,7 @@ class CompiledModel:
         Raises:
             LimitError, DeviceOutOfMemoryError: there is no room for them.
         """
-        key, what = random_key("init", key), f"{self.name}: init"
-        built, resting = self._template().built, self.programs.resting()
-        at = resting or {}
-        sizes = [on_one(t, at.get(name)).nbytes for name, t in self.programs.layout.types().items()]
-        if not isinstance(key, jax.core.Tracer):
-            check_space(sum(sizes) + max(sizes, default=0), what)  # numbers are drawn in f32, and then scaled
-
-        def draw(key: jax.Array) -> dict[str, jax.Array]:
-            graph = expand_composites(built.hir, built.types)
-            return initial_params(graph, self.programs.layout.leaves, key, built.inits)
-
-        with out_of_memory(what):
-            return draw(key) if resting is None else jax.jit(draw, out_shardings=resting)(key)
+        return drawn_params(self.programs, self._template().built, random_key("init", key), f"{self.name}: init")
 
     def init_state(self, batch: int, context: int | None = None, *, given: Sequence[str] = (), **sizes: int) -> State:
         """An empty state for `batch` rows and `context` cached tokens.
@@ -407,41 +384,9 @@ class CompiledModel:
         more = {name: as_dim(size, f"init_state: {name}") for name, size in sizes.items()}
         if unknown := [name for name in more if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
-        empty = self._empty_state(batch, context, more, frozenset(given))
+        empty = empty_of(self.programs, self.name, self.program, batch, context, more, frozenset(given))
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
-
-    def _empty_state(
-        self,
-        batch: DimLike,
-        context: DimLike | None,
-        more: Mapping[str, DimLike],
-        given: frozenset[str] = frozenset(),
-        spare: int = 0,
-    ) -> EmptyState:
-        """What makes it; one for each choice of sizes and of optional inputs."""
-        key = (self.name, self.program, batch, context, tuple(sorted(more.items())), given, spare)
-        return self.programs.empty(key, lambda: self._make_empty(batch, context, more, given, spare))
-
-    def _rings(self, template: Template, context: Any, spare: int = 0) -> dict[str, int]:
-        """The slots of each ring in a state of `context` slots."""
-        return {name: self.settings.buckets.ring(window, context, spare) for name, window in template.rings.items()}
-
-    def _make_empty(
-        self, batch: DimLike, context: DimLike | None, more: Mapping[str, DimLike], given: frozenset[str], spare: int
-    ) -> EmptyState:
-        name = self.name
-        template = self._template(given) if given else self.programs.any_template(name, self.program)
-        if not template.state:
-            raise GraphError(f"program {self.program} of {name} has no state")
-        binding: dict[str, Any] = {**self.flow.binding, **more, "batch": batch}
-        binding |= {} if context is None else {"context": context}
-        check_length(binding.get("context", 0), template.bounds, f"{name}: init_state")
-        binding |= self._rings(template, context, spare)
-        what = f"{name}: init_state(batch={batch}, context={context})"
-        division = self.programs.division
-        at = {} if division is None else state_shardings(template, binding, division)
-        return empty_state(template.state, binding, what, at)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -522,7 +467,7 @@ class CompiledModel:
             traces name no kernels. Others as a call.
         """
         self.refuse_traced()
-        given = bind_names(self.inputs, inputs, named, self.flow.name)
+        _, given = self._given(inputs, named)
         return profile_calls(self.programs, self, given, state, check_runs(runs))
 
 

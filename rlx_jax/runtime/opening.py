@@ -39,6 +39,9 @@ from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.weights.beside import with_drawn
 from rlx_jax.weights.source import open_weights
 
+Builds = Mapping[str, tuple[Built, float]]
+"""Each flow by its name, built, and the seconds that it took."""
+
 
 def open_programs(
     flows: Sequence[Any],
@@ -65,10 +68,7 @@ def open_programs(
         ProfileError: the flows' own profiles say different things.
     """
     profile = None if profile is None else CompileProfile.of(profile)
-    if not isinstance(strict, bool):
-        raise RequestError(f"strict is {shown(strict)}; expected True or False")
-    if progress is not None and not callable(progress):
-        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
+    check_options(strict, progress)
     seed = check_missing(missing, key)
     if weights is not None and any(hasattr(flow, "stored_in") for flow in flows):  # recipes, which look at them
         weights = open_weights(weights)
@@ -77,11 +77,7 @@ def open_programs(
         for flow in made:
             refuse_untrained(flow)
     named = by_name([flow if seed is None else drawing(flow) for flow in made])
-    builds = build_flows(named, weights)
-    fresh: dict[str, jax.Array] = {}
-    if seed is not None and (fresh := draw_lacking([built for built, _ in builds.values()], seed)):
-        drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
-        builds = {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}
+    builds, fresh = with_lacking(named, build_flows(named, weights), seed)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, strict)
     settings = one_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
@@ -93,7 +89,7 @@ def open_programs(
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(named, source, plan.settings, plan.layout, captured, progress)
     programs.opened = merge, program
-    programs.initialised, programs.seed = tuple(fresh), seed
+    programs.initialised, programs.seed = fresh, seed
     warn_without_effect(
         [
             facts_of(t, choose_profile(t.built, profile), plan.settings, serves or (program,), bool(serves))
@@ -108,7 +104,15 @@ def open_programs(
     return programs
 
 
-def build_flows(named: Mapping[str, Buildable], weights: Weights) -> dict[str, tuple[Built, float]]:
+def check_options(strict: bool, progress: Progress | None) -> None:
+    """`strict` is a bool and `progress` is called; anything else is a RequestError."""
+    if not isinstance(strict, bool):
+        raise RequestError(f"strict is {shown(strict)}; expected True or False")
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress is {shown(progress)}; expected a function of (what, done, total)")
+
+
+def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
     """Each flow built, with the seconds that it took; the weights are opened once."""
     builds: dict[str, tuple[Built, float]] = {}
     for name, flow in named.items():
@@ -118,6 +122,18 @@ def build_flows(named: Mapping[str, Buildable], weights: Weights) -> dict[str, t
         builds[name] = built, time.perf_counter() - start
         weights = built.source if weights is not None else None
     return builds
+
+
+def with_lacking(
+    named: Mapping[str, Buildable], builds: Builds, seed: jax.Array | None
+) -> tuple[Builds, tuple[str, ...]]:
+    """The flows built over a source that has the weights which none had before, drawn from `seed`; and their keys.
+    Without a seed, or where nothing lacks, the flows as they are."""
+    fresh = {} if seed is None else draw_lacking([built for built, _ in builds.values()], seed)
+    if not fresh:
+        return builds, ()
+    drawn = with_drawn(next(built.source for built, _ in builds.values()), fresh)
+    return {name: (flow.build(drawn), builds[name][1]) for name, flow in named.items()}, tuple(fresh)
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class LayoutPlan:
     templates: Mapping[str, Template]
 
 
-def plan_layout(builds: Mapping[str, tuple[Built, float]], settings: Settings, first: str) -> LayoutPlan:
+def plan_layout(builds: Builds, settings: Settings, first: str) -> LayoutPlan:
     """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not."""
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.scan)
@@ -208,8 +224,10 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
             f"{flow.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
         )
     if callable(getattr(flow, "assemble", None)):
-        fits = weights is not None and callable(getattr(flow, "stored_in", None))
-        return as_flow((flow.stored_in(weights) if fits else flow).assemble())
+        source = None if weights is None else open_weights(weights)
+        # Where there are no weights at all, none is missing on purpose.
+        fits = source is not None and callable(getattr(flow, "stored_in", None)) and any(True for _ in source.keys())
+        return as_flow((flow.stored_in(source) if fits else flow).assemble())
     if callable(flow):
         return as_flow(flow())
     raise GraphError(

@@ -30,6 +30,8 @@ from rlx_jax.compiler.executable import (
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, choose_settings, divided
 from rlx_jax.errors import (
+    DeriveError,
+    FusionError,
     RecompileError,
     RequestError,
     RlxWarning,
@@ -42,6 +44,7 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_leaves
+from rlx_jax.lowering.mir.dce import unread_inputs
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.heads import with_hidden
@@ -87,6 +90,26 @@ class ProgramKey:
         """`prefill of batch 1, seq 16`."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.binding)
         return f"{self.program} of {sizes}" if sizes else self.program
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which of a program's forms a caller wants, beside its sizes.
+
+    Attributes:
+        last_only, outputs, given, hidden: as `ProgramKey` has them.
+        spare: tokens that may be taken back from the state's rings, if those are more than the profile says.
+    """
+
+    last_only: bool = True
+    outputs: tuple[str, ...] | None = None
+    given: frozenset[str] = frozenset()
+    spare: int = 0
+    hidden: bool = False
+
+
+LAST = Variant()
+"""All outputs, of each row's last token."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +165,12 @@ class Programs:
         self.captured = captured
         self.initialised: tuple[str, ...] = ()  # keys of weights that were drawn
         self.seed: jax.Array | None = None  # what they are drawn with
+        self.idle: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # inputs that no output reads
         self.opened = (False, "forward")  # whether for requests, whose weights are merged; and for which program
         making, limit = threading.RLock(), settings.buckets.programs  # one compile at a time, whatever it is of
         self.builds: Lru[tuple[str, frozenset[str]], tuple[Built, float]] = Lru(TEMPLATES, making)
         self.templates: Lru[ProgramKey, Template] = Lru(TEMPLATES, making)
+        self.reasons: Lru[tuple[str, str, frozenset[str]], str] = Lru(TEMPLATES, making)
         self.functions: Lru[ProgramKey, Specialised] = Lru(limit, making)
         self.executables: Lru[ProgramKey, Executable] = Lru(limit, making)
         self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
@@ -192,10 +217,33 @@ class Programs:
 
         return self.builds((flow, given), make)
 
+    def first_input(self, flow: str) -> str:
+        """The name of the first input of a flow that its outputs read: of a model of text, its tokens."""
+        names, unread = [i.name for i in self.flows[flow].inputs], self.unread(flow, frozenset())
+        return next((name for name in names if name not in unread), names[0])
+
+    def unread(self, flow: str, given: frozenset[str]) -> frozenset[str]:
+        """The inputs, with these optional ones, that no output of a flow reads."""
+        if (flow, given) not in self.idle:
+            self.idle[flow, given] = unread_inputs(self.build(flow, given)[0].hir)
+        return self.idle[flow, given]
+
     def any_template(self, flow: str, program: str) -> Template:
         """A template of the program, one that is made already if there is: they differ in what they return."""
         made = (key for key in self.templates if (key.flow, key.program, key.given) == (flow, program, frozenset()))
         return self.template(next(made, None) or ProgramKey(flow, program))
+
+    def why_not(self, flow: str, program: str, given: frozenset[str] = frozenset()) -> str:
+        """Why a program cannot be derived for calls that bring these inputs; empty if it can."""
+
+        def make() -> str:
+            try:
+                self.template(ProgramKey(flow, program, given))
+            except (DeriveError, FusionError) as reason:  # a profile may want each program to be clean
+                return str(reason)
+            return ""
+
+        return self.reasons((flow, program, given), make)
 
     def function(self, key: ProgramKey) -> Specialised:
         """The pure function for one choice of sizes; made once."""
@@ -350,16 +398,17 @@ class Programs:
         if other is not None:
             now, then = (f"with {listing(sorted(names))}" if names else "without any" for names in (key.given, other))
             return f"{key.flow}: {told}: of the optional inputs, warm-up was {then}, not {now}", f"call it {then}"
-        if lacked := new_arguments(key.around, (k.around for k in self.executables)):
+        fits = self.warm and not buckets.foreign(sizes)
+        if fits and (lacked := new_arguments(key.around, (k.around for k in self.executables))):
             return f"{key.flow}: {told}: {lacked}", "warm up for that too"
         ran = {k.program for k in self.executables if k.flow == key.flow}
-        if self.warm and ran and key.program not in ran and not buckets.foreign(sizes):
+        if fits and ran and key.program not in ran:
             asked = ", which `logits` runs" if key.program == "forward" else ""
             return (
                 f"{key.flow}: {told}: warm-up ran {listing(sorted(ran))}, not {key.program}{asked}",
                 "ask for what it ran",
             )
-        first = self.flows[key.flow].inputs[0].name
+        first = self.first_input(key.flow)
         reason = (
             f"{key.flow}: input {quote(first)} with {told or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up was for other sizes'}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from rlx_jax.compiler.settings import Loop
 from rlx_jax.device import Device
@@ -17,7 +16,16 @@ from rlx_jax.lowering.inspect.scopes import together
 from rlx_jax.lowering.lir.layout import Layout
 from rlx_jax.runtime.block_times import shortened
 
-NEEDS = ("flops", "bytes", "workspace", "donated_bytes", "peak_bytes", "cache_bytes", "estimated_activation_bytes")
+NEEDS = {
+    "flops": ("flops", ""),
+    "bytes": ("bytes", ""),
+    "workspace": ("workspace", " bytes"),
+    "donated_bytes": ("donated_bytes", ""),
+    "peak_bytes": ("peak_bytes", ""),
+    "cache_bytes": ("cache_bytes", ""),
+    "estimated_activation_bytes": ("activations", " bytes, estimated"),
+}
+"""What a program needs: the name of its line, and what stands behind the number."""
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
 """Seconds that are not of a pass, and have a line of their own."""
 SHORT = 0.002
@@ -192,9 +200,9 @@ class Report:
         rows += [_row("recompiles", self.recompiles)] if self.recompiles else []
         rows += [_row("compiled late", told) for told in self.recompiled]
         rows += [_row("program", self.program)] if self.program else []
-        for name in NEEDS:
+        for name, (label, unit) in NEEDS.items():
             if (value := getattr(self, name)) is not None:
-                rows.append(_row(name, f"{value:,}"))
+                rows.append(_row(label, f"{value:,}{unit}"))
         rows.append(_row("nodes", ", ".join(f"{name} {count}" for name, count in self.nodes.items())))
         rows += [_row("fusion", self.fusion.summary), *(_row("not fused:", m) for m in self.fusion.missed)]
         rows.append(_row("planned for", self.device))
@@ -273,14 +281,13 @@ def in_short(number: int) -> str:
     return f"{value:.0f}{unit}" if value >= 9.95 or not unit else f"{value:.1f}{unit}"
 
 
-def mesh_facts(division: Division | None, layout: Layout) -> dict[str, Any]:
-    """Of a report, what depends on the mesh; nothing on one device."""
-    if division is None:
-        return {}
+def over_mesh(report: Report, division: Division, layout: Layout) -> Report:
+    """A report with what depends on the mesh that the model lies over."""
     placed = [division.placed(program) for program in layout.leaves.values()]
-    return {
-        "mesh": division.text(),
-        "leaf_bytes": sum(nbytes for _, nbytes in placed),
-        "shardings": dict(Counter(spec for spec, _ in placed if set(spec) - set("(-, )"))),
-        "whole": division.whole_leaves(layout.leaves.values()),
-    }
+    return replace(
+        report,
+        mesh=division.text(),
+        leaf_bytes=sum(nbytes for _, nbytes in placed),
+        shardings=dict(Counter(spec for spec, _ in placed if set(spec) - set("(-, )"))),
+        whole=division.whole_leaves(layout.leaves.values()),
+    )

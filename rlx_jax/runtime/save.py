@@ -18,6 +18,7 @@ from rlx_jax.errors import (
     GraphError,
     RlxNumericsWarning,
     StorageError,
+    UnsupportedError,
     WeightDTypeError,
     WeightError,
     listing,
@@ -56,8 +57,8 @@ def save(
 
     Of what `rlx_jax.load` opened it is a checkpoint that `rlx_jax.load` and transformers open: the weights, also those
     of the checkpoint that the model does not hold, with `config.json`, `generation_config.json`, the files of the
-    tokenizer, its chat templates, the image processor's and those of sentence-transformers' modules. Of any other model
-    it is the weights alone; `weights=path` loads them.
+    tokenizer, its chat templates, the image processor's and those of sentence-transformers' modules. Of a compiled
+    model it is the weights alone; `weights=path` loads them.
 
     Keys and shapes are the checkpoint's, whatever the profile merged, stacked or transposed. The directory is
     written beside `path`, read back, and renamed: `path` is what it was or what it is to be, also after a crash.
@@ -67,7 +68,7 @@ def save(
         model: with `params`; after training, `model.replace(params=params)`.
         path: a new directory; those around it are made where they are missing.
         format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
-            `rlx_jax.load` opened, the second for other models.
+            `rlx_jax.load` opened, the second for compiled models.
         overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
         dtype: of all floating weights: "f32", "bf16", "f16"; `config.json` says so then. Without it each has the dtype
             of its checkpoint, and values that this dtype does not hold are an error, and so are weights that are packed
@@ -78,8 +79,8 @@ def save(
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
         NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
         WeightError: the model has no parameters, or holds one key twice with different values.
-        UnsupportedError: another format, a dtype or shape that the format cannot store, or a model that was loaded with
-            an edited `recipe=`, which no `config.json` describes.
+        UnsupportedError: another format, a dtype or shape that the format cannot store, a `CausalLM` or an `Encoder`
+            that `rlx_jax.load` did not open, or opened with an edited `recipe=`, which no `config.json` describes.
     """
     compiled = getattr(model, "model", model)
     if not isinstance(compiled, CompiledModel):
@@ -87,12 +88,18 @@ def save(
         if isinstance(model, Mapping):
             hint = "; parameters go with their model: save(model.replace(params=params), path)"
         raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}{hint}")
+    loaded_from: LoadedFrom | None = getattr(model, "loaded_from", None)
+    if loaded_from is None and model is not compiled:
+        raise UnsupportedError(
+            f"save: rlx_jax.load did not open this {type(model).__name__}, so there is no config.json and no "
+            "tokenizer's file to save with it. Beside those of a checkpoint: whole = rlx_jax.load(checkpoint); "
+            "whole.model = model.model; rlx_jax.save(whole, path). The weights alone: rlx_jax.save(model.model, path)"
+        )
     programs = compiled.programs
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     wanted = None if dtype is None else _floating(dtype)
-    loaded_from: LoadedFrom | None = getattr(model, "loaded_from", None)
     beside = {} if loaded_from is None else loaded_from.files(wanted)
     if wanted is None:
         _refuse_packed(programs.layout.leaves.values())
@@ -102,10 +109,10 @@ def save(
     weights = _once(found)
     _warn_of_nan(weights)
     entries = [w.entry(wanted) for w in weights]
-    if loaded_from is None or source is None:
+    if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
-    entries = whole_checkpoint(entries, source, wanted)
+    entries = entries if source is None else whole_checkpoint(entries, source, wanted)
     write_checkpoint(path, entries, format or "safetensors", overwrite, beside, loaded_from.inside)
 
 

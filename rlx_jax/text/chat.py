@@ -35,8 +35,6 @@ MAX_NESTING = 32
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 """Roles that any template may get; others are taken where the template's own text names them."""
-_FOREIGN = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]+")
-_FOREIGN_ONE = "\ue000"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, named differently by templates
 _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # characters of Unicode that mean nothing
 _LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # of a template, all on one line

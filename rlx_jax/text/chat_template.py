@@ -29,6 +29,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
+from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import is_text
 
 MAX_TEMPLATE_BYTES = 256 * 2**10
@@ -66,12 +67,7 @@ def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> d
         LimitError: a file of more than `MAX_TEMPLATE_BYTES`, or more than `MAX_TEMPLATES`.
         PathEscapeError: a file is a link that leads out.
     """
-    names = folder.names(TEMPLATE_FOLDER)
-    paths = {DEFAULT: TEMPLATE_FILE}
-    paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
-    limits.at_most(
-        len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
-    )
+    paths = template_files(folder)
     found = {name: text for name, path in paths.items() if (text := _read(folder, path)) is not None}
     if found:
         return found
@@ -88,6 +84,26 @@ def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> d
             f"found {quote(stored)}"
         )
     return named
+
+
+def template_files(folder: Folder) -> dict[str, str]:
+    """The files of templates that a directory may have, by the name of the template.
+
+    Raises:
+        LimitError: more than `MAX_TEMPLATES`.
+    """
+    names = folder.names(TEMPLATE_FOLDER)
+    paths = {DEFAULT: TEMPLATE_FILE}
+    paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
+    limits.at_most(
+        len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
+    )
+    return paths
+
+
+def template_bounds(folder: Folder) -> dict[str, SizeBound]:
+    """The bytes that each of these files may have, and the name of that limit; errors as of `template_files`."""
+    return dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
 
 
 def _items(stored: Any) -> list[Any]:

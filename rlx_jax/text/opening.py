@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,13 +13,16 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
+    MissingFileError,
     RequestError,
+    RlxError,
     SequenceLengthError,
     ShapeError,
     listing,
     number,
     shown,
 )
+from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Weights
@@ -25,7 +30,7 @@ from rlx_jax.runtime.compiling import finish_models
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.requests import whole_number
-from rlx_jax.text.tokenizer import Tokenizer
+from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 
 def open_token_model(
@@ -61,7 +66,7 @@ def open_token_model(
             serves=programs, mesh=mesh, missing=missing, key=key,
         )  # fmt: skip
         (model,) = finish_models(opened).values()
-    ids = model.flow.inputs[0].name
+    ids = model.first_input
     rows = model.template().bounds.ids.get(ids)
     if rows is None:
         raise GraphError(f"{model.name}: the first input, {ids!r}, does not index an embedding")
@@ -78,6 +83,13 @@ def open_token_model(
     if len(shape) != 3:
         raise GraphError(f"{model.name}: expected an output [batch, seq, width], got {list(shape)}")
     return model, rows
+
+
+def in_one_line(kind: str, model: CompiledModel, vocab_size: int, max_positions: int | None) -> str:
+    """The `repr` of a `CausalLM` and an `Encoder`."""
+    positions = max_positions or "any number of"
+    target = model.settings.target
+    return f"{kind}({model.name}: vocabulary {vocab_size}, {positions} positions, target {target})"
 
 
 def check_untouched(
@@ -113,13 +125,34 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
         raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
 
 
-def check_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """The tokenizer, if it is one."""
+TokenizerLike = Tokenizer | str | os.PathLike[str]
+"""A tokenizer; or where it is: a directory with a `tokenizer.json`, that file, or a model of the Hub."""
+
+
+def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
+    """The tokenizer that is given, or that is where the path says.
+
+    Raises:
+        RequestError: it is neither. MissingFileError: there is no `tokenizer.json`. Others as `load_tokenizer` and
+            `open_folder`.
+    """
     if isinstance(tokenizer, Tokenizer | None):
         return tokenizer
-    raise RequestError(
-        f"tokenizer is {shown(tokenizer)}; expected what rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
-    )
+    path = Path(tokenizer) if isinstance(tokenizer, str | os.PathLike) and tokenizer else None
+    if path is None or (path.is_file() and path.name != TOKENIZER):
+        raise RequestError(
+            f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, or what "
+            "rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
+        )
+    try:
+        folder = open_folder(path.parent if path.name == TOKENIZER else os.fspath(tokenizer))
+    except RlxError as error:
+        error.locate("tokenizer")
+        raise
+    found = load_tokenizer(folder)
+    if found is None:
+        raise MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file, which the tokenizer is read from")
+    return found
 
 
 def known_positions(model: CompiledModel) -> int | None:

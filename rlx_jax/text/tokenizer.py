@@ -27,13 +27,16 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.io.folder import Folder
+from rlx_jax.io.folder import Folder, json_bound
+from rlx_jax.io.hub import SizeBound
 from rlx_jax.io.strict_json import parse
-from rlx_jax.text.chat_template import load_templates
+from rlx_jax.text.chat_template import load_templates, template_bounds
 from rlx_jax.text.tokenizer_checks import refuse_panics
 
 T = TypeVar("T")
 
+TOKENIZER = "tokenizer.json"
+"""The file of a tokenizer, with its vocabulary."""
 MAX_TOKENIZER_BYTES = 64 * 2**20
 """`tokenizer.json`."""
 MAX_TOKENIZER_VALUES = 2**23
@@ -212,8 +215,9 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         UnsupportedError: the file asks for random tokenisation.
     """
     folder = Folder.at(directory)
-    where = folder.where("tokenizer.json")
-    raw = folder.read("tokenizer.json", MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
+    _bring(folder)
+    where = folder.where(TOKENIZER)
+    raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
     if raw is None:
         return None
     document = parse(raw, where, TokenizerError, MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES")
@@ -254,6 +258,16 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
     )
+
+
+def _bring(folder: Folder) -> None:
+    """Fetch what is read of a model of the Hub, together."""
+    if folder.listed(TOKENIZER) is not None:
+        beside = (*_SIDE_FILES, "generation_config.json")
+        bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
+        bounds |= dict.fromkeys(beside, json_bound())
+        bounds |= template_bounds(folder)
+        folder.bring_all(bounds, bounds)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rlx_jax.ir.frequencies import Frequencies, axial_frequencies, frequencies
 from rlx_jax.ir.graph import Graph, Value
 from rlx_jax.ir.types import TensorType, is_float, is_static, symbol
 from rlx_jax.trace.checks import items_of
-from rlx_jax.trace.ops import Ops
+from rlx_jax.trace.control import Control
 from rlx_jax.trace.weight_part import WeightKey
 from rlx_jax.trace.writer import Shape, V, is_number
 
@@ -40,7 +40,7 @@ class Rotary(Generic[V]):
     style: str = "half"
 
 
-class Attending(Ops[V]):
+class Attending(Control[V]):
     """Attention, rotary embeddings and positions over the values `V` of whoever writes."""
 
     # -- positions and rotations -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What programs are written with: blocks, at HIR, and the tensor ops of `rlx_jax.trace.ops`, at every level.
+"""What programs are written with: blocks, at HIR, and the tensor ops of the topics before, at every level.
 
 `Emit` and `GraphModule` are the two writers. Axis letters: B batch, S tokens, T keys, N query heads, K key heads,
 D head width, H hidden, F feed-forward width.
@@ -314,9 +314,9 @@ class Builders(Recurring[V]):
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def embed(self, table: V | str, ids: V) -> V:
-        """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
-        return self.add_node(hir.Embed(), self.weight(table), ids)
+    def embed(self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None) -> V:
+        """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
+        return self.add_node(hir.Embed(), self._table(table, ("embedding", "hidden"), shape, init), ids)
 
     def last_token(self, x: V, index: V | None = None) -> V:
         """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""

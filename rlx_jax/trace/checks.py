@@ -1,4 +1,4 @@
-"""What users give to the methods of `Ops` and `Builders`, held against what these take."""
+"""What users give to the methods of `Builders`, held against what these take."""
 
 from __future__ import annotations
 

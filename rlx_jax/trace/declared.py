@@ -47,9 +47,15 @@ class WeightDecl:
         return f"param({self.keys.text!r})"
 
 
+def says_shape(declared: Sequence[WeightDecl], key: str) -> WeightDecl | None:
+    """The last that says the shape of a weight."""
+    return next((d for d in reversed(declared) if d.shape is not None and d.matches(key)), None)
+
+
 def declared_shape(declared: Sequence[WeightDecl], key: str) -> tuple[int, ...] | None:
     """What the last that knows it says."""
-    return next((d.shape for d in reversed(declared) if d.shape is not None and d.matches(key)), None)
+    found = says_shape(declared, key)
+    return None if found is None else found.shape
 
 
 def declared_init(declared: Sequence[WeightDecl], key: str) -> Init | None:

@@ -7,9 +7,10 @@ path alone, so that an edit holds for layers that become a region and for those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
@@ -17,6 +18,7 @@ from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
+from rlx_jax.trace.heads import HeadsAround
 from rlx_jax.trace.selecting import BlockSelector
 
 Inner = Callable[[FlowValue | None], FlowValue]
@@ -26,14 +28,36 @@ BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
 """`(emit, x, inner) → y`: x is what a block reads, `inner(x)` what it gives, y what those behind it read instead."""
 
 
+@runtime_checkable
+class ChecksBlock(Protocol):
+    """A wrapper that holds what it was given against the block as it was."""
+
+    def check_block(self, around: HeadsAround, read: Value | None, given: Value, where: str) -> None:
+        """The value that a block reads, and the one that it gives, among the nodes of before."""
+
+
 @dataclass(frozen=True)
 class BlockEdit:
-    """Every block that is selected, changed by `wrapper`; with `stacked` the side outputs that it gave become one of
-    that name, with an axis of blocks in front."""
+    """Every block that is selected, changed by `wrapper`."""
 
     blocks: BlockSelector
     wrapper: BlockWrapper
+
+
+@dataclass(frozen=True)
+class CapturedBlock:
+    """The block, whose value is a side output under its path, or one of those that are stacked as one of a name."""
+
     stacked: str = ""
+
+    def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
+        made, path = inner(x), path_text(emit.builder.origin.path)
+        emit.output(f"{self.stacked}{APART}{path}" if self.stacked else path, made)
+        return made
+
+
+APART = "\0"
+"""Stands between the name of a stacked output and the path of a block: no name of a user has it."""
 
 
 def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str) -> FlowValue:
@@ -43,25 +67,38 @@ def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where:
         GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
     """
     for edit in edits:
-        known = set(emit.state.outputs)
         value = _Rewriting(emit, edit, where).run(value)
-        if edit.stacked:
-            _stack(emit, edit, [name for name in emit.state.outputs if name not in known], where)
+    _stack_captured(emit, where)
     return value
 
 
-def _stack(emit: Emit, edit: BlockEdit, names: Sequence[str], where: str) -> None:
-    """Side outputs as one. They leave a region as they are: only behind it do they become one."""
-    found = {name: emit.state.outputs.pop(name) for name in names}
-    first, *others = found.items()
-    for name, value in others:
-        if value.type != first[1].type:
+def _stack_captured(emit: Emit, where: str) -> None:
+    """Side outputs that are stacked as one. They leave a region as they are, and a block around them gives one value:
+    only behind all edits do they become one."""
+    made, emit.state.outputs = emit.state.outputs, {}
+    for name, value in made.items():
+        stacked, apart, _ = name.partition(APART)
+        if not apart:
+            emit.output(name, value)
+        elif stacked in made:
+            raise NameCollisionError(f"{where}: at({stacked!r}): the flow has a side output {quote(stacked)} already")
+        elif stacked not in emit.state.outputs:
+            found = {
+                path: v for key, v in made.items() for of, _, path in [key.partition(APART)] if path and of == stacked
+            }
+            emit.output(stacked, _stack(emit, stacked, found, where))
+
+
+def _stack(emit: Emit, name: str, found: Mapping[str, FlowValue], where: str) -> FlowValue:
+    (first, known), *others = found.items()
+    for path, value in others:
+        if value.type != known.type:
             raise ShapeError(
-                f"{where}: {edit.blocks}: stacked blocks give values of one type; {first[0]} gives {first[1].type}, "
-                f"{name} {value.type}: capture them apart"
+                f"{where}: at({name!r}): stacked blocks give values of one type; {first} gives {known.type}, {path} "
+                f"{value.type}: capture them apart"
             )
     with emit.scope("captured"):
-        emit.output(edit.stacked, emit.stack(list(found.values())))
+        return emit.stack(list(found.values()))
 
 
 @dataclass
@@ -121,6 +158,10 @@ class _Rewriting:
             for block in self._matched(self.old[number].origin.path):
                 self.blocks.setdefault(block, []).append(number)
         self.layers = [_Layers(self._starts(bounds), [None] * len(bounds)) for bounds in emit.state.repeats]
+
+    @cached_property
+    def _around(self) -> HeadsAround:
+        return HeadsAround(self.old)
 
     @property
     def _what(self) -> str:
@@ -219,6 +260,8 @@ class _Rewriting:
         with self.new.at(Origin(path)), emit.stage(), emit.users_code():
             x = None if read is None else emit.wrap(self._now(read, values))
             check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
+            if isinstance(self.edit.wrapper, ChecksBlock):
+                self.edit.wrapper.check_block(self._around, read, given, path_text(path))
             made = self.edit.wrapper(emit, x, inner)
             if not isinstance(made, FlowValue):
                 raise GraphError(

@@ -188,6 +188,11 @@ class Emit(Builders[FlowValue]):
 
     def own(self, value: FlowValue) -> Value:
         """The graph value behind a FlowValue of this flow."""
+        if isinstance(value, str):
+            raise GraphError(
+                f"{self.path}: expected a FlowValue, got {value!r}; the weight of that key is emit.param({value!r}), "
+                f"and an input of that name emit.flow_input({value!r})"
+            )
         if not isinstance(value, FlowValue):
             raise GraphError(
                 f"{self.path}: expected a FlowValue, got {named_kind(value)}; use emit.constant(array) for a small "

@@ -233,18 +233,17 @@ class Images(Products[V]):
         antialias=False. See `Resize` for the formulas.
         """
         found, where = self.type_of(x), f"{self.path}: resize"
-        if (shape is None) == (scales is None) and scales is None:
-            raise ShapeError(f"{where}: a shape, or scales")
         factors = None if scales is None else [float(s) for s in items_of(scales, where, "a scale for each axis")]
         if factors is not None and (len(factors) != found.rank or not all(0 < f < 2**31 for f in factors)):
             raise ShapeError(f"{where}: scales are {found.rank} numbers over 0, got {shown(scales)}")
         if shape is not None:
             dims = [as_dim(d, where) for d in items_of(shape, where, "a size for each axis")]
-        else:
-            assert factors is not None
+        elif factors is not None:
             dims = [
                 d if f == 1 else int(d * f) if is_static(d) else d for d, f in zip(found.shape, factors, strict=True)
             ]
+        else:
+            raise ShapeError(f"{where}: a shape, or scales")
         if len(dims) != found.rank:
             raise ShapeError(f"{where}: {found} has {found.rank} axes, got {len(dims)} sizes")
         edges = None if roi is None else [(float(s), float(e)) for s, e in items_of(roi, where, "(start, end) pairs")]

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, WeightShapeError, quote, shown
 from rlx_jax.ir.graph import located
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.pointwise import FullLike
+from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import as_dim, as_dtype, is_static
 from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.shapes import Shapes
+from rlx_jax.trace.weight_part import WeightKey, WeightPart
 from rlx_jax.trace.writer import Shape, V, is_number
 
 
 class Indexing(Shapes[V]):
     """Rows by number, and numbers."""
 
-    def gather(self, table: V, ids: V) -> V:
-        """`table[ids]`: table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`."""
-        return self.add_node(Gather(), table, ids)
+    def gather(
+        self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None
+    ) -> V:
+        """`table[ids]`: table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
+
+        The table is a value, or the key of a weight; `shape` and `init` are those of a weight, needed only where no
+        source has it: see `emit.param`.
+        """
+        return self.add_node(Gather(), self._table(table, None, shape, init), ids)
 
     gather_ = gather
+
+    def _table(self, table: V | WeightKey, roles: Roles | None, shape: Sequence[int] | None, init: Init | None) -> V:
+        """A table as a value, of a key the weight."""
+        if not isinstance(table, str | WeightPart):
+            if (shape, init) != (None, None):
+                raise GraphError(
+                    f"{self.path}: shape and init are those of a weight under a key; emit.param(key, shape=…) takes "
+                    "them"
+                )
+            return table
+        likely = (
+            None if shape is None else items_of(shape, f"{self.path}: weight {quote(table)}: shape", "a list of sizes")
+        )
+        found = self.weight(table, roles, likely=likely, init=init)
+        if likely not in (None, self.type_of(found).shape):
+            raise WeightShapeError(
+                f"{self.path}: weight {quote(table)} is {self.type_of(found)}; expected {list(likely or ())}"
+            )
+        return found
 
     def take_row(self, x: V, index: V) -> V:
         """`y[b, 0] = x[b, index[b]]`: x `[B, S, …]`, index `[B]` integers → `[B, 1, …]`."""

@@ -14,7 +14,7 @@ from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
-from rlx_jax.trace.declared import WeightDecl, declared_init, declared_shape
+from rlx_jax.trace.declared import WeightDecl, declared_init, declared_shape, says_shape
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 
 F32 = np.dtype(np.float32)
@@ -27,13 +27,13 @@ K = TypeVar("K", bound=WeightKey)
 class Parameters:
     """Every weight that a flow reads, of `source` or of none.
 
-    A shape that no source has is, in this order: what the stage says (`shape=`) or the flow (`flow.param`), what an
-    earlier use said, or what follows from the stage's other sizes (`likely`, `suppose`).
+    A shape that no source has is, in this order: what the stage says (`shape=`) or the flow (`flow.param`), what a
+    config says, what an earlier use said, or what follows from the stage's other sizes (`likely`, `suppose`).
 
     Attributes:
         read: the keys that were asked for. `fresh`: those of them that no source has.
         roles: what the axes of stored weights are. `inits`: how weights are drawn, where somebody says so.
-        draws_missing: what a source has not is drawn.
+        draws_missing: what a source has not is drawn. `shapes`: of the weights that a config knows, by key.
     """
 
     def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
@@ -43,6 +43,7 @@ class Parameters:
         self.roles: dict[str, Roles] = {}
         self.inits: dict[str, Init] = {}
         self.draws_missing = False
+        self.shapes: Mapping[str, Any] = {}
         self._absent: dict[str, TensorType] = {}  # what is in no source
         self._supposed: dict[str, StoredShape] = {}
         self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
@@ -63,6 +64,8 @@ class Parameters:
         shape = declared_shape(self.declared, name)
         if self.source is not None and self.source.has(name):
             shape = tuple(self.source.spec(name).shape)
+        elif shape is None and name in self.shapes:
+            shape = tuple(self.shapes[name].shape)
         if shape is None or axis >= len(shape):
             return None
         return shape[axis] // key.count if isinstance(key, WeightPart) and key.axis == axis else shape[axis]
@@ -79,13 +82,18 @@ class Parameters:
     def say_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
         """What the axes of a weight are."""
         where = f"{path}: weight {quote(key)}"
+        if key in self.fresh and isinstance(roles, tuple) and len(roles) != t.rank:
+            axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
+            raise WeightShapeError(f"{path}: {self.at(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}")
         said = check_roles(roles, t, where)
         self.roles[key] = agreed(self.roles.get(key, said), said, where)
 
     def at(self, key: str) -> str:
-        """A weight as messages name it, with the file that has it."""
-        there = self.source is not None and self.source.has(key)
-        return f"weight {quote(key)} ({self.source.where(key)})" if self.source and there else f"weight {quote(key)}"
+        """A weight as messages name it, with the file that has it, or what says its shape."""
+        if self.source is not None and self.source.has(key):
+            return f"weight {quote(key)} ({self.source.where(key)})"
+        said = says_shape(self.declared, key)
+        return f"weight {quote(key)}" if said is None else f"weight {quote(key)}, of the shape that {said} says"
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -130,7 +138,9 @@ class Parameters:
         """A key as the source has it; where it has none, of the shape that is known."""
         shape = self._said_shape(key, shape, path)
         before, supposed = self._absent.get(key), self._supposed.get(key) if likely is None else likely
-        known = shape if shape is not None else supposed if before is None else before.shape
+        known = supposed if before is None else before.shape
+        known = known if key not in self.shapes else self.shapes[key].shape
+        known = known if shape is None else shape
         if self.source is None and known is None:
             raise MissingWeightError(
                 f"{path}: the shape of weight {quote(key)} is not known: compile with weights=, which may be a mapping "
@@ -145,7 +155,7 @@ class Parameters:
         try:
             spec = self.source.spec(key)
         except MissingWeightError as error:
-            hint = "; missing='init' draws it, if it is a new one" if shape is not None else ""
+            hint = "; missing='init' draws it with key=, if it is a new one" if shape is not None else ""
             hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
             raise MissingWeightError(f"{path}: {error}{hint}") from error
         if isinstance(spec, PackedSpec):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
@@ -14,6 +16,9 @@ from rlx_jax.ir.param import Dequantized, Key, Program
 from rlx_jax.ir.param_keys import keys_of, stored_keys
 from rlx_jax.ir.traits import Normal
 from rlx_jax.ir.types import TensorType
+
+SMALL = 2**15
+"""Numbers that are drawn for a weight that has fewer."""
 
 
 def initial_params(
@@ -33,7 +38,7 @@ def initial_params(
                 for name in (k for program in op.programs for k in keys_of(program)):
                     readers.setdefault(name, (node, place))
     stored = {k.key: k.type for program in leaves.values() for k in stored_keys(program)}
-    keys = dict(zip(stored, jax.random.split(key, max(len(stored), 1)), strict=False))
+    keys = dict(zip(stored, _split(key, max(len(stored), 1)), strict=False))
     said = inits or {}
     values = {
         name: drawn(said[name], keys[name], t, f"weight {quote(name)}")
@@ -66,7 +71,34 @@ def _draw(node: Node, place: int, t: TensorType, key: jax.Array) -> jax.Array:
     """One weight, as the op says that reads it as operand number `place`. Stored 64-bit types are drawn in 32 bits."""
     dtype = jax.dtypes.canonicalize_dtype(t.dtype)
     initial = node.op.initial(place, t)
+    small = _is_small(t.size, key)
     if not isinstance(initial, Normal):
-        return jnp.full(t.shape, initial, dtype)
-    normal: jax.Array = jax.random.normal(key, t.shape, jnp.float32) * float(initial.fan_in) ** -0.5
+        return _beside(np.full(t.shape, initial, dtype), key) if small else jnp.full(t.shape, initial, dtype)
+    scale = float(initial.fan_in) ** -0.5
+    if small:
+        flat = jax.device_get(jax.random.normal(key, (SMALL,), jnp.float32))[: t.size]
+        return _beside((flat.reshape(t.shape) * scale).astype(dtype), key)
+    normal: jax.Array = jax.random.normal(key, t.shape, jnp.float32) * scale
     return normal.astype(dtype)
+
+
+def _is_small(size: int, key: jax.Array) -> bool:
+    """Whether a weight is cut out of `SMALL` numbers, whose first ones are the same however many are drawn: a program
+    for each shape of a small model takes longer to compile than the model."""
+    partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    return size <= SMALL and partitionable and not isinstance(key, jax.core.Tracer)
+
+
+def _beside(value: np.ndarray[Any, Any], key: jax.Array) -> jax.Array:
+    """An array where the key is, if somebody put that somewhere."""
+    placed: jax.Array = jax.device_put(value, key.sharding if key.committed else None)
+    return placed
+
+
+def _split(key: jax.Array, count: int) -> list[jax.Array]:
+    """`jax.random.split`, as a list."""
+    keys = jax.random.split(key, count)
+    if isinstance(keys, jax.core.Tracer):
+        return list(keys)
+    kind = str(jax.random.key_impl(key))
+    return [jax.random.wrap_key_data(_beside(w, key), impl=kind) for w in jax.device_get(jax.random.key_data(keys))]

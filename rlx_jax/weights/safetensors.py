@@ -199,7 +199,10 @@ def find(tensors: Mapping[str, T], key: object, what: str) -> T:
     if not isinstance(key, str):
         raise MissingWeightError(f"the key of a weight is a string, got {shown(key)} for {what} of {len(tensors)}")
     if key not in tensors:
-        raise MissingWeightError(f"no weight {quote(key)} in {what} of {len(tensors)}{close_names(key, tensors)}")
+        count = len(tensors)
+        raise MissingWeightError(
+            f"no weight {quote(key)} in {what} of {count} weight{'s' * (count != 1)}{close_names(key, tensors)}"
+        )
     return tensors[key]
 
 

@@ -4,5 +4,5 @@
 - `sketch`: a graph while it grows, with its numbers and what rounding may do to them.
 - `tensor_ops`, `patterns`: what a random MIR graph is grown from. `blocks`: the same for HIR.
 - `check`: a graph before and after a pass, and compiled.
-- `planted`: the faults.
+- `planted`: the faults. `hunt`: in which random graphs they show.
 """

@@ -410,3 +410,5 @@ RUN_FAULTS = (
     ),
 )
 """Where a program runs: the interpreter and the ops."""
+
+FAULTS = (*PASS_FAULTS, *LOWERING_FAULTS, *RUN_FAULTS)

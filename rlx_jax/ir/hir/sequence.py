@@ -144,6 +144,9 @@ class Attention(Hir):
     bias_of: Graph | None = None
     sinks: bool = False
 
+    def packed(self, place: int | None) -> int | None:
+        return {None: self.heads, 0: self.heads, 1: self.kv_heads, 2: self.kv_heads}.get(place)
+
     def check(self, *operands: TensorType) -> None:
         if self.bias_of is None:
             check_arity("attention", len(operands), 3 + len(self.extra) + self.sinks)

@@ -119,6 +119,9 @@ class GatedDelta(Hir):
     scale: float | None = None
     unit: float | None = None
 
+    def packed(self, place: int | None) -> int | None:
+        return self.key_heads if place in (0, 1) else self.value_heads
+
     def check(self, *operands: TensorType) -> None:
         check_arity("gated_delta", len(operands), 5)
         q, k, v, *_ = operands
@@ -171,6 +174,9 @@ class SelectiveScan(Hir):
 
     heads: int
     groups: int = 1
+
+    def packed(self, place: int | None) -> int | None:
+        return {None: self.heads, 0: self.heads, 1: self.heads, 3: self.groups, 4: self.groups}.get(place)
 
     def check(self, *operands: TensorType) -> None:
         check_arity("selective_scan", len(operands), 5)

@@ -93,16 +93,20 @@ def _delta_flops(op: Any, operands: Types, results: Types) -> int:
     return 6 * v.size * int(k.shape[3])
 
 
-def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
-    """In chunks of `CHUNK`, f32: of each value head four matrices between tokens, seven rows of a token, and the state
-    before each chunk, written twice. Token by token: the operands with time first, and of each a copy."""
-    k, v, state = operands[1], operands[2], results[1]
+def _chunked(v: TensorType, inner: int, state: TensorType, kept: int, states: int) -> int:
+    """Scratch bytes of a scan in chunks of `CHUNK`, f32: of each head `kept` matrices between tokens and `kept` rows of
+    `inner` and of the width of v for each token, and the state before each chunk `states` times. One token needs
+    the operands with time first, and of each a copy."""
     batch, tokens, heads, width = map(int, v.shape)
     if tokens == 1:
         return 2 * state.nbytes
-    chunks, keys = -(-tokens // CHUNK), int(k.shape[3])
-    rows = 4 * CHUNK + 4 * keys + 4 * width
-    return 4 * batch * heads * (chunks * CHUNK * rows + 2 * (chunks + 1) * keys * width)
+    chunks = -(-tokens // CHUNK)
+    rows = kept * (CHUNK + inner + width)
+    return 4 * batch * heads * (chunks * CHUNK * rows + states * (chunks + 1) * inner * width)
+
+
+def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
+    return _chunked(operands[2], int(operands[1].shape[3]), results[1], kept=4, states=2)
 
 
 @dataclass(frozen=True)
@@ -180,14 +184,7 @@ def _scan_flops(op: Any, operands: Types, results: Types) -> int:
 
 
 def _scan_workspace(op: Any, operands: Types, results: Types) -> int:
-    """As of the gated delta rule; there are two matrices between tokens, and five rows."""
-    x, b, state = operands[0], operands[3], results[1]
-    batch, tokens, heads, width = map(int, x.shape)
-    if tokens == 1:
-        return 2 * state.nbytes
-    chunks, inner = -(-tokens // CHUNK), int(b.shape[3])
-    rows = 3 * CHUNK + 3 * inner + 3 * width
-    return 4 * batch * heads * (chunks * CHUNK * rows + 3 * (chunks + 1) * inner * width)
+    return _chunked(operands[0], int(operands[3].shape[3]), results[1], kept=3, states=3)
 
 
 @dataclass(frozen=True)

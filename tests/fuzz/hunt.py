@@ -1,0 +1,89 @@
+"""In which random graphs the planted faults show.
+
+A fault is found if one of the first thousand random graphs shows it. `planted.json` has the number of the first that
+does, for each fault that has one, so that a test looks at that graph alone. After a change of what the graphs are grown
+from, or of the faults,
+
+    python -m tests.fuzz.hunt
+
+looks through the graphs again, writes the file, and prints the kill list: some minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from rlx_jax.errors import RlxError
+from rlx_jax.ir.graph import TypeCache
+from tests.fuzz.blocks import hir_case
+from tests.fuzz.check import Mismatch, check_compiled, check_lowering, check_tensor_graph
+from tests.fuzz.patterns import mir_case
+from tests.fuzz.planted import FAULTS, Fault, plant
+from tests.fuzz.sketch import Case
+
+WITHIN = 1000
+TOGETHER = 8
+TYPES = TypeCache()
+FIRST = Path(__file__).with_name("planted.json")
+"""The first graph that shows a fault, by what the fault does."""
+
+
+@functools.cache
+def case_of(where: str, number: int) -> Case:
+    """The random graphs are the same for every fault, and made before it is planted."""
+    return mir_case(number, 4 + number % 20, TYPES) if where == "tensor" else hir_case(number, 2 + number % 9, TYPES)
+
+
+def caught(fault: Fault | None, where: str, compiled: bool, graphs: Sequence[int]) -> str | None:
+    """How the fault shows in one of these random graphs, which are compiled together; None if it does not."""
+    cases = [case_of(where, number) for number in graphs]
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            plant(fault, patch)
+        try:
+            checks = check_tensor_graph if where == "tensor" else check_lowering
+            programs = [form for case in cases for form in checks(case, Counter())[:2]]
+            if compiled:
+                check_compiled(programs)
+        except (Mismatch, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
+            of_jax = isinstance(error, TypeError | ValueError) and not isinstance(error, RlxError)
+            if of_jax and not compiled:  # shapes that do not fit
+                raise
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    return None
+
+
+def first(fault: Fault, limit: int = WITHIN) -> tuple[int, str] | None:
+    """The first random graph that shows the fault, and how; None if none of so many does."""
+    together = TOGETHER if fault.compiled else 1
+    for start in range(0, limit, together):
+        group = range(start, min(start + together, limit))
+        if caught(fault, fault.where, fault.compiled, group):
+            for number in group:
+                if how := caught(fault, fault.where, fault.compiled, [number]):
+                    return number, how
+    return None
+
+
+def main() -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")  # as tests/conftest.py has it
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    numbers: dict[str, int] = {}
+    for fault in FAULTS:
+        found = first(fault)
+        if found:
+            numbers[fault.why] = found[0]
+        print(f"  {found[0]:4d}  {fault.why}  [{found[1]}]" if found else f"     –  {fault.why}", flush=True)
+    print(f"{len(numbers)} of {len(FAULTS)} found in the first {WITHIN} graphs")
+    FIRST.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
