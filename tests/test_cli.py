@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
 import json
@@ -51,6 +52,27 @@ def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     words = [*COMMAND, *map(str, arguments)]
     return subprocess.run(words, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=300, **options)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone at the end, however that comes: one that waits for what nobody types stays for ever."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> int | None:
+    """The status of a process that Ctrl-C ends. It is pressed again where it has not counted in ten seconds: one that
+    comes with the end of an answer ends that, and one between a prompt and Python's waiting for input is heard at the
+    next key. (One that comes while Python ends kills it.)"""
+    for _ in range(6):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=10)
+    return None
 
 
 def read_all(descriptor: int) -> str:
@@ -554,11 +576,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
         assert part, got
         got += part
     assert got == want
-    until = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < until:  # one that comes with the end of an answer ends that
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    assert process.poll() == 130
+    assert interrupted(process) == 130
     reader.join(60)
     process.stdout.close()
     assert (
@@ -601,7 +619,7 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
             words, env=there, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
         )
 
-    with opened(4) as process:
+    with ended(opened(4)) as process:
         written_until(seen, "> ")
         os.write(seen, b"\x1b[200~one\ntwo\x1b[201~\n")
         assert f"{shown_as(first)}\nprompt" in written_until(seen, r"peak.*> ")
@@ -609,14 +627,13 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
         assert f"{shown_as(second)}\nprompt" in written_until(seen, r"peak.*> ")
         os.write(seen, b"\x04")
         assert process.wait(timeout=60) == 0
-    with opened(8000) as process:
+    with ended(opened(8000)) as process:
         written_until(seen, "> ")
         os.write(seen, b"Hi\n")
         written_until(seen, re.escape(shown_as(lm.chat("Hi", 2))))
         process.send_signal(signal.SIGINT)
         written_until(seen, "stopped; the talk goes on as if this had not been asked.*> ")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert interrupted(process) == 130
     os.close(terminal)
     os.close(seen)
 

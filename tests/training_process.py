@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -158,10 +159,12 @@ class Group:
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "tests.training_process", str(directory), f"--steps={steps}", f"--of={count}"]
         command += options
+        # Files, as nobody reads stderr while processes run, and a full pipe would stop them.
+        self.problems = [tempfile.TemporaryFile("w+") for _ in range(count)]
         self.processes = [
             subprocess.Popen(
                 [*command, f"--port={port}", f"--process={index}"],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.problems[index], text=True,
             )
             for index in range(count)
         ]  # fmt: skip
@@ -177,7 +180,8 @@ class Group:
                 return self.heard[index][-1]
         for process in self.processes:
             process.kill()
-        told = [process.communicate()[1][-2000:] for process in self.processes]
+            process.communicate()
+        told = [self.told(other)[-2000:] for other in range(len(self.processes))]
         raise AssertionError(f"process {index} ended before it said {word!r}: {told}")
 
     def start(self) -> None:
@@ -191,9 +195,14 @@ class Group:
 
     def end(self, index: int, timeout_s: float = 120) -> tuple[int, str]:
         """Wait for the end of a process: its exit status and what it wrote to stderr."""
-        out, err = self.processes[index].communicate(timeout=timeout_s)
+        out, _ = self.processes[index].communicate(timeout=timeout_s)
         self.heard[index] += [line.split() for line in out.splitlines()]
-        return self.processes[index].returncode, err
+        return self.processes[index].returncode, self.told(index)
+
+    def told(self, index: int) -> str:
+        """What a process has written to stderr."""
+        self.problems[index].seek(0)
+        return self.problems[index].read()
 
     def close(self) -> None:
         """End what still runs."""
@@ -201,6 +210,8 @@ class Group:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+        for problems in self.problems:
+            problems.close()
 
     def said(self, index: int, word: str) -> dict[int, list[str]]:
         """By number of the step, the words after it."""

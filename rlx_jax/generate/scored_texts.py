@@ -132,4 +132,5 @@ def _is_one(item: Any) -> bool:
         return True
     if isinstance(item, np.ndarray | jax.Array):
         return item.ndim == 1 and item.dtype.kind in "iu"
-    return isinstance(item, list | tuple) and bool(item) and all(isinstance(i, int | np.integer) for i in item)
+    kinds = set(map(type, item)) if isinstance(item, list | tuple) else set()
+    return bool(kinds) and all(issubclass(kind, int | np.integer) for kind in kinds)

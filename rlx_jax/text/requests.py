@@ -77,6 +77,8 @@ def id_list(ids: Any, vocab_size: int, what: str) -> list[int]:
         ids = ids.tolist() if ids.dtype.kind in "iu" else list(ids)
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise RequestError(f"{what}: expected a list of token ids, got {type(ids).__name__}")
+    if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
+        return list(ids)  # some times as fast as the loop, which finds what to tell
     for at, i in enumerate(ids):
         if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
             raise TokenIdError(f"{what}[{at}]: a token id is an integer, got {shown(i)}")
