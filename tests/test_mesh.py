@@ -1,6 +1,7 @@
 """Models divided over devices say what they say on one: logits, tokens, gradients, files; and what they send for it.
 
-The quick tier has a selection of meshes; the slow one every family on every mesh.
+The quick tier has a selection of meshes; the slow one each family on two and each mesh for one family; `make soak` has
+every family on every mesh.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ MIXED = [("data", 2), ("fsdp", 8), ("tensor", 2), ("tensor", 8), ("data tensor",
 MIXTURES = ("mixtral", "qwen3 experts", "gpt_oss")
 APART = [("expert", 2), ("expert", 4), ("data expert", 4), ("expert tensor", 4), ("fsdp expert tensor", 8)]
 """Meshes over which experts are divided."""
+WHOLE = ("data fsdp tensor", 8)
+EACH = (("tensor", 8), WHOLE)
+"""The meshes of every family in the slow tier."""
+EXPERTS_APART = (("expert tensor", 4), ("fsdp expert tensor", 8))
 QUICK = {
     ("mixtral", "expert tensor", 4),
     ("mistral", "fsdp tensor", 4),
@@ -59,9 +64,15 @@ def greedy(family: str, rows: int = 3) -> list[list[int]]:
     return lm(family).generate(PROMPTS[:rows], max_new_tokens=32)
 
 
-def slow_but(quick: bool, soak: bool = False) -> Any:
+def tier(quick: bool, slow: bool = True) -> Any:
     """The marks of a case."""
-    return () if quick else pytest.mark.soak if soak else pytest.mark.slow
+    return () if quick else pytest.mark.slow if slow else pytest.mark.soak
+
+
+def slow_mesh(family: str, mesh: tuple[str, int]) -> bool:
+    """Whether CI has a decoder on this mesh."""
+    apart = APART if family == "mixtral" else EXPERTS_APART
+    return mesh in EACH or mesh in apart or (family == "llama" and mesh in MIXED)
 
 
 # -- the same numbers and tokens ---------------------------------------------------------------
@@ -70,7 +81,7 @@ def slow_but(quick: bool, soak: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        pytest.param(f, *g, marks=slow_but((f, *g) in QUICK, g not in MIXED + APART and f != "gemma2"))
+        pytest.param(f, *g, marks=tier((f, *g) in QUICK, slow_mesh(f, g)))
         for f in DECODERS
         for g in (GRID if f in ("llama", "mistral", "gemma2") else MIXED + APART * (f in MIXTURES))
     ],
@@ -85,7 +96,9 @@ def test_logits_and_tokens(family: str, kinds: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        pytest.param(f, *g, marks=slow_but((f, *g) == ("bert", "data tensor", 8)))
+        pytest.param(
+            f, *g, marks=tier((f, *g) == ("bert", "data tensor", 8), g in MIXED if f == "bert" else g == WHOLE)
+        )
         for f in ENCODERS
         for g in (GRID if f == "bert" else MIXED[1::2])
     ],
@@ -101,9 +114,9 @@ def test_encoder(family: str, kinds: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        pytest.param(f, *g, marks=slow_but((f, *g) == ("dinov2 original", "fsdp tensor", 4)))
+        pytest.param(f, *g, marks=tier((f, *g) == ("dinov2 original", "fsdp tensor", 4), g == WHOLE))
         for f in IMAGES
-        for g in (("tensor", 8), ("data fsdp tensor", 8), ("fsdp tensor", 4))
+        for g in (*EACH, ("fsdp tensor", 4))
     ],
 )
 def test_images(family: str, kinds: str, devices: int) -> None:
@@ -123,7 +136,7 @@ def test_images(family: str, kinds: str, devices: int) -> None:
         assert_close(ours, np.asarray(one))
 
 
-MESHES = [pytest.param(*g, marks=slow_but(g == ("data tensor", 4))) for g in (*MIXED, ("data tensor", 4))]
+MESHES = [pytest.param(*g, marks=tier(g == ("data tensor", 4))) for g in (*MIXED, ("data tensor", 4))]
 
 
 @pytest.mark.parametrize(("kinds", "devices"), MESHES)
@@ -210,11 +223,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+SET_ON = (("llama tied", "fsdp tensor", 8), ("qwen2", "data tensor", 8))
+
+
 @pytest.mark.parametrize(
-    ("family", "kinds", "devices"),
-    [("llama tied", "fsdp tensor", 8), ("qwen2", "data tensor", 8)],
+    ("name", "family", "kinds", "devices"),
+    [
+        pytest.param(name, *on, marks=tier(False, (at + which) % 2 == 0))
+        for at, name in enumerate(SETTINGS)
+        for which, on in enumerate(SET_ON)
+    ],
 )
 def test_settings(name: str, family: str, kinds: str, devices: int) -> None:
     """Whatever a profile says."""

@@ -57,8 +57,13 @@ def run_wrong(test: str, stage: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", sorted(TABLE))
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=pytest.mark.soak if at % 6 else pytest.mark.slow)
+        for at, stage in enumerate(sorted(TABLE))
+    ],
+)
 def test_its_test_notices_a_wrong_stage(stage: str) -> None:
     """It fails by a comparison, not because the wrong stage cannot be built."""
     done = run_wrong(TABLE[stage], stage)

@@ -764,9 +764,11 @@ def test_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "panicked" not in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_many_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mutants(20_000, 1, tmp_path)
+@pytest.mark.parametrize(
+    "count", [pytest.param(5_000, marks=pytest.mark.slow), pytest.param(50_000, marks=pytest.mark.soak)]
+)
+def test_many_mutants(tmp_path: Path, capfd: pytest.CaptureFixture[str], count: int) -> None:
+    check_mutants(count, 1, tmp_path)
     assert "panicked" not in capfd.readouterr().err
 
 
