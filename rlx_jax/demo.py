@@ -151,10 +151,9 @@ def acts(each: int) -> Iterator[tuple[str, Iterator[str]]]:
     encoder = rlx.load(directory)
     known = passages(topics, each)
     yield "The model, as it was assembled from its config.json: print(encoder)", iter(str(encoder).splitlines())
+    yield "Where in Python's documentation is this explained?", iter([f"  {len(known)} passages are read …"])
     vectors = encoder.embed([p.text for p in known])
-    took = time.perf_counter() - start
-    title = f"Where in Python's documentation is this explained? {len(known)} passages, {took:.1f} s"
-    yield title, answers(encoder, known, vectors)
+    yield f"The nearest passages, after {time.perf_counter() - start:.1f} s", answers(encoder, known, vectors)
     yield "How fast is that?", speed(encoder)
     yield "The same model with one line changed", edited(directory, encoder, known, vectors)
     yield "Where to go next", iter([NEXT])
