@@ -42,7 +42,7 @@ CASES: dict[str, OpCase] = {
     "clip of whole numbers": OpCase(lambda m, x: m.clip(x, -5, 5), [WHOLE], lambda x: np.clip(x, -5, 5)),
     "prelu": OpCase(lambda m, x, y: m.prelu(x, y), [X, Y[0, 0]], lambda x, y: np.where(x >= 0, x, x * y)),
     "floor_divide": OpCase(lambda m, a, b: m.floor_divide(a, b), [WHOLE, BY], lambda a, b: a // b),
-    "trunc_divide": OpCase(lambda m, a, b: m.trunc_divide(a, b), [WHOLE, BY], lambda a, b: np.fix(a / b).astype(int)),
+    "trunc_divide": OpCase(lambda m, a, b: m.trunc_divide(a, b), [WHOLE, BY], lambda a, b: np.trunc(a / b).astype(int)),
     "mod": OpCase(lambda m, a, b: m.mod(a, b), [WHOLE, BY], lambda a, b: a % b),
     "fmod": OpCase(lambda m, a, b: m.fmod(a, b), [WHOLE, BY], np.fmod),
     "mod of floats": OpCase(lambda m, a, b: m.mod(a, b), [WHOLE / 4, BY / 8], lambda a, b: a - b * np.floor(a / b)),

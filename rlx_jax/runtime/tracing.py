@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,10 @@ def trace_of(run: Callable[[], Any]) -> Trace:
         finally:
             jax.profiler.stop_trace()
         (file,) = Path(directory).rglob("*.xplane.pb")
-        return read_trace(jax.profiler.ProfileData.from_file(str(file)))
+        with warnings.catch_warnings():
+            # Types of jaxlib 0.11 warn when Python 3.12 makes them, and where that is an error the process ends.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return read_trace(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def read_trace(data: Any) -> Trace:
