@@ -14,7 +14,7 @@ from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, LlamaDecoder, LlamaDecoderSpec, norm_beta
-from rlx_jax.blocks.gemma import GemmaStyle, gemma_layer, gemma_layer_spec
+from rlx_jax.blocks.gemma import GemmaStyle, gemma_attention, gemma_layer, gemma_layer_spec
 from rlx_jax.blocks.moe import MoeSpec
 from rlx_jax.blocks.qwen3 import Qwen3DecoderSpec
 from rlx_jax.errors import GraphError
@@ -244,7 +244,8 @@ class GemmaDecodeLayerSpec:
         Raises:
             GraphError: no layer of Gemma has what `attention` has.
         """
-        if lost := [name for name in ("sinks_key", "gated", "n_rot") if getattr(attention, name)]:
+        norms = () if style is GemmaStyle.GEMMA3 else ("q_norm_key", "k_norm_key")
+        if lost := [name for name in ("sinks_key", "gated", "n_rot", *norms) if getattr(attention, name)]:
             raise GraphError(f"GemmaDecodeLayerSpec has no {', '.join(lost)}: make the layer with decoder_layer")
         return GemmaDecodeLayerSpec(
             style=style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,
@@ -273,26 +274,18 @@ class GemmaKvTap:
     It stands behind the input norm: x is what the attention reads. Common subexpressions are computed once.
     """
 
-    layer_prefix: str
     layer_idx: int
-    head_dim: int
-    style: GemmaStyle = GemmaStyle.GEMMA
-    eps: float = 1e-6
-    attention_bias: bool = False
-    rope_theta: float = 10000.0
-    rope: str = ""
+    attention: SelfAttnPrefillSpec
 
     @staticmethod
     def layer(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6) -> GemmaKvTap:
-        """The tap of layer `index` under Hugging Face's keys."""
-        a, prefix = attention, f"model.layers.{index}"
-        return GemmaKvTap(prefix, index, a.head_dim, style, eps, a.biases is not None, a.rope_theta, a.rope)
+        """The tap of layer `index` around `attention`, as `gemma_prefill_layer_composed` takes them."""
+        return GemmaKvTap(index, gemma_attention(index, style, attention, eps))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaKvTap")
-        spec = GemmaDecodeLayerSpec(num_heads=1, num_kv_heads=1, **common(self, GemmaDecodeLayerSpec))
         with emit.scope("self_attn"):
-            k, v = projections(emit, x, spec.layer().attention(self.layer_prefix), "kv")
+            k, v = projections(emit, x, self.attention, "kv")
         side_outputs(emit, f"kv.{self.layer_idx}", k, v)
         return x
 

@@ -109,16 +109,23 @@ def gemma_layer(
     moe: MoeSpec | None = None,
 ) -> Named:
     """The layer around `attention`, with the stages of `before` between its first norm and that."""
-    a, p = attention, f"model.layers.{index}"
+    spec, prefix = _around(style, attention, eps, moe), f"model.layers.{index}"
+    stages = Sequence([*before, SelfAttnPrefill(gemma_attention(index, style, attention, eps))])
+    return Named(f"layer{index}", spec.around(prefix, stages))
+
+
+def gemma_attention(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float) -> SelfAttnPrefillSpec:
+    """`attention` with the norms of heads that layer `index` has in this style, unless it has its own."""
+    own = _around(style, attention, eps).attention(f"model.layers.{index}")
+    if attention.q_norm_key or attention.k_norm_key:
+        return attention
+    norms = ("q_norm_key", "k_norm_key", "qk_norm_eps", "qk_norm_offset")
+    return replace(attention, **{name: getattr(own, name) for name in norms}) if own.q_norm_key else attention
+
+
+def _around(style: GemmaStyle, a: SelfAttnPrefillSpec, eps: float, moe: MoeSpec | None = None) -> DecoderLayerSpec:
     sizes = DecoderLayerSpec(
         num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, eps=eps,
         output_bias=a.biases is not None, moe=moe,
     )  # fmt: skip
-    spec = gemma_layer_spec(style, sizes)
-    if spec.qk_norm is not None:
-        own = spec.attention(p)
-        a = replace(
-            a, q_norm_key=own.q_norm_key, k_norm_key=own.k_norm_key,
-            qk_norm_eps=own.qk_norm_eps, qk_norm_offset=own.qk_norm_offset,
-        )  # fmt: skip
-    return Named(f"layer{index}", spec.around(p, Sequence([*before, SelfAttnPrefill(a)])))
+    return gemma_layer_spec(style, sizes)

@@ -309,6 +309,8 @@ class ModelFlow(Stages):
             raise GraphError(
                 f"{recipe.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
             )
+        if not callable(recipe) and not hasattr(recipe, "assemble"):
+            raise GraphError(f"expected a recipe, of recipe_for(path) or for_prefill(config), got {shown(recipe)}")
         return _flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
 
     # -- building ----------------------------------------------------------------------------

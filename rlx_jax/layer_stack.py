@@ -121,9 +121,19 @@ class Stages:
         """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
         return self.stage(blocks.qwen3_decode_layer_fused(index, spec))
 
-    def llama_kv_tap(self, index: int, head_dim: int, eps: float = 1e-5) -> Self:
-        """The keys and values of Llama's layer `index` as side outputs `kv.{index}.k` and `kv.{index}.v`."""
-        return self.stage(blocks.LlamaKvTap(f"model.layers.{index}", index, head_dim, eps))
+    def llama_kv_tap(
+        self,
+        index: int,
+        head_dim: int,
+        eps: float = 1e-5,
+        *,
+        attention_bias: bool = False,
+        rope_theta: float = 10000.0,
+    ) -> Self:
+        """The keys and values of Llama's layer `index`, which follows, as side outputs `kv.{index}.k` and
+        `kv.{index}.v`. The rest is as in the `LlamaDecoderSpec` of that layer."""
+        prefix = f"model.layers.{index}"
+        return self.stage(blocks.LlamaKvTap(prefix, index, head_dim, eps, attention_bias, rope_theta))
 
     def linear(
         self,

@@ -496,6 +496,19 @@ def test_inspect_says_what_is_needed(
     assert narrow["needs"]["state_bytes"] == (needs["state_bytes"] - 12) // 2 + 12
     assert narrow["needs"]["activation_bytes"] < needs["activation_bytes"]
     assert (small["needs"]["fits"], small["needs"]["context_that_fits"]) == (False, 64)
+    (most,) = lines(capsys, "inspect", BASE, "--batch", 10**7, "--context", 128)  # a state that no device here holds
+    assert most["needs"]["fits"] is False and most["needs"]["batch_that_fits"] < 10**7
+
+
+def test_inspect_counts_the_state_that_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rows and slots are those of `generate`: buckets, else slots in a power of two."""
+    profile = tmp_path / "buckets.toml"
+    profile.write_text("[buckets]\nbatch = [4]\ncontext = [128]\n")
+    for options in ([], ["--profile", str(profile)]):
+        (found,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 40, *options)
+        lm: Any = rlx.load(BASE, profile=profile if options else None)
+        lm.generate([[1] * 30] * 3, max_new_tokens=10)
+        assert found["needs"]["state_bytes"] == lm.report().cache_bytes
 
 
 def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

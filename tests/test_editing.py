@@ -329,7 +329,8 @@ MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
     "nothing": (lambda f: f.at("two.aftr").capture(), r"m: at\('two\.aftr'\) matches no block; did you mean 'two\.a"),
     "no string": (lambda f: f.at(3).capture(), "the dotted path of a block.*got 3"),  # type: ignore[arg-type]
     "a dot too many": (lambda f: f.at("two..after").capture(), "the dotted path of a block"),
-    "a brace": (lambda f: f.at("{a,b").capture(), "has no partner"),
+    "a brace": (lambda f: f.at("{a,b").capture(), "^at: '{a,b': a '{' has no partner"),
+    "a brace of keys": (lambda f: f.param("{a,b", shape=(2,)), "^param: '{a,b': a '{' has no partner"),
     "two values": (lambda f: f.at("first.cut").capture(), "cut gives 2 values that others read"),
     "no function": (lambda f: f.at("two").wrap(3), "wrap: expected a function"),  # type: ignore[arg-type]
     "no value": (lambda f: f.at("two").wrap(lambda emit, x, inner: None), "two: what changes a block returns"),  # type: ignore[arg-type,return-value]

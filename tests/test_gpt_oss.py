@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import rlx_jax as rlx
-from rlx_jax import errors
+from rlx_jax import cli, errors
 from rlx_jax.models.decoder import as_decode
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.mxfp4 import Mxfp4Source
@@ -117,6 +118,14 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.
 TOKENS = np.random.default_rng(4).integers(0, 41, (2, 9)).astype(np.int32)
 
 
+def test_shapes_of_mxfp4_are_enough_to_compile(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """Under the keys that the checkpoint has."""
+    stored = safetensors.numpy.load_file(mxfp4[0] / "model.safetensors")
+    shapes = {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in stored.items()}
+    model = rlx.compile(rlx.GptOssFlow.for_prefill(SIZES | {"quantization_config": PACKED}), shapes)
+    assert model.params is None and model.lower(TOKENS) is not None
+
+
 def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     """It loads as the numbers it stands for, is what the formulas say, and is saved as numbers."""
     directory, plain = mxfp4
@@ -130,11 +139,24 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
     config |= {"layer_types": ["sliding_attention", "full_attention"]}
     want = np.stack([numpy_reference.llama_row(config, wide, row)[1] for row in TOKENS])
     assert_close(lm.logits(TOKENS), want)
-    rlx.save(lm.model, tmp_path / "out", format="safetensors")
-    saved = rlx.open_weights(tmp_path / "out")
-    assert set(saved.keys()) == set(plain)
-    for key, value in plain.items():
-        np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
+    for name, made in {"weights": lm.model, "whole": lm}.items():
+        rlx.save(made, tmp_path / name, format="safetensors")
+        saved = rlx.open_weights(tmp_path / name)
+        assert set(saved.keys()) == set(plain)
+        for key, value in plain.items():
+            np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
+    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == SIZES  # it does not say that they are packed
+
+
+def test_a_checkpoint_of_mxfp4_is_inspected(
+    mxfp4: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters are numbers, and bytes those that are stored."""
+    directory, plain = mxfp4
+    assert cli.main(["inspect", str(directory), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == sum(value.size for value in plain.values())
+    assert told["weight_bytes"] < told["parameters"] * 4
 
 
 def test_a_recipe_compiled_with_the_path_reads_it_too(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:

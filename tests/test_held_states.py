@@ -111,6 +111,27 @@ def test_refused(lm: Any) -> None:
     assert lm.generate([[1], [2]], 0, state=state) == [[], []]
 
 
+def test_a_cache_that_only_a_side_output_reads() -> None:
+    """What no wanted output reads keeps no state, whichever program was made first."""
+    rng = np.random.default_rng(0)
+
+    def body(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        with emit.scope("probe"):
+            emit.output("probe", emit.attention(x, x, x, heads=2, causal=True))
+        return x + emit.attention(x, x, x, heads=2, causal=True)
+
+    flow = rlx.ModelFlow("f").input("tokens", ("batch", "seq"), "int32").embed("e").custom(body).linear("h")
+    weights = {key: rng.normal(size=(32, 8)).astype("f4") for key in "eh"}
+    whole = rlx.CausalLM(flow, weights).generate([[4, 5, 6, 1, 2]], 3)
+    for max_len in (None, 24):
+        lm: Any = rlx.CausalLM(flow, weights)
+        _, state = lm.prefill([[4, 5, 6]], max_len=max_len)
+        assert lm.generate([[1, 2]], 3, state=state) == whole == lm.generate([[4, 5, 6, 1, 2]], 3)
+        every = lm.model.as_program("prefill")
+        outputs, _ = every(np.array([[4, 5, 6]], np.int32), lengths=np.array([3]), state=every.init_state(1, 8))
+        assert sorted(outputs) == sorted(lm.model.output_names)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kinds", "devices"), [("qwen35", "data tensor", 4)])
 def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:

@@ -483,6 +483,18 @@ def test_shards_are_files_of_the_commit(server: Hub, shard: str, error: type[Rlx
     assert shard not in server.fetched()
 
 
+@pytest.mark.parametrize("seconds", ["abc", "-1", "0", "30.5"])
+def test_a_timeout_that_is_none(monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    """Refused by name; and what stands before the server's name is in no message."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://somebody:secret@127.0.0.1:9/below")
+    with pytest.raises(HubUnreachableError, match="http://127.0.0.1:9/below cannot be reached") as found:
+        rlx.load("org/name")
+    assert "secret" not in str(found.value)
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", seconds)
+    with pytest.raises(HubError, match=f"HF_HUB_DOWNLOAD_TIMEOUT is '{seconds}'; expected whole seconds"):
+        rlx.load("org/name")
+
+
 # -- the cache ---------------------------------------------------------------------------------
 
 

@@ -176,6 +176,22 @@ def test_the_tower_that_is_not_built(tmp_path: Path) -> None:
     assert_same(tmp_path / "it", source)
 
 
+def test_nothing_of_the_checkpoint_before_stays(tmp_path: Path, lm: rlx.CausalLM) -> None:
+    """Pooling, tokenizer and settings of another model would be read as this one's; what others put there stays."""
+    target, plain = tmp_path / "it", rlx.load(BERT)
+    rlx.save(rlx.load(sentence_directory(BERT, tmp_path / "s", modes=["mean"], normalise=True)), target)
+    (target / "notes.txt").write_text("mine")
+    assert "modules.json" in paths(target)
+    rlx.save(plain, target, overwrite=True)
+    assert beside(target) == beside(BERT) | {"rlx_manifest.json", "notes.txt"}
+    np.testing.assert_array_equal(rlx.load(target).embed(IDS), plain.embed(IDS))
+    for _ in range(2):  # beside weights alone they stay
+        rlx.save(plain.model, target, format="safetensors", overwrite=True)
+        assert beside(target) == beside(BERT) | {"rlx_manifest.json", "notes.txt"}
+    rlx.save(lm, target, overwrite=True)
+    assert beside(target) == beside(LLAMA) | {"rlx_manifest.json", "notes.txt"}
+
+
 def test_a_model_of_the_hub(server: Hub, hub_home: Path, tmp_path: Path) -> None:
     """Is saved with what belongs to it, and its cache may go then."""
     server.files["org/m"] |= {"README.md": b"#", "vocab.json": b"{}"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks
+from rlx_jax import blocks, errors
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Array, softmax
 
@@ -154,6 +155,7 @@ def layer_weights() -> dict[str, np.ndarray]:
         f"self_attn.{n}_proj.weight": (k * 6, H) for n, k in (("q", 4), ("k", 2), ("v", 2))
     }
     shapes |= {f"self_attn.{n}_proj.bias": (k * 6,) for n, k in (("q", 4), ("k", 2), ("v", 2))}
+    shapes |= {"self_attn.o_proj.bias": (H,)}
     shapes |= {"self_attn.o_proj.weight": (H, 24), "mlp.gate_proj.weight": (F, H), "mlp.up_proj.weight": (F, H)}
     shapes |= {f"self_attn.{n}_norm.weight": (6,) for n in "qk"} | {"mlp.down_proj.weight": (H, F)}
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
@@ -185,16 +187,56 @@ def test_a_layer_behind_its_cache(family: str) -> None:
     assert_close(got["kv.0.k"], np.asarray(want["kv.0.k"]))
 
 
+PLAIN = rlx.ModelFlow("f").input("x", ("batch", "seq", H))
+
+
+def tapped_llama(**changes: Any) -> tuple[rlx.ModelFlow, ...]:
+    """A layer alone, and behind its tap: made from its spec, and called as a method."""
+    spec = replace(LLAMA, **changes)
+    taps = (PLAIN.stage(blocks.LlamaKvTap.layer(0, spec)), PLAIN.llama_kv_tap(0, 6, 1e-3, **changes))
+    return tuple(flow.stage(blocks.llama_prefill_layer_fused(0, spec)) for flow in (PLAIN, *taps))
+
+
+def tapped_gemma(style: blocks.GemmaStyle = STYLE, **changes: Any) -> tuple[rlx.ModelFlow, ...]:
+    """A layer alone, and with its tap."""
+    attention = replace(GEMMA, **changes)
+    makers = (blocks.gemma_prefill_layer_composed, blocks.gemma_prefill_layer_kv)
+    return tuple(PLAIN.stage(make(0, style, attention, 1e-3)) for make in makers)
+
+
+OWN_NORMS: dict[str, Any] = {f"{n}_norm_key": f"model.layers.0.self_attn.{n}_norm.weight" for n in "qk"}
+TAPPED = {
+    "llama": tapped_llama(),
+    "llama, another base": tapped_llama(rope_theta=5e5),
+    "llama, biases": tapped_llama(attention_bias=True),
+    "gemma": tapped_gemma(),
+    "gemma, a part of a head rotated": tapped_gemma(n_rot=4),
+    "gemma, another base": tapped_gemma(rope_theta=50.0),
+    "gemma, norms of the style": tapped_gemma(blocks.GemmaStyle.GEMMA3),
+    "gemma, norms of its own": tapped_gemma(**OWN_NORMS, qk_norm_eps=1e-2),
+    "gemma, norms of its own beside those of the style": tapped_gemma(
+        blocks.GemmaStyle.GEMMA3, **OWN_NORMS, qk_norm_eps=1.0
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*nothing reads them")
-def test_taps() -> None:
+@pytest.mark.parametrize("case", TAPPED)
+def test_taps(case: str) -> None:
     """What a tap gives is what the layer that follows reads."""
-    for family, tap in (("llama", blocks.LlamaKvTap.layer(0, LLAMA)), ("gemma", None)):
-        whole = LAYERS[family][0]
-        want = compiled(tokens_flow().stage(whole).export_kv())(TOKENS)
-        tapped = [blocks.gemma_prefill_layer_kv(0, STYLE, GEMMA, 1e-3)] if tap is None else [tap, whole]
-        got = compiled(tokens_flow().stage(*tapped))(TOKENS)
+    whole, *tapped = TAPPED[case]
+    want = compiled(whole.export_kv())(TOKENS)
+    for flow in tapped:
+        got = compiled(flow)(TOKENS)
         for name in ("output", "kv.0.k", "kv.0.v"):
             assert_close(got[name], np.asarray(want[name]))
+
+
+def test_what_a_decode_layer_of_gemma_cannot_have() -> None:
+    """Refused by name, and not left out."""
+    for changes in ({"n_rot": 4}, OWN_NORMS):
+        with pytest.raises(errors.GraphError, match=f"has no {', '.join(changes)}"):
+            blocks.GemmaDecodeLayerSpec.of(STYLE, replace(GEMMA, **changes))
 
 
 def register(name: str, emit: Any, x: Any) -> Any:

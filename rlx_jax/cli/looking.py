@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 import rlx_jax as rlx
 from rlx_jax.cli.command import Command, Session, add_json, add_model, as_line, table
@@ -18,17 +14,20 @@ from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RequestError, quote
+from rlx_jax.generate.serving import cache_sizes
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained, bound, family_of
+from rlx_jax.runtime.empty_states import ring_sizes
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.requests import whole_number
 from rlx_jax.text.tokenizer import load_tokenizer
+from rlx_jax.weights.mxfp4 import unpacked
 from rlx_jax.weights.source import open_headers
 
 
@@ -58,12 +57,12 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     source = open_headers(folder)
     pretrained = bound(folder, config_json, family, source)
     recipe: Any = pretrained.recipe
-    specs = [source.spec(key) for key in source.keys()]
+    specs, numbers = [source.spec(key) for key in source.keys()], unpacked(source)
     tokenizer = load_tokenizer(folder)
     found: dict[str, Any] = {
         "recipe": type(recipe).__name__,
         "kind": pretrained.kind,
-        "parameters": sum(spec.size for spec in specs),
+        "parameters": sum(numbers.spec(key).size for key in numbers.keys()),
         "tensors": len(specs),
         "weight_bytes": sum(map(stored_bytes, specs)),
         "dtypes": sorted({short_name(spec.dtype) for spec in specs}),
@@ -124,9 +123,9 @@ def needs_of_batch(pretrained: Pretrained, args: argparse.Namespace) -> dict[str
     context = whole_number("--context", min(2048, longest) if args.context is None else args.context, 1)
     check_positions(context, pretrained.max_positions, "--context")
     model = without_weights(pretrained, args)
-    found, memory = needs_of(model, batch, context), running_device().memory
+    found, memory = needs_of(model, batch, context, pretrained.max_positions), running_device().memory
     fits = None if memory is None else found.total <= memory
-    would = {} if fits or memory is None else fitting(model, batch, context, memory)
+    would = {} if fits or memory is None else fitting(model, batch, context, pretrained.max_positions, memory)
     return {
         "batch": batch, "context": context, "parameter_bytes": found.parameters, "state_bytes": found.state,
         "activation_bytes": found.activations, "total_bytes": found.total, "device_bytes": memory, "fits": fits,
@@ -150,26 +149,29 @@ def without_weights(pretrained: Pretrained, args: argparse.Namespace) -> Compile
     return CompiledModel(programs, flow.name, "prefill" if causal else "forward")
 
 
-def needs_of(model: CompiledModel, batch: int, context: int) -> Needs:
-    """What a batch of prompts as long as the context takes; nothing is compiled."""
-    state = 0
-    if model.program == "prefill":
-        kept = jax.eval_shape(functools.partial(model.init_state, batch, context))
-        state = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(kept))
-    sizes = {"batch": batch, "seq": context, **({"context": context} if model.program == "prefill" else {})}
-    lir = make_lir(model.template(last_only=model.program == "prefill"), sizes, model.settings)
+def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> Needs:
+    """What a batch of prompts as long as the context takes, in the rows and slots that `generate` makes for it; nothing
+    is compiled."""
+    cached, buckets, state = model.program == "prefill", model.settings.buckets, 0
+    template = model.template(last_only=cached)
+    sizes = {"batch": buckets.rows(batch), "seq": context}
+    if cached:
+        sizes["batch"], sizes["context"] = cache_sizes(buckets, batch, context, max_positions)
+        held = {**model.flow.binding, **sizes, **ring_sizes(model.programs, template, sizes["context"])}
+        state = sum(kept.bind(held).nbytes for kept in template.state.values())
+    lir = make_lir(template, sizes, model.settings)
     parameters = sum(t.nbytes for t in model.programs.layout.types().values())
     return Needs(parameters, state, activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan))
 
 
-def fitting(model: CompiledModel, batch: int, context: int, memory: int) -> dict[str, int]:
+def fitting(model: CompiledModel, batch: int, context: int, longest: int | None, memory: int) -> dict[str, int]:
     """The longest context, by halves, that would fit, or else the largest batch; by name, empty if neither does."""
     for name, halves in (
         ("context", [(batch, context >> i) for i in range(1, 30) if context >> i]),
         ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
     ):
         for rows, tokens in halves:
-            if needs_of(model, rows, tokens).total <= memory:
+            if needs_of(model, rows, tokens, longest).total <= memory:
                 return {name: tokens if name == "context" else rows}
     return {}
 

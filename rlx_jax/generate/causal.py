@@ -169,7 +169,7 @@ class CausalLM:
         """Whether a block may be padded: tokens behind the end of a row change nothing before it, and rows nothing in
         others. That is what has to be proved of a flow before a cached program is derived from it."""
         try:
-            return bool(self.model.programs.any_template(self.model.name, "prefill"))
+            return bool(self.model.programs.any_template(self.model.as_program("prefill").key()))
         except DeriveError:
             return False
 

@@ -161,4 +161,4 @@ def slots_of(model: CompiledModel, name: str, array: Any) -> int:
 
 
 def _template(model: CompiledModel) -> Template:
-    return model.programs.any_template(model.name, "extend")
+    return model.programs.any_template(model.as_program("extend").key(outputs=model.output_names[:1]))

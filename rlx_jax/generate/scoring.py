@@ -54,7 +54,7 @@ def check_scores(model: CompiledModel) -> None:
     """
     if required := [name for name, d in declared(model).items() if not d.optional]:
         raise RequestError(f"score: {model.name} reads {listing(required)} beside tokens; score takes texts alone")
-    model.programs.any_template(model.name, "prefill")  # what is proved before one is derived
+    model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
 
 
 def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> tuple[list[Score], RequestReport]:

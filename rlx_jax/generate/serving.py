@@ -76,6 +76,12 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     return Sizes(buckets.rows(len(lengths)), widths, slots or bucket(needed, CONTEXT_BUCKET, max_positions))
 
 
+def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int | None) -> tuple[int, int]:
+    """The rows and slots of the state of so many requests, each of `context` tokens with its answer."""
+    slots = smallest(buckets.context, context) or bucket(context, CONTEXT_BUCKET, max_positions)
+    return buckets.rows(batch), slots
+
+
 def pad_step(buckets: Buckets, block: Ids, sizes: Mapping[str, int]) -> Ids:
     """A block `[B, S]` to read after a state of these sizes. One token a row, as in a step of decoding, stays one."""
     seq = block.shape[1]

@@ -280,7 +280,7 @@ def open_snapshot(
         if kept is None:
             raise HubUnreachableError(f"{cause}; {told_revisions(folder, wanted)}") from cause
         warnings.warn(f"{cause}; opening what the cache has, commit {kept[0]}", RlxWarning, stacklevel=2)
-        return snapshot(*kept, f"{remote.endpoint} cannot be reached")
+        return snapshot(*kept, f"{remote.server} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
         keep_files(folder, wanted, commit, files)
     return snapshot(commit, files)
@@ -327,7 +327,7 @@ def _download(
         if listed.digest not in (None, digest):
             raise IntegrityError(
                 f"{wanted.where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was "
-                f"kept; try again, and if it stays so do not trust {snapshot.remote.endpoint}"
+                f"kept; try again, and if it stays so do not trust {snapshot.remote.server}"
             )
         part.move_to(blobs / digest)
         return blobs / digest

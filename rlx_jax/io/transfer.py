@@ -42,21 +42,29 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 class Remote:
     """Where models come from and are kept, as the environment says when it is made."""
 
-    endpoint: str
+    endpoint: str = field(repr=False)
     cache: str
     token: str | bool | None = field(repr=False)
+
+    @property
+    def server(self) -> str:
+        """The endpoint for messages: a user and a password that stand in it do not."""
+        scheme, slashes, rest = self.endpoint.rpartition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
     @staticmethod
     def here(token: str | bool | None) -> Remote:
         """By `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`.
 
         Raises:
-            RequestError: `token` is none.
+            RequestError: `token` is none. HubError: `HF_HUB_DOWNLOAD_TIMEOUT` is no number of seconds.
         """
         if not isinstance(token, str | bool | None):
             raise RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
         if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):  # what it is stays out of the message
             raise RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
+        _patience()  # huggingface_hub's import would end in a bare error
         given = os.environ.get
         home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
         cache = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -181,6 +189,20 @@ class _Stopped(HubUnreachableError):
         self.wait = wait
 
 
+def _patience() -> float:
+    """Seconds without a byte after which a transfer has stopped: whole ones, as huggingface_hub reads no others.
+
+    Raises:
+        HubError: `HF_HUB_DOWNLOAD_TIMEOUT` is no such number.
+    """
+    given = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "").strip()
+    if not given:
+        return 10.0
+    if not re.fullmatch(r"\d{1,9}", given) or not int(given):
+        raise HubError(f"HF_HUB_DOWNLOAD_TIMEOUT is {shown(given)}; expected whole seconds above 0, such as 10")
+    return float(given)
+
+
 def _body(remote: Remote, wanted: Wanted, count: int) -> Iterator[bytes]:
     """What is wanted, without the first `count` bytes of it.
 
@@ -190,8 +212,7 @@ def _body(remote: Remote, wanted: Wanted, count: int) -> Iterator[bytes]:
     """
     from huggingface_hub import get_session
 
-    timeout = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
-    seconds = float(timeout) if timeout.isdigit() and int(timeout) else 10.0
+    seconds = _patience()
     where, asked, start = wanted.where, wanted.range_from(count), (wanted.first or 0) + count
     headers = _headers(remote, where) | ({"Range": asked} if asked else {})
     try:
@@ -220,7 +241,7 @@ def _body(remote: Remote, wanted: Wanted, count: int) -> Iterator[bytes]:
         said = one_line(str(cause))[:200] or type(cause).__name__
         if "TimeoutException" in kinds:
             said = f"no answer for {seconds:g} s (HF_HUB_DOWNLOAD_TIMEOUT)"
-        raise _Stopped(f"{where}: {remote.endpoint} cannot be reached: {said}") from cause
+        raise _Stopped(f"{where}: {remote.server} cannot be reached: {said}") from cause
 
 
 def _headers(remote: Remote, where: str) -> dict[str, str]:
@@ -247,7 +268,7 @@ def _headers(remote: Remote, where: str) -> dict[str, str]:
 
 def _refusal(status: int, headers: Mapping[str, str], where: str, remote: Remote, with_token: bool) -> RlxError:
     """What a status of 400 and over means, and what to do."""
-    code, host = headers.get("X-Error-Code", ""), remote.endpoint
+    code, host = headers.get("X-Error-Code", ""), remote.server
     if status in (408, 429) or status >= 500:
         asked = headers.get("Retry-After", "")
         return _Stopped(f"{where}: {host} answers {status}", int(asked) if re.fullmatch(r"\d{1,9}", asked) else None)

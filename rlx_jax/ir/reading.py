@@ -40,8 +40,11 @@ class MayBeShapes(Protocol):
 
 
 def shapes_only(source: WeightSource) -> bool:
-    """Whether a source holds no numbers."""
-    return isinstance(source, MayBeShapes) and source.shapes_only
+    """Whether a source holds no numbers; of a view, which has what it is of as `source`, whether that does not."""
+    if isinstance(source, MayBeShapes):
+        return source.shapes_only
+    viewed: WeightSource | None = getattr(source, "source", None)
+    return viewed is not None and shapes_only(viewed)
 
 
 def as_stored(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:

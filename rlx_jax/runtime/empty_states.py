@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlx_jax.compiler.pipeline import Template
@@ -19,19 +20,12 @@ def ring_sizes(programs: Programs, template: Template, context: Any, spare: int 
     return {name: buckets.ring(window, context, spare) for name, window in template.rings.items()}
 
 
-def empty_of(
-    programs: Programs,
-    flow: str,
-    program: str,
-    batch: DimLike,
-    context: DimLike | None,
-    more: Mapping[str, DimLike],
-    given: frozenset[str] = frozenset(),
-    spare: int = 0,
-) -> EmptyState:
-    """What makes an empty state of a flow's program: one for each choice of sizes and of optional inputs.
+def empty_of(programs: Programs, key: ProgramKey, sizes: Mapping[str, DimLike], spare: int = 0) -> EmptyState:
+    """What makes an empty state of a program: one for each choice of sizes, of optional inputs and of outputs, as what
+    no output reads keeps nothing.
 
-    `more` are sizes beside the rows and the slots; `given` and `spare` as `Variant` has them.
+    `key` is without sizes, and `sizes` has them: `batch`, `context` where there are slots, and others; `spare` as
+    `Variant` has it.
 
     Raises:
         GraphError: the program has no state, or a size is not given. SequenceLengthError: over the model's positions.
@@ -39,17 +33,16 @@ def empty_of(
     """
 
     def make() -> EmptyState:
-        template = (
-            programs.template(ProgramKey(flow, program, given)) if given else programs.any_template(flow, program)
-        )
+        template = programs.any_template(key)
         if not template.state:
-            raise GraphError(f"program {program} of {flow} has no state")
-        binding: dict[str, Any] = {**programs.flows[flow].binding, **more, "batch": batch}
-        binding |= {} if context is None else {"context": context}
-        check_length(binding.get("context", 0), template.bounds, f"{flow}: init_state")
-        binding |= ring_sizes(programs, template, context, spare)
+            raise GraphError(f"program {key.program} of {key.flow} has no state")
+        binding: dict[str, Any] = {**programs.flows[key.flow].binding, **sizes}
+        check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
+        binding |= ring_sizes(programs, template, sizes.get("context"), spare)
         division = programs.division
         at = {} if division is None else state_shardings(template, binding, division)
-        return empty_state(template.state, binding, f"{flow}: init_state(batch={batch}, context={context})", at)
+        where = f"{key.flow}: init_state(batch={sizes['batch']}, context={sizes.get('context')})"
+        return empty_state(template.state, binding, where, at)
 
-    return programs.empty((flow, program, batch, context, tuple(sorted(more.items())), given, spare), make)
+    same = replace(key, last_only=False)  # which rows of the output are wanted changes no state
+    return programs.empty((same, tuple(sorted(sizes.items())), spare), make)

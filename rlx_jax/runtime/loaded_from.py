@@ -47,7 +47,8 @@ class LoadedFrom:
     edited: str = ""
 
     def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
-        """What stands beside the weights, by path: as it is, but for the dtype that a config says.
+        """What stands beside the weights, by path: as it is, but for the dtype that a config says, and for how weights
+        were packed.
 
             Args:
                 dtype: what all floating weights are saved in; None: as they are.
@@ -82,8 +83,11 @@ class LoadedFrom:
                 continue
             if raw is not None:
                 found[name] = raw
-        if dtype is not None:
-            config = in_dtype(self.folder.needed(prefix + CONFIG), dtype.name)
+        config = (self.folder.json if dtype is None else self.folder.needed)(prefix + CONFIG)
+        unpacked = config.get("quantization_config") is not None  # what is saved is the numbers it stood for
+        if dtype is not None or unpacked:
+            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            config = config if dtype is None else in_dtype(config, dtype.name)
             found[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         return found
 

@@ -11,7 +11,7 @@ import jax
 
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Around, Arrays, Executable, StateArrays
-from rlx_jax.compiler.pipeline import Template, text_after
+from rlx_jax.compiler.pipeline import Template, derived_program, text_after
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.device import check_fits, out_of_memory
 from rlx_jax.errors import (
@@ -111,13 +111,13 @@ class CompiledModel:
 
     def as_program(self, program: str) -> CompiledModel:
         """Another program of the same flow."""
-        return replace(self, program=program)
+        return replace(self, program=program, last=None)
 
     def reader(self, sizes: Mapping[str, int], variant: Variant = LAST) -> BoundProgram:
         """`prefill` for these sizes, as `bound`; called without a state, it starts from an empty one."""
-        more = {name: size for name, size in sizes.items() if name not in ("batch", "context", "seq")}
-        rows, slots = sizes["batch"], sizes["context"]
-        empty = empty_of(self.programs, self.name, self.program, rows, slots, more, variant.given, variant.spare)
+        key = self.key(variant.given, variant.outputs, variant.last_only)
+        held = {name: size for name, size in sizes.items() if name != "seq"}
+        empty = empty_of(self.programs, key, held, variant.spare)
         return self.bound(sizes, FromEmpty(empty), variant)
 
     def execute(
@@ -379,12 +379,11 @@ class CompiledModel:
         if isinstance(given, str) or (others := [name for name in given if name not in optional]):
             what = shown(given) if isinstance(given, str) else listing(others)
             raise GraphError(f"init_state: given is {what}; expected names of optional inputs: {listing(optional)}")
-        batch = as_dim(batch, "init_state: batch")
-        context = None if context is None else as_dim(context, "init_state: context")
-        more = {name: as_dim(size, f"init_state: {name}") for name, size in sizes.items()}
-        if unknown := [name for name in more if name not in self._template().symbols]:
+        if unknown := [name for name in sizes if name not in self._template().symbols]:
             raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
-        empty = empty_of(self.programs, self.name, self.program, batch, context, more, frozenset(given))
+        held = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
+        held = {name: as_dim(size, f"init_state: {name}") for name, size in held.items()}
+        empty = empty_of(self.programs, self.key(frozenset(given)), held)
         with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
             return as_state(self.programs.call(empty))
 
@@ -405,7 +404,9 @@ class CompiledModel:
         if after:
             return text_after(template.built, self.settings, self.program, level, after)
         if level == "hir":
-            return dump(template.built.hir, "hir", f", fusion={self.settings.policy}")
+            as_built = derived_program(template.built, self.program) in ("forward", "train")
+            found = template.built.hir if as_built else template.hir
+            return dump(found, "hir", f", fusion={self.settings.policy}")
         if level == "mir":
             return dump(template.mir, "mir")
         if level == "lir" and (inputs or named):  # a plan can be looked at where it cannot run

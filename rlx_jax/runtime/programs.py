@@ -228,10 +228,10 @@ class Programs:
             self.idle[flow, given] = unread_inputs(self.build(flow, given)[0].hir)
         return self.idle[flow, given]
 
-    def any_template(self, flow: str, program: str) -> Template:
-        """A template of the program, one that is made already if there is: they differ in what they return."""
-        made = (key for key in self.templates if (key.flow, key.program, key.given) == (flow, program, frozenset()))
-        return self.template(next(made, None) or ProgramKey(flow, program))
+    def any_template(self, key: ProgramKey) -> Template:
+        """The template of a program, of all rows of its output or of the last ones, whichever is made already."""
+        other = replace(key, last_only=not key.last_only)
+        return self.template(other if other in self.templates and key not in self.templates else key)
 
     def why_not(self, flow: str, program: str, given: frozenset[str] = frozenset()) -> str:
         """Why a program cannot be derived for calls that bring these inputs; empty if it can."""

@@ -69,7 +69,8 @@ def save(
         path: a new directory; those around it are made where they are missing.
         format: "safetensors", or "orbax", which plain orbax restores too. By default the first for what
             `rlx_jax.load` opened, the second for compiled models.
-        overwrite: replace what an earlier save wrote at `path`. Other files in it (`config.json`) stay.
+        overwrite: replace what an earlier save wrote at `path`. Files that others put there stay, and beside the
+            weights alone of a compiled model so do the config and tokenizer of an earlier save.
         dtype: of all floating weights: "f32", "bf16", "f16"; `config.json` says so then. Without it each has the dtype
             of its checkpoint, and values that this dtype does not hold are an error, and so are weights that are packed
             there: no format writes packed ones, and with `dtype` the numbers they stand for are written.
@@ -87,7 +88,8 @@ def save(
         hint = "; pass its to_model()" if hasattr(model, "to_model") else ""
         if isinstance(model, Mapping):
             hint = "; parameters go with their model: save(model.replace(params=params), path)"
-        raise GraphError(f"save takes a CompiledModel, CausalLM or Encoder, got {type(model).__name__}{hint}")
+        kinds = "CompiledModel, CausalLM, Encoder, VisionEncoder or DualEncoder"
+        raise GraphError(f"save takes a {kinds}, got {type(model).__name__}{hint}")
     loaded_from: LoadedFrom | None = getattr(model, "loaded_from", None)
     if loaded_from is None and model is not compiled:
         raise UnsupportedError(

@@ -39,11 +39,11 @@ class BlockPattern:
                 else ("key of a weight", "**.self_attn.o_proj.weight")
             )
             raise GraphError(f"{self.method}: a pattern is the dotted {what}, such as {such!r}; got {shown(self.text)}")
-        _compiled(self.text)
+        _compiled(self.text, self.method)
 
     def matches(self, path: Path) -> bool:
         """Whether it is the whole of a block path."""
-        return _compiled(self.text).fullmatch(path_text(path)) is not None
+        return _compiled(self.text, self.method).fullmatch(path_text(path)) is not None
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """The blocks that are matched.
@@ -149,7 +149,7 @@ BlockSelector = BlockPattern | BlocksReading | ProductsIn
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(text: str) -> re.Pattern[str]:
+def _compiled(text: str, method: str) -> re.Pattern[str]:
     """The pattern as a regular expression."""
     parts: list[str] = []
     at, depth = 0, 0
@@ -171,10 +171,10 @@ def _compiled(text: str) -> re.Pattern[str]:
             depth += {"{": 1, "}": -1}.get(char, 0)
             parts.append({"{": "(?:", "}": ")", ",": "|"}[char])
         elif char in "[]}":
-            raise GraphError(f"at: {text!r}: the {char!r} has no partner")
+            raise GraphError(f"{method}: {text!r}: the {char!r} has no partner")
         else:
             parts.append(re.escape(char))
         at += 1
     if depth:
-        raise GraphError(f"at: {text!r}: a '{{' has no partner")
+        raise GraphError(f"{method}: {text!r}: a '{{' has no partner")
     return re.compile("".join(parts))

@@ -105,7 +105,7 @@ def has_numbers(source: WeightSource | None, key: str) -> bool:
         return has_numbers(source.source, key) or has_numbers(source.more, key)
     if isinstance(source, MappingSource):
         return source.has_numbers(key)
-    return source is not None and source.has(key)
+    return source is not None and not shapes_only(source) and source.has(key)
 
 
 def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> WeightSource:
@@ -128,3 +128,7 @@ class _Without:
 
     def has(self, key: str) -> bool:
         return key not in self.left and self.source.has(key)
+
+    def close(self) -> None:
+        """Close the files that are held open."""
+        close(self.source)

@@ -66,10 +66,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The weights by checkpoint key, and the files by path within the directory."""
+    """The weights by checkpoint key, and the files by path within the directory. `beside` are the others that were
+    written with them, such as the config: anyone may edit those."""
 
     weights: Mapping[str, WeightEntry]
     files: Mapping[str, FileEntry]
+    beside: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         weights = {
@@ -83,6 +85,7 @@ class Manifest:
         }
         files = {name: {"nbytes": e.nbytes, "sha256": e.sha256} for name, e in self.files.items()}
         content = {"format": "rlx_jax checkpoint", "version": VERSION, "weights": weights, "files": files}
+        content |= {"beside": list(self.beside)} if self.beside else {}
         return json.dumps(content, indent=1).encode()
 
 
@@ -107,9 +110,10 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
             for key, entry in content["weights"].items()
         }
         files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+        beside = tuple(str(name) for name in content.get("beside", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
-    return Manifest(weights, files)
+    return Manifest(weights, files, beside)
 
 
 def _text_or_none(value: Any) -> str | None:

@@ -39,10 +39,10 @@ def write_checkpoint(
     """Write `entries` to the directory `path`, whole or not at all. Arguments and errors as `rlx_jax.save`.
 
     Args:
-        beside: other files by path. They are no part of the manifest: who edits them need not delete it.
+        beside: the other files of a whole checkpoint, by path, in the place of those that an earlier save wrote; of
+            None those stay. The manifest has their names alone: who edits them need not delete it.
         inside: the directory in `path` that the weights go to.
     """
-    beside = beside or {}
     known = {row.name: row for row in formats.FORMATS if row.writes}
     if not isinstance(format, str) or format not in known:
         names = sorted(known)
@@ -52,14 +52,15 @@ def write_checkpoint(
     if not isinstance(path, str | bytes | os.PathLike) or not _is_path(os.fsdecode(path)):
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory")
     target = os.path.realpath(os.fsdecode(path))
-    kept = _files_to_keep(target)
+    kept, ours = _files_to_keep(target, whole=beside is not None)
+    beside = beside or {}
     weights: dict[str, WeightEntry] = {}
     nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, beside.values()))
     with replacing(target, overwrite, nbytes) as new:
         there = os.path.join(new, inside) if inside else new
         os.makedirs(os.path.dirname(there), exist_ok=True)
         known[format].write(there, [replace(e, values=partial(_values, e, weights)) for e in entries])
-        found = manifest_of(new, weights, files_below(new))
+        found = replace(manifest_of(new, weights, files_below(new)), beside=(*beside, *ours))
         _read_back(there, known[format], found)
         write_synced(os.path.join(new, manifest.NAME), found.to_json())
         for name, content in beside.items():
@@ -79,22 +80,24 @@ def _is_path(path: str) -> bool:
         return False
 
 
-def _files_to_keep(target: str) -> list[str]:
-    """What others put into a directory that we wrote: config.json, a tokenizer. They stay when it is replaced.
+def _files_to_keep(target: str, whole: bool) -> tuple[list[str], list[str]]:
+    """The files that stay when a directory that we wrote is replaced: what others put there, and unless a `whole`
+    checkpoint comes, what an earlier save wrote beside the weights; and which of them are of such a save.
 
     Raises:
         TargetExistsError: the directory is not ours to replace.
     """
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
-        return []
+        return [], []
     old = read_manifest(target) if os.path.isdir(target) else None
     if old is None:
         found = f"has no {manifest.NAME}" if os.path.isdir(target) else "is a file"
         raise TargetExistsError(
             f"{quote(target)} {found}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
-    ours = {*old.files, manifest.NAME}
-    return [name for name in files_below(target) if name not in ours]
+    gone = {*old.files, manifest.NAME, *(old.beside if whole else ())}
+    kept = [name for name in files_below(target) if name not in gone]
+    return kept, [name for name in kept if name in old.beside]
 
 
 def _read_back(directory: str, format: Format, expected: Manifest) -> None:
