@@ -214,6 +214,33 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.slow
+def test_a_closed_stdout_and_an_encoding_that_lacks_letters(tmp_path: Path) -> None:
+    """One line; no letter is lost in silence, and JSON has them all."""
+    words = ["score", str(BASE), "a € b", "--context", "€ x"]
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *COMMAND, *words], env=ENVIRONMENT, stderr=subprocess.PIPE, timeout=120
+    )
+    assert (
+        closed.returncode == 1 and closed.stderr == b"rlx-jax: StorageError: stdout is closed, and results go there\n"
+    )
+    narrow = ENVIRONMENT | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    lost = subprocess.run([*COMMAND, *words], env=narrow, capture_output=True, timeout=120)
+    assert (
+        lost.returncode == 1 and b"its encoding, latin-1, has no '\\u20ac': set PYTHONIOENCODING=utf-8" in lost.stderr
+    )
+    told = subprocess.run([*COMMAND, *words, "--json"], env=narrow, capture_output=True, timeout=120)
+    found = json.loads(told.stdout)
+    assert (found["text"], found["context"]) == ("a € b", "€ x")
+
+
+def test_no_new_tokens_have_figures_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same names as ever: what is not known is null."""
+    (found,) = lines(capsys, "generate", BASE, "--prompt", "It was", "--max-new-tokens", 0)
+    (names,) = [names for result, names in NAMES.items() if result.startswith("a text of `generate`")]
+    assert set(found) == names and found["new_tokens"] is None and found["text"] == ""
+
+
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and nothing more when Python flushes at its end."""
     with open("/dev/full", "w", encoding="utf-8") as full:

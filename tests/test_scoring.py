@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.generate import score_layout, score_program
+from rlx_jax.generate.perplexity import exp_of
 from rlx_jax.generate.scored_texts import ScoredTokens
 from tests import divided
 from tests.oracles import checkpoints, hugging_face, numpy_reference
@@ -332,6 +334,11 @@ def test_perplexity(stride: int | None, context: int | None, lm: Any) -> None:
 
     want = strided(text, stride or 15, context or POSITIONS, loss)
     np.testing.assert_allclose(lm.perplexity(text, stride=stride, context=context), want, rtol=1e-5)
+
+
+def test_a_perplexity_that_no_float_holds() -> None:
+    """It is infinite."""
+    assert exp_of(2.0) == pytest.approx(math.e**2) and exp_of(-800.0) == 0 and exp_of(800.0) == math.inf
 
 
 # -- flows of one's own, and what is refused ---------------------------------------------------

@@ -119,6 +119,16 @@ def cut(row: list[int], stop: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", ["windows", "states"])
+def test_drafts_of_requests_of_other_sizes(kept: str) -> None:
+    """No array of the state has slots for all tokens, and the text that drafts come of has."""
+    flow, weights = windowed(3, everywhere=True)
+    lm: Any = rlx.CausalLM(flow, weights) if kept == "windows" else load_case(FIXTURES / "mamba2" / "groups_v5").lm
+    for count in (20, 100, 30):
+        prompt = [[5, 7, 5, 7] * (count // 4)]
+        assert lm.generate(prompt, 8, speculative="prompt") == lm.generate(prompt, 8)
+
+
 def test_the_stream_is_generate() -> None:
     """Ids one by one; several may come of one step."""
     lm = rings()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import enum
 import json
 import resource
@@ -256,7 +257,8 @@ def mesh_of(devices: int | str | None, tensor: int | None) -> Any:
 
 def as_line(result: Mapping[str, Any]) -> str:
     """A result as a line of JSON; None where a number is not known or not finite."""
-    return json.dumps(_plain(dict(result)), ensure_ascii=False, allow_nan=False) + "\n"
+    every = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
+    return json.dumps(_plain(dict(result)), ensure_ascii=not every, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

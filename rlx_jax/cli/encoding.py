@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from rlx_jax.cli.command import (
     texts_of,
 )
 from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
+from rlx_jax.generate.perplexity import exp_of
 
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -105,7 +105,7 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     tokens = sum(len(s.tokens) for s in scores)
     session.closing = f"{tokens:,} tokens, {tokens / took:,.0f}/s, what was compiled included; {peak_text()}"
     for text, found in zip(texts, scores, strict=True):
-        perplexity = math.exp(min(-found.log_likelihood / len(found.tokens), 700.0))
+        perplexity = exp_of(-found.log_likelihood / len(found.tokens))
         if args.json:
             yield as_line(
                 {

@@ -26,7 +26,7 @@ from rlx_jax.cli.encoding import EMBED, SCORE
 from rlx_jax.cli.generating import CHAT, GENERATE
 from rlx_jax.cli.looking import INSPECT
 from rlx_jax.cli.terminal import Interrupt, Status, leave_stdout, warn, write
-from rlx_jax.errors import RlxError, did_you_mean, listing, quote
+from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
 
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -48,9 +48,11 @@ COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPL
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     args = parsed(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
         sys.stdout.reconfigure(errors="replace")  # for a terminal that has not all characters
     try:
+        if sys.stdout is None:  # a shell's `>&-`
+            raise StorageError("stdout is closed, and results go there")
         with Interrupt() as interrupt, warnings.catch_warnings():
             warnings.showwarning = warn
             run(args, interrupt)

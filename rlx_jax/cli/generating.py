@@ -63,11 +63,16 @@ class Timed:
         }
 
 
+REQUEST_FIGURES = (
+    "prompt_tokens", "cached_tokens", "prompt_tokens_per_second", "new_tokens", "new_tokens_per_second", "compiled",
+)  # fmt: skip
+
+
 def request_figures(report: Report) -> dict[str, Any]:
-    """Tokens of the last request, and how many a second."""
+    """Tokens of the last request, and how many a second; None where there was none, as of no new tokens."""
     request = report.request
     if request is None:
-        return {}
+        return dict.fromkeys(REQUEST_FIGURES)
     return {
         "prompt_tokens": request.prompt_tokens,
         "cached_tokens": request.cached_tokens,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
-from rlx_jax.errors import StorageError
+from rlx_jax.errors import StorageError, shown
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
@@ -155,6 +155,10 @@ def write(piece: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
+    except UnicodeEncodeError as cause:
+        lost = cause.object[cause.start : cause.end]
+        advice = "set PYTHONIOENCODING=utf-8, or ask for --json"
+        raise StorageError(f"stdout: its encoding, {cause.encoding}, has no {shown(lost)}: {advice}") from cause
     except OSError as cause:
         leave_stdout()
         raise StorageError(f"stdout: {cause.strerror}") from cause

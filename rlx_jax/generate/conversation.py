@@ -178,8 +178,9 @@ class Conversation:
         limits = [n for n in (self.max_len, self.talker._speaker.max_positions) if n is not None]
         if limits and tokens + budget > min(limits):
             whose = "max_len" if min(limits) == self.max_len else "the model's positions"
+            count = "1 message is" if messages == 1 else f"{messages} messages are"
             raise SequenceLengthError(
-                f"conversation: {messages} messages are {number(tokens)} tokens, with {number(budget)} new ones more "
+                f"conversation: {count} {number(tokens)} tokens, with {number(budget)} new ones more "
                 f"than {whose}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
             )
 

@@ -26,9 +26,12 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class LookUp:
-    """The source. It keeps the tokens of each row, `[B, T]` int32."""
+    """The source. It keeps the tokens of each row, `[B, T]` int32, of as many as the request has `slots`: that is in no
+    other size of a program whose layers all have windows or states."""
 
     asked: ClassVar[str] = "'prompt'"
+
+    slots: int
 
     def lir(self) -> Lir | None:
         """It runs no program of its own."""
@@ -94,7 +97,7 @@ class PromptLookUp:
 
     def source(self, sizes: Mapping[str, int]) -> LookUp:
         """What the loop is compiled with."""
-        return LookUp()
+        return LookUp(sizes["context"])
 
     def params(self) -> Any:
         """It has none."""

@@ -68,4 +68,12 @@ def perplexity_of(windows: Sequence[TextWindow], scores: Sequence[Score]) -> flo
     """exp of the mean negative log-likelihood, as Hugging Face's page on perplexity takes it: of the means of the
     windows, each counted with its new tokens less one."""
     total = math.fsum(s.log_likelihood / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
-    return math.exp(-total / sum(window.new - 1 for window in windows))
+    return exp_of(-total / sum(window.new - 1 for window in windows))
+
+
+def exp_of(nats: float) -> float:
+    """exp, which is infinite where a float cannot hold it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
