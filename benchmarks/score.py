@@ -13,10 +13,13 @@ call compiles, or if scores differ.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory on the same GPU
 
 import jax
 import ml_dtypes
