@@ -89,3 +89,20 @@ def test_no_import_of_the_package_hides(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text("utf-8"))
     hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
     assert hidden <= LAZY.get(name, set())
+
+
+def test_who_rewrites_graphs_sees_regions_alone() -> None:
+    """A loop over layers is looked at through `regions` and `carried`: a second op with regions wants no change there.
+    `interpret` runs it."""
+    rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")} - {
+        "rlx_jax.lowering.lir.interpret"
+    }
+    naming = {
+        name
+        for name in rewriting
+        for node in imports(ast.parse(MODULES[name].read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "rlx_jax.ir.region"
+        and "Repeat" in {alias.name for alias in node.names}
+    }
+    assert len(rewriting) > 50 and naming == set()

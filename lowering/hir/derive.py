@@ -25,7 +25,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.region import Repeat, unroll
+from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir import continued, packed
@@ -134,7 +134,7 @@ def beside_request(d: Derivation, graph: Graph, brought: Brought, fn: Rewrite) -
             return fn(b, number, node, inputs)
         if cut is not None:
             inputs = cut.operands(b, node, inputs, d.state)
-        if isinstance(node.op, Repeat):
+        if node.op.regions():
             op, inputs = pruned(node.op, inputs, d.types)
             return b.add(op, *inputs)
         if reads_fixed(levels, node):

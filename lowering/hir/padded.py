@@ -16,7 +16,6 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import CastTo, Where
 from rlx_jax.ir.ops.shape import Slice
-from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float, symbol
 from rlx_jax.lowering.hir.packed import EACH, kept, kept_by_both
 
@@ -121,9 +120,9 @@ def _find(graph: Graph, mask: Input, given: Collection[int], same: dict[int, set
             holds = op == mask
         if holds:
             found.add(number)
-        if isinstance(op, Repeat):
-            shared = [i for i, v in enumerate(node.inputs) if v.node in found and i >= op.carries]
-            _find(op.body, mask, shared, same)
+        shared = [i for i, v in enumerate(node.inputs) if v.node in found and i >= op.carried()]
+        for region in op.regions():
+            _find(region, mask, shared, same)
 
 
 def _is_whole(op: CastTo | Slice, x: TensorType) -> bool:

@@ -17,11 +17,22 @@ import numpy as np
 
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, StateLeaf, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.graph import (
+    BodyInput,
+    Builder,
+    Graph,
+    Input,
+    Node,
+    Op,
+    StateLeaf,
+    StateRead,
+    TypeCache,
+    Value,
+    constant,
+)
 from rlx_jax.ir.ops.attention import Overwrite
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import Path
-from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.rewrite import rewrite
 from rlx_jax.ir.types import TensorType, is_static, terms_of
 
@@ -72,21 +83,20 @@ def _levels(graph: Graph, given: Sequence[int], graphs: dict[int, Levels], whole
         elif isinstance(op, BodyInput):
             level = given[op.index]
         else:
-            level = max(operands, default=WEIGHTS)
-            if isinstance(op, Repeat):
-                level = max(level, _region(op, operands, graphs, whole))
+            inner = (_region(region, op.carried(), operands, graphs, whole) for region in op.regions())
+            level = max((*operands, *inner), default=WEIGHTS)
         found[number] = level
     graphs[id(graph)] = found
     return max(found.values(), default=WEIGHTS)
 
 
-def _region(op: Repeat, operands: list[int], graphs: dict[int, Levels], whole: set[int]) -> int:
+def _region(region: Graph, carried: int, operands: list[int], graphs: dict[int, Levels], whole: set[int]) -> int:
     """The level of a region. One that moves carries only what moves."""
-    level = _levels(op.body, operands, graphs, whole)
+    level = _levels(region, operands, graphs, whole)
     if level < MOVES:
-        whole.add(id(op.body))
+        whole.add(id(region))
         return level
-    return _levels(op.body, [MOVES] * op.carries + operands[op.carries :], graphs, whole)
+    return _levels(region, [MOVES] * carried + operands[carried:], graphs, whole)
 
 
 def reads_fixed(levels: Levels, node: Node) -> bool:
@@ -162,10 +172,11 @@ def _roles(node: Node, place: int, t: TensorType) -> Roles:
     return (*rows[:-1], "kv_heads") if isinstance(node.op, hir.Attention) and place in (1, 2) else rows
 
 
-def pruned(op: Repeat, operands: tuple[Value, ...], types: TypeCache) -> tuple[Repeat, tuple[Value, ...]]:
-    """A region without the operands that nothing in it reads, which it shares with nobody else."""
-    read = {n.op.index for n in op.body.nodes if isinstance(n.op, BodyInput)}
-    stay = [i for i in range(len(operands)) if i < op.carries or i in read]
+def pruned(op: Op, operands: tuple[Value, ...], types: TypeCache) -> tuple[Op, tuple[Value, ...]]:
+    """An op without the operands that nothing in its regions reads; what they carry stays."""
+    regions = op.regions()
+    read = {n.op.index for region in regions for n in region.nodes if isinstance(n.op, BodyInput)}
+    stay = [i for i in range(len(operands)) if i < op.carried() or i in read]
     if len(stay) == len(operands):
         return op, operands
     numbers = {old: new for new, old in enumerate(stay)}
@@ -175,8 +186,8 @@ def pruned(op: Repeat, operands: tuple[Value, ...], types: TypeCache) -> tuple[R
             return None
         return (b.leaf(BodyInput(numbers[node.op.index], type=node.op.type)),)
 
-    body = rewrite(op.body, lambda graph: fn if graph is op.body else _same, types)
-    return Repeat(op.count, op.carries, body), tuple(operands[i] for i in stay)
+    bodies = (rewrite(region, lambda graph: fn if graph in regions else _same, types) for region in regions)
+    return op.with_regions(tuple(bodies)), tuple(operands[i] for i in stay)
 
 
 def _same(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> None:

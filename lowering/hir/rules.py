@@ -4,7 +4,7 @@ other way to lay rows out."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -188,7 +188,7 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     made = b.add(op, *inputs, *(value for _, value in leaves), b.leaf(LENGTH), b.leaf(LENGTHS))
     results = len(made) - len(slots) * (1 + every)
     behind = made[results + len(slots) * every :]
-    b.writes += [(leaf.every if every else leaf, after) for (leaf, _), after in zip(leaves, behind, strict=True)]
+    b.writes += [(replace(leaf, every=every), after) for (leaf, _), after in zip(leaves, behind, strict=True)]
     b.writes += leaves if every else []
     return made[:results]
 

@@ -163,7 +163,7 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
     varying = [p for p in params if p.varies]
     leaves, picks = zip(*(env.stacked(p.programs) for p in varying), strict=True) if varying else ((), ())
     keys = [read.leaf.key(None) for read in op.body.state_reads() if read.leaf.key(0) != read.leaf.key(1)]
-    every = [leaf.key(None) for leaf, _ in op.body.writes if leaf.is_every]
+    every = [leaf.key(None) for leaf, _ in op.body.writes if leaf.every]
     # Taken out of its leaf once, not in every iteration.
     whole = {p.programs[0]: env.weight(p.programs[0]) for p in params if not p.varies}
 

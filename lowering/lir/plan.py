@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from rlx_jax.ir.graph import EVERY, Graph, StateRead
+from rlx_jax.ir.graph import Graph, StateRead, every_key
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
@@ -117,7 +117,7 @@ def given_leaves(graph: Graph, stacked: bool) -> dict[str, tuple[TensorType, Rol
     found = state_leaves(graph, stacked)
     for name, axis, t in _every(graph, stacked):
         _, roles = found[name]
-        found[name + EVERY] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
+        found[every_key(name)] = t, (*roles[: axis + 1], "sequence", *roles[axis + 1 :])
     return found
 
 
@@ -130,11 +130,12 @@ def _every(graph: Graph, stacked: bool) -> Iterator[tuple[str, int, TensorType]]
                 yield from visit(region, node.op.iterations())
         for leaf, value in graph.writes:
             t = graph.type(value)
-            if leaf.is_every and leaf.key(0) == leaf.key(1):
-                yield leaf.key(None).removesuffix(EVERY), 0, t
-            elif leaf.is_every and stacked:
-                yield leaf.key(None).removesuffix(EVERY), 1, TensorType((iterations, *t.shape), t.dtype)
-            elif leaf.is_every:
-                yield from ((leaf.key(i).removesuffix(EVERY), 0, t) for i in range(iterations))
+            state = replace(leaf, every=False)
+            if leaf.every and leaf.key(0) == leaf.key(1):
+                yield state.key(None), 0, t
+            elif leaf.every and stacked:
+                yield state.key(None), 1, TensorType((iterations, *t.shape), t.dtype)
+            elif leaf.every:
+                yield from ((state.key(i), 0, t) for i in range(iterations))
 
     return visit(graph, 1)

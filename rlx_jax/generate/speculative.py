@@ -21,7 +21,7 @@ from jax import lax
 from rlx_jax.compiler.executable import Function, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, Choosing, Rows
 from rlx_jax.generate.sampler import Knobs, adjusted, choose, draw, finite_rows, sharpened
-from rlx_jax.ir.graph import EVERY
+from rlx_jax.ir.graph import every_key
 from rlx_jax.lowering.inspect.scopes import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.state import LENGTH
@@ -212,7 +212,7 @@ class VerifyLoop(Choosing):
         judged = replace(judged, hidden=outputs[1] if len(outputs) > 1 else None)
         main[LENGTH] = turn.held + judged.count
         for name, axis in self.carried:
-            main[name] = after_tokens(main[name], main.pop(name + EVERY), judged.count, axis)
+            main[name] = after_tokens(main[name], main.pop(every_key(name)), judged.count, axis)
         mine = self.source.accept(mine, turn, judged)
         state = main | {OWN + name: array for name, array in mine.state.items()}
         shown = jnp.where(judged.now, jnp.where(judged.fine, judged.chosen, NOT_FINITE), STOPPED)

@@ -114,6 +114,11 @@ class Op:
         """How often the regions run."""
         return 1
 
+    def carried(self) -> int:
+        """How many of the operands that regions are given, from the first on, become their outputs when they run again;
+        the others stay as they are."""
+        return 0
+
 
 def _attribute(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -262,30 +267,29 @@ def constant(value: Any, dtype: Any) -> Constant:
     return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
 
 
-EVERY = "/every"
-"""What the slot ends with of what a leaf would be after each token, `[B, S, …]`."""
-
-
 @dataclass(frozen=True)
 class StateLeaf:
-    """One array of the state, identified by the block it belongs to and its slot there."""
+    """One array of the state, identified by the block it belongs to and its slot there.
+
+    `every`: what it would be after each token, `[B, S, …]`: no part of the state. A program that can be taken back
+    writes it, and nothing reads it.
+    """
 
     path: Path
     slot: str
+    every: bool = False
 
-    @property
-    def every(self) -> StateLeaf:
-        """What it would be after each token: a program that can be taken back writes it, and nothing reads it."""
-        return StateLeaf(self.path, self.slot + EVERY)
-
-    @property
-    def is_every(self) -> bool:
-        """Whether it is that of another leaf, and so no part of the state."""
-        return self.slot.endswith(EVERY)
+    def __str__(self) -> str:
+        return every_key(self.slot) if self.every else self.slot
 
     def key(self, iteration: int | None) -> str:
         """The name that the array has in a state: `layers.3.self_attn.k`. Slots have no dots, so no two share one."""
-        return path_text((*bind_path(self.path, iteration), self.slot))
+        return path_text((*bind_path(self.path, iteration), str(self)))
+
+
+def every_key(key: str) -> str:
+    """The name of what the array of that name would be after each token."""
+    return f"{key}/every"
 
 
 @dataclass(frozen=True)
@@ -296,7 +300,7 @@ class StateRead(Leaf):
     roles: Roles = ()
 
     def text(self) -> str:
-        return f'state("{path_text(self.leaf.path)}", {self.leaf.slot})'
+        return f'state("{path_text(self.leaf.path)}", {self.leaf})'
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ class Repeat(Op):
     def iterations(self) -> int:
         return self.count
 
+    def carried(self) -> int:
+        return self.carries
+
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         out = [self.body.type(v) for v in self.body.outputs]
         for i, (before, after) in enumerate(zip(operands[: self.carries], out, strict=False)):

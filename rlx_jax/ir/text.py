@@ -84,7 +84,7 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
             yield f"{indent}    yield {', '.join(_ref(region, v, mark) for v in region.outputs)}"
             yield f"{indent}}}"
     for leaf, value in graph.writes:
-        yield f'{indent}write state("{path_text(leaf.path)}", {leaf.slot}) := {_ref(graph, value, mark)}'
+        yield f'{indent}write state("{path_text(leaf.path)}", {leaf}) := {_ref(graph, value, mark)}'
 
 
 def _tag(node: Node, number: int, mark: str) -> str:

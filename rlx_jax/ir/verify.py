@@ -142,10 +142,10 @@ def _state_problems(graph: Graph) -> Iterator[Problem]:
     """A state leaf leaves a program with the type it had: anything else cannot be donated."""
     read = {n.op.leaf: n.op.type for n in graph.nodes if isinstance(n.op, StateRead)}
     for leaf, value in graph.writes:
-        name = f"state {path_text(leaf.path)}.{leaf.slot}"
-        if leaf not in read and not leaf.is_every:
+        name = f"state {path_text(leaf.path)}.{leaf}"
+        if leaf not in read and not leaf.every:
             yield GraphError, f"{name} is written and never read"
-        elif leaf.is_every:
+        elif leaf.every:
             continue
         elif _exists(graph, value) and graph.type(value) != read[leaf]:
             yield ShapeError, f"{name} is read as {read[leaf]} and written as {graph.type(value)}"

@@ -13,6 +13,7 @@ from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.reading import WeightSource, shapes_only
 from rlx_jax.weights.manifest import close
 from rlx_jax.weights.mapping import MappingSource
+from rlx_jax.weights.renamed import RenamedSource
 
 
 class BesideSource:
@@ -95,7 +96,7 @@ def beside(source: WeightSource | None, more: WeightSource | None) -> WeightSour
 def _holds(source: WeightSource, more: WeightSource) -> bool:
     """Whether `more` is part of a source already."""
     parts: tuple[WeightSource, ...] = (source.source, source.more) if isinstance(source, BesideSource) else ()
-    parts = (source.source,) if isinstance(source, _Without) else parts
+    parts = (source.source,) if isinstance(source, RenamedSource) else parts
     return source is more or any(_holds(part, more) for part in parts)
 
 
@@ -112,23 +113,5 @@ def with_drawn(source: WeightSource | None, drawn: Mapping[str, jax.Array]) -> W
     """The weights of a source that have numbers, and those that were drawn."""
     if source is None:
         return MappingSource(drawn)
-    shapes = [key for key in drawn if source.has(key)]
-    return BesideSource(_Without(source, frozenset(shapes)) if shapes else source, MappingSource(drawn))
-
-
-class _Without:
-    """A source without some of its weights."""
-
-    def __init__(self, source: WeightSource, left: frozenset[str]) -> None:
-        self.source, self.left = source, left
-        self.spec, self.read, self.where = source.spec, source.read, source.where
-
-    def keys(self) -> tuple[str, ...]:
-        return tuple(key for key in self.source.keys() if key not in self.left)
-
-    def has(self, key: str) -> bool:
-        return key not in self.left and self.source.has(key)
-
-    def close(self) -> None:
-        """Close the files that are held open."""
-        close(self.source)
+    others = {key: key for key in source.keys() if key not in drawn}
+    return BesideSource(RenamedSource(source, others), MappingSource(drawn))
