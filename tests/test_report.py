@@ -54,6 +54,12 @@ def test_a_request_and_its_programs(lm: Any) -> None:
         assert row.seconds == pytest.approx(sum(template.values()) + sum(seconds.values()))
 
 
+def test_sizes_that_nothing_ran_with(lm: Any) -> None:
+    """Of the whole forward pass, as the model's own report counts them."""
+    small, large = lm.report(batch=1, seq=8), lm.report(batch=2, seq=8)
+    assert large.flops == 2 * small.flops == 2 * lm.model.report(batch=1, seq=8).flops > 0
+
+
 def test_the_text_is_read_in_80_columns(lm: Any) -> None:
     """Every line fits, steps that took no time share one, layers that are alike too, programs are a table."""
     lm.generate([[1, 2, 3], [4, 5]], 9)
@@ -113,6 +119,8 @@ def test_encoders(family: str) -> None:
     assert (told.kind, told.rows, told.prompt_tokens) == wanted and told.compiled == 0 and told.prompt_seconds > 0
     assert str(told) in " ".join(str(report).split()) and (report.embedding != "") == (told.kind == "texts")
     assert told.prompt_rate == (told.prompt_tokens or told.rows) / told.prompt_seconds
+    sizes = {"batch": 7, "height": 12, "width": 12} if family == "vit" else {"batch": 7, "seq": 4}
+    assert encoder.report(**sizes).flops == encoder.model.report(**sizes).flops != report.flops
 
 
 def test_the_text_of_a_request() -> None:

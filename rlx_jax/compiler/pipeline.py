@@ -117,6 +117,9 @@ class Template:
                     f"{did_you_mean(name, self.symbols)}"
                 )
             as_dim(size, f"{self.built.name}: {name}")
+        if missing := sorted(self.symbols.difference(sizes)):
+            whole = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
+            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {whole}")
         return cost(pass_named("specialise")(self.mir, Job(plain(), self.types, sizes=sizes)).graph)
 
     def outline(self, known: Mapping[str, int]) -> Outline:

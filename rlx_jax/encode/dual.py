@@ -151,9 +151,10 @@ class DualEncoder:
         whole: Vectors = np.asarray(jax.device_get(scores))
         return whole[: len(words), : len(pictures)]
 
-    def report(self) -> Report:
-        """What compiling the tower of texts cost, and its last program's needs; `images.report()` is the other's."""
-        return self.texts.report()
+    def report(self, **sizes: int) -> Report:
+        """What compiling the tower of texts cost, and its last program's needs, or with `sizes` those of `forward` at
+        these; `images.report()` is the other's."""
+        return self.texts.report(**sizes)
 
     @suggests()
     def profile(self, texts: Any, images: Any) -> BlockTimes:

@@ -402,12 +402,12 @@ class Encoder:
                 length = block.width if isinstance(form, RowForm) else 1
                 jax.block_until_ready(form.run(block, [np.zeros(length, np.int32)]))
 
-    def report(self) -> Report:
-        """What compiling cost, and the last program's needs."""
+    def report(self, **sizes: int) -> Report:
+        """What compiling cost, and the last program's needs; with `sizes` those of `forward` at these."""
         how = self.packing or "several texts in a row"
         if self.packing and self.padding is None and self.own_lengths:
             how = f"rows at their own lengths: {self.own_lengths}"
-        return replace(self.model.report(), embedding=how, request=self._read)
+        return replace(self.model.report(**sizes), embedding=how, request=self._read)
 
     @suggests()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:

@@ -197,9 +197,9 @@ class VisionEncoder:
             for rows in self.buckets.batch:
                 self._pooled(np.zeros((rows, self.channels, *sides), np.float32))
 
-    def report(self) -> Report:
-        """What compiling cost, and the last program's needs."""
-        return replace(self.model.report(), request=self._read)
+    def report(self, **sizes: int) -> Report:
+        """What compiling cost, and the last program's needs; with `sizes` those of `forward` at these."""
+        return replace(self.model.report(**sizes), request=self._read)
 
     @suggests()
     def profile(self, images: Any) -> BlockTimes:

@@ -290,7 +290,7 @@ class CausalLM:
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._speaker, texts)
-        scores = self._scored(items)
+        scores = self._scored(items, "score")
         return scores[0] if single else scores
 
     @suggests()
@@ -311,10 +311,10 @@ class CausalLM:
         if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
             raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._speaker, text, stride, context)
-        return perplexity_of(windows, self._scored([window.tokens for window in windows]))
+        return perplexity_of(windows, self._scored([window.tokens for window in windows], "perplexity"))
 
-    def _scored(self, items: Sequence[ScoredTokens]) -> list[Score]:
-        scores, told = scores_of(self._speaker, items)
+    def _scored(self, items: Sequence[ScoredTokens], what: str) -> list[Score]:
+        scores, told = scores_of(self._speaker, items, what)
         self._seed, self._told = None, lambda: told
         return scores
 
@@ -494,8 +494,13 @@ class CausalLM:
         other = speculative._speaker if isinstance(speculative, CausalLM) else speculative
         return draft_plan(other, draft_tokens, self._speaker)
 
-    def report(self) -> Report:
-        """What compiling cost, and the needs of the program that ran last: forward, prefill or extend."""
+    def report(self, **sizes: int) -> Report:
+        """What compiling cost, and the needs of the program that ran last: forward, prefill or extend.
+
+        With `sizes` (`batch=1, seq=128`) those of `forward` at these; see `CompiledModel.report`.
+        """
+        if sizes:
+            return self.model.report(**sizes)
         programs = ("forward", *CACHED_PROGRAMS)  # a model that was compiled before may have run others
         known = self.model.programs.executables
         used = [key for key in known if key.flow == self.model.name and key.program in programs]

@@ -59,7 +59,7 @@ def load(
             are read are fetched, into huggingface_hub's cache. `HF_ENDPOINT`, `HF_HOME` and
             `HF_HUB_CACHE` say where; with `HF_HUB_OFFLINE` it is what the cache has, and nothing else.
         revision: of a model of the Hub: a branch, a tag or a commit; `main` by default.
-        token: what the Hub is shown; None: `HF_TOKEN` or that of a login; False: none.
+        token: what the Hub is shown for it; None: `HF_TOKEN` or that of a login; False: none.
         subfolder: the directory in it that is meant, as a pipeline of diffusers has one for each of its models.
         profile: a `CompileProfile`, the name of a preset or the path of a `*.rlx.toml`; else `auto`.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.

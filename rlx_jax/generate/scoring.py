@@ -46,29 +46,29 @@ class Score:
     log_probs: tuple[float, ...]
 
 
-def check_scores(model: CompiledModel) -> None:
+def check_scores(model: CompiledModel, what: str) -> None:
     """A text can be scored, padded and beside others.
 
     Raises:
         RequestError: the flow reads more than tokens. DeriveError: a token may see those behind it, or rows each other.
     """
     if required := [name for name, d in declared(model).items() if not d.optional]:
-        raise RequestError(f"score: {model.name} reads {listing(required)} beside tokens; score takes texts alone")
+        raise RequestError(f"{what}: {model.name} reads {listing(required)} beside tokens; {what} takes texts alone")
     model.programs.any_template(model.as_program("prefill").key())  # what is proved before one is derived
 
 
-def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> tuple[list[Score], RequestReport]:
-    """The score of each item, in order, and how fast that was.
+def scores_of(speaker: Speaker, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
+    """The score of each item, in order, and how fast that was. `what` messages are about: the method that was called.
 
     Raises:
         RequestError, DeriveError: as `check_scores`. RecompileError: as `score_sizes`. NumericsError: as `score_all`.
     """
     model = speaker.model
     clock = model.programs.clock()
-    check_scores(model)
+    check_scores(model, what)
     longest = max((item.width for item in items), default=1)
     texts = shared_tokens(items)
-    scores = score_all(items, texts, *forms_for(model, speaker.buckets, speaker.max_positions, longest))
+    scores = score_all(what, items, texts, *forms_for(model, speaker.buckets, speaker.max_positions, longest))
     seconds, compiled = clock()
     every, read = sum(item.width for item in items), sum(len(text.read) for text in texts)
     told = RequestReport("texts", len(items), every, seconds, compiled=compiled, cached_tokens=every - read)
@@ -76,7 +76,11 @@ def scores_of(speaker: Speaker, items: Sequence[ScoredTokens]) -> tuple[list[Sco
 
 
 def score_all(
-    items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None, alone: ScoreForm | None
+    what: str,
+    items: Sequence[ScoredTokens],
+    texts: Sequence[SharedTokens],
+    shared: ScoreForm | None,
+    alone: ScoreForm | None,
 ) -> list[Score]:
     """The score of each item, in order, of which `texts` are made: in rows with others as long as they fit there.
 
@@ -112,13 +116,13 @@ def score_all(
     if alone is not None:
         take(alone, wide, alone.plan(wide))
     if failed:
-        places = [
-            f"{items[i].name} (first behind {items[i].first + items[i].start + at:,} tokens)"
-            for i, at in sorted(failed.items())
-        ]
+        first: dict[str, int] = {}  # the windows of a text have one name
+        for i, at in sorted(failed.items()):
+            first.setdefault(items[i].name, items[i].first + items[i].start + at)
+        places = [f"{name} (first behind {at:,} token{'s'[: at > 1]})" for name, at in first.items()]
         more = f" and {len(places) - 8} more" if len(places) > 8 else ""
         told = f"logits are not finite of {', '.join(places[:8])}{more}"
-        raise NumericsError(f"score: {told}; `outputs` of this error has the other scores", failed, found)
+        raise NumericsError(f"{what}: {told}; `outputs` of this error has the other scores", failed, found)
     return [score for score in found if score is not None]
 
 

@@ -14,6 +14,7 @@ from rlx_jax.errors import (
     FormatError,
     MissingFileError,
     RequestError,
+    RlxError,
     UnsupportedError,
     did_you_mean,
     listing,
@@ -33,6 +34,17 @@ which is taken here; whoever reads a field says whether it may be so large."""
 def json_bound() -> tuple[int, str]:
     """Bytes that a file of JSON may have."""
     return limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES"
+
+
+def refuse_asked(revision: str | None, token: str | bool | None, what: str, error: type[RlxError]) -> None:
+    """Refuse what only the Hub is asked of. No token is shown, neither to a directory nor in the message.
+
+    Raises:
+        error: a revision, or a token to be shown.
+    """
+    given = f"revision={shown(revision)}" if revision is not None else "token=" if token not in (None, False) else ""
+    if given:
+        raise error(f"{given}: {what}; it is for a model of the Hub, 'org/name'")
 
 
 @dataclass(frozen=True)
@@ -195,7 +207,8 @@ def open_folder(
 
     Raises:
         MissingFileError: neither is there; the message says what is taken. UnsupportedError: it is a GGUF file.
-        RequestError: a revision of a local directory. PathEscapeError, ConfigError: `subfolder` is no name of one.
+        RequestError: a revision of a local directory, or a token for one. PathEscapeError, ConfigError: `subfolder` is
+        no name of one.
         HubError: as `open_snapshot`.
     """
     if subfolder != "":
@@ -204,6 +217,7 @@ def open_folder(
         files.check_name(subfolder)
         return open_folder(path, revision, token, progress).below(subfolder)
     if isinstance(path, Folder):
+        refuse_asked(revision, token, f"{quote(path.path)} is open already", RequestError)
         return path
     if not isinstance(path, str | os.PathLike) or path == "":
         raise RequestError(f"expected the path of a checkpoint directory, got {shown(path)}")
@@ -212,10 +226,7 @@ def open_folder(
         tried = f"no such directory here{_near(directory)}, and "
         snapshot = open_snapshot(os.fspath(path), revision, token, progress, tried)
         return Folder(snapshot.path, snapshot)
-    if revision is not None:
-        raise RequestError(
-            f"revision={shown(revision)}: {quote(path)} is a path on this machine, which has none; it is for 'org/name'"
-        )
+    refuse_asked(revision, token, f"{quote(path)} is a path on this machine", RequestError)
     if directory.is_dir():
         return Folder(directory)
     if directory.suffix == ".gguf":

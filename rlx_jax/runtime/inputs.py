@@ -329,6 +329,11 @@ def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, in
             ids_in(f"input {name}", values[name], min(bound(dim, sizes) for dim in rows))
 
 
+def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
+    """What the sizes of a call count as a sequence fits the positions that the model knows."""
+    check_length(sum(bound(dim, sizes) for dim in bounds.counted), bounds, flow)
+
+
 def check_length(seq: int, bounds: Bounds, flow: str) -> None:
     """A sequence fits the positions that the model knows."""
     if bounds.positions is not None and seq > bounds.positions:

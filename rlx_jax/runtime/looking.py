@@ -16,6 +16,7 @@ from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.collectives import collectives
 from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.runtime.inputs import check_counted
 from rlx_jax.runtime.programs import ProgramKey, Programs
 from rlx_jax.runtime.report import ProgramReport, Report, over_mesh
 
@@ -97,7 +98,9 @@ def report_of(
     """The report on `template`, and on the program that ran `last`, or with `sizes` on that of those."""
     found = model_report(programs, template, settings, seconds)
     if sizes:
-        return replace(found, **asdict(template.cost(sizes)))
+        cost = template.cost(sizes)
+        check_counted(sizes, template.bounds, template.built.name)
+        return replace(found, **asdict(cost))
     executable = programs.executables.get(last) if last else None
     if executable is None:
         return found

@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.types import as_dim, bound
+from rlx_jax.ir.types import as_dim
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
@@ -39,7 +39,7 @@ from rlx_jax.runtime.inputs import (
     bind_names,
     bind_sizes,
     check_all_given,
-    check_length,
+    check_counted,
     check_new_tokens,
     check_rows,
     random_key,
@@ -227,7 +227,7 @@ class CompiledModel:
         values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == declared[n].rank - 1}
         values = at_home(values, self.programs.division)
         sizes = bind_sizes(declared, values, flow.name)
-        check_length(sum(bound(d, sizes) for d in bounds.counted), bounds, flow.name)
+        check_counted(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes)
         arrays = given_state(self.program, template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:
@@ -442,7 +442,7 @@ class CompiledModel:
         With `sizes` (`batch=1, seq=128`) nothing is compiled: FLOPs, bytes and scratch memory of the program of those.
 
         Raises:
-            GraphError: a size of the program is missing, or is none of it.
+            GraphError: a size of the program is missing, or is none of it. SequenceLengthError: over the positions.
         """
         seconds = {**self._template().seconds, "load": self.load_seconds}
         return report_of(self.programs, self._template(), self.settings, self.last, seconds, sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
     `models`: the one that is asked, and others whose programs it runs: those that draft.
 
     Raises:
-        RequestError, UnsupportedError: as `trace_of`. Others as `run`.
+        RequestError: nothing was asked of `run`. RequestError, UnsupportedError: as `trace_of`. Others as `run`.
     """
-    jax.block_until_ready(run())
+    made = jax.block_until_ready(run())
+    if isinstance(made, Sized) and len(made) == 0:
+        raise RequestError("profile: there is nothing to time: pass one prompt, text or image at least")
 
     def repeated() -> None:
         for _ in range(runs):

@@ -18,12 +18,11 @@ from rlx_jax.errors import (
     did_you_mean,
     listing,
     quote,
-    shown,
 )
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import abandoned_old
 from rlx_jax.io.files import Links, list_directory
-from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.io.folder import Folder, open_folder, refuse_asked
 from rlx_jax.io.hub import is_name
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.reading import WeightSource as WeightSource
@@ -109,21 +108,20 @@ def _here(weights: Any, max_bytes: int | None, revision: str | None, token: str 
     as it is.
 
     Raises:
-        WeightError: a revision of what is on this machine.
+        WeightError: a revision of what is on this machine, or a token for it.
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
         there = os.path.lexists(abandoned_old(path) or path) or os.path.isdir(os.path.dirname(path))
         if is_name(path) and not there:
-            weights, revision = open_folder(path, revision, token), None
+            weights, revision, token = open_folder(path, revision, token), None, None
     if isinstance(weights, Folder):
         bring(weights, max_bytes)
         weights = weights.path
     if isinstance(weights, str | os.PathLike):
         path = os.fsdecode(weights)
         weights = abandoned_old(path) or path
-    if revision is not None:
-        raise WeightError(f"revision={shown(revision)}: these weights are on this machine; it is for 'org/name'")
+    refuse_asked(revision, token, "these weights are on this machine", WeightError)
     return weights
 
 
