@@ -117,7 +117,7 @@ def test_lir_runs_as_it_was_planned() -> None:
     with pytest.warns(RlxWarning, match="layers.roll = 'scan' has no effect: no layers repeat"):
         planned = Graph.from_lir(linear_module().into_lir(profile))
     assert planned.plan is not None and planned.plan.scan
-    assert rlx.compile(planned, {"w": W}).settings.scan
+    assert rlx.compile(planned, {"w": W}).settings.plan.scan
     with pytest.raises(LevelError, match="takes no profile"):
         rlx.compile(planned, {"w": W}, profile=profile)
 

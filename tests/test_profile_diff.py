@@ -67,7 +67,7 @@ IN_THE_PROGRAM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "inputs": ({"donation": {"inputs": ["input_ids"]}}, {"inputs consumed": ("none", "input_ids")}),
     "options": (
         {"backend": {"cpu": {"compiler_options": {"xla_one": True}}}},
-        {"options of XLA": ("none", "xla_one, yes")},
+        {"options of XLA": ("none", "xla_one yes")},
     ),
     "what a forward program has not": (
         {"donation": {"state": False}, "precision": {"kv": "bf16"}, "buckets": {"prompt": [8]}},

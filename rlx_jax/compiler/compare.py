@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,15 @@ ALWAYS = {
     "matmul": "precision of products",
     "verbose": "passes print",
     "assert_clean": "missed fusions are errors",
-    "attention": "attention asked for",
-    "products": "products asked for",
-    "experts": "experts asked for",
-    "donate_inputs": "inputs consumed",
-    "compiler_options": "options of XLA",
+    "plan.implementation": "attention asked for",
+    "plan.products": "products asked for",
+    "plan.experts": "experts asked for",
+    "plan.donate_inputs": "inputs consumed",
+    "plan.compiler_options": "options of XLA",
     "sharding": "mesh axes of roles",
 }
-TRAINING = {"remat": "recomputed in gradients"}
-STATEFUL = {"kv": "dtype of the cache", "donate_state": "state updated in place"}
+TRAINING = {"plan.remat": "recomputed in gradients"}
+STATEFUL = {"kv": "dtype of the cache", "plan.donate_state": "state updated in place"}
 SERVING = {"loop": "generating loop"}
 """Settings that are shown as they are, and what they are called: of all programs, of those that train, that have a
 state, and of models that take requests. The others show in the program: passes, ops, parameters, layers."""
@@ -74,13 +75,13 @@ def _facts(
     template = make_template(built, 0.0, settings, program)
     yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in NAMES)
     yield from _counted(template)
-    types = layout_of([template.hir], settings.scan).types()
+    types = layout_of([template.hir], settings.plan.scan).types()
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
-    yield "layers", "one loop" if settings.scan else "one after the other"
+    yield "layers", "one loop" if settings.plan.scan else "one after the other"
     shown = {**ALWAYS, **(TRAINING if program == "train" else {}), **(STATEFUL if template.state else {})}
     for name, told in {**shown, **(SERVING if serves else {})}.items():
-        yield told, _written(getattr(settings, name))
+        yield told, _written(attrgetter(name)(settings))
     if serves:
         yield from ((f"buckets.{f.name}", _written(getattr(settings.buckets, f.name))) for f in fields(Buckets))
     if sizes is not None:

@@ -173,7 +173,7 @@ PIPELINE: tuple[Pass, ...] = (
         "peel_last",
         HIR,
         lambda g, job: peel_last(g, job.types),
-        lambda job: job.last_only and not job.settings.scan,
+        lambda job: job.last_only and not job.settings.plan.scan,
         "layout",
     ),
     Pass(

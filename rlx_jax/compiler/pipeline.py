@@ -51,7 +51,7 @@ from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_all, runnable
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.layout import Layout
-from rlx_jax.lowering.lir.plan import Lir, Plan, given_leaves, state_types, taken_back
+from rlx_jax.lowering.lir.plan import Lir, given_leaves, state_types, taken_back
 from rlx_jax.lowering.mir.dce import without_inputs
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -170,7 +170,7 @@ def make_template(
     fusion = fusion_report(ran.lowered, ran.graph, ran.places, built.types)
     if settings.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
-    state, rings = state_types(ran.graph, settings.scan), ring_sizes(ran.blocks)
+    state, rings = state_types(ran.graph, settings.plan.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
     read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read, settings.max_positions)
@@ -186,7 +186,7 @@ def make_template(
         ran.graph,
         bounds,
         state,
-        settings.scan,
+        settings.plan.scan,
         rings,
         optional,
         built.types,
@@ -213,20 +213,10 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     """MIR template → MIR with sizes → LIR."""
     # Types of these sizes: the template's own cache would keep those of every size that was ever asked for.
     graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
-    plan = replace(
-        make_plan(settings),
-        donate_inputs=reusable_inputs(graph, settings.donate_inputs),
-        choices=choose_all(
-            graph,
-            settings.device,
-            settings.attention,
-            settings.products,
-            settings.experts,
-            settings.division,
-            settings.kernels,
-        ),  # fmt: skip
-    )
-    return Lir(graph, plan)
+    plan = settings.plan
+    asked = plan.implementation, plan.products, plan.experts, settings.division, plan.kernels
+    choices = choose_all(graph, settings.device, *asked)
+    return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
 
 
 def facts_of(
@@ -235,22 +225,6 @@ def facts_of(
     """What the settings of a model can act on, by its first template."""
     graphs = (template.hir, template.mir)
     return Facts(profile, settings, template.built, *graphs, bool(template.state), programs, serves)
-
-
-def make_plan(settings: Settings) -> Plan:
-    """What the plan takes from the settings alone."""
-    options = dict(settings.compiler_options)
-    return Plan(
-        settings.target,
-        settings.scan,
-        settings.donate_state,
-        remat=settings.remat,
-        implementation=settings.attention,
-        compiler_options=options,
-        products=settings.products,
-        experts=settings.experts,
-        kernels=settings.kernels,
-    )
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:

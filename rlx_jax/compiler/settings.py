@@ -46,9 +46,9 @@ class Settings:
     """A profile, resolved for one flow, one device and one program: plain values for passes, Layout, plan and loop.
 
     off: passes that do not run, by name. without: nor those of these kinds. unfuse: leave no region of pointwise ops.
-    classes: the dtypes of the mixed policy `custom`. `products`, `experts` and `loop`: see the profile's
-        `backend` table.
-    `sharding`: the mesh axes of each role.
+    classes: the dtypes of the mixed policy `custom`. loop: see the profile's `backend` table.
+    plan: how programs run, without what hangs on a program: its `choices`, and which inputs it can reuse.
+    sharding: the mesh axes of each role.
     """
 
     device: Device
@@ -65,18 +65,10 @@ class Settings:
     assert_clean: bool
     merge: bool
     weight_layout: str
-    scan: bool
-    remat: str
-    attention: str
+    plan: Plan
     kv: np.dtype[Any] | None
     buckets: Buckets
-    donate_state: bool
-    donate_inputs: tuple[str, ...]
-    products: str
-    experts: str
-    kernels: bool
     loop: Loop
-    compiler_options: tuple[tuple[str, str | bool | int | float], ...]
     sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     division: Division | None = None  # of a mesh, which no profile knows
     max_positions: int | None = None  # no profile says it: tokens that the model knows, where its tables do not
@@ -142,18 +134,21 @@ def settings_for(
         assert_clean=profile.fusion.assert_clean,
         merge=merge if backend.merge == "auto" else bool(backend.merge),
         weight_layout=backend.weight_layout,
-        scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
-        remat=profile.layers.remat if train else "none",
-        attention=profile.attention.implementation,
+        plan=Plan(
+            target=device.kind,
+            scan=(train or target == "tpu") if roll == "auto" else roll == "scan",
+            remat=profile.layers.remat if train else "none",
+            implementation=profile.attention.implementation,
+            donate_state=profile.donation.state,
+            donate_inputs=profile.donation.inputs,
+            products=backend.products,
+            experts=backend.experts,
+            kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
+            compiler_options=dict(sorted(backend.compiler_options.items())),
+        ),
         kv=None if precision.kv == "auto" else as_dtype(precision.kv),
         buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
-        donate_state=profile.donation.state,
-        donate_inputs=profile.donation.inputs,
-        products=backend.products,
-        experts=backend.experts,
-        kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
         loop=choose_loop(backend, target),
-        compiler_options=tuple(sorted(backend.compiler_options.items())),
         sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
     )
 
@@ -186,35 +181,16 @@ def plain(policy: str = "direct", target: str = "cpu") -> Settings:
         assert_clean=False,
         merge=False,
         weight_layout="auto",
-        scan=False,
-        remat="none",
-        attention="auto",
+        plan=Plan(target, scan=False, donate_state=False),
         kv=None,
         buckets=Buckets(),
-        donate_state=False,
-        donate_inputs=(),
-        products="auto",
-        experts="auto",
-        kernels=False,
         loop=choose_loop(Backend(), target),
-        compiler_options=(),
     )
 
 
 def settings_of(plan: Plan) -> Settings:
     """What is left to choose for a program at LIR: nothing. It runs as its plan says."""
-    return replace(
-        plain(target=plan.target),
-        scan=plan.scan,
-        remat=plan.remat,
-        attention=plan.implementation,
-        donate_state=plan.donate_state,
-        donate_inputs=plan.donate_inputs,
-        products=plan.products,
-        experts=plan.experts,
-        kernels=plan.kernels,
-        compiler_options=tuple(sorted(plan.compiler_options.items())),
-    )
+    return replace(plain(target=plan.target), plan=replace(plan, choices={}, unread=()))
 
 
 def supported(device: Device) -> str:

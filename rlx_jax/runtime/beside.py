@@ -42,7 +42,7 @@ def _opened(model: CompiledModel, params: dict[str, Any], make: MakesMtp) -> Bes
     flow = make(base.source)
     built = flow.build(base.source)
     template = make_template(built, 0.0, base.settings, "forward")
-    layout = layout_of([template.hir], base.settings.scan)
+    layout = layout_of([template.hir], base.settings.plan.scan)
     programs = Programs(
         {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
     )

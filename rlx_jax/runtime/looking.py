@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import Template, make_function, make_plan
+from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.errors import GraphError
 from rlx_jax.lowering.inspect.buffers import activation_bytes
@@ -41,7 +41,7 @@ def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
 def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
     """A program with symbolic sizes as JAX traces it; `params` are shapes."""
     mir = template.mir
-    lir = Lir(mir, make_plan(programs.settings))
+    lir = Lir(mir, programs.settings.plan)
     state = {name: t.spec for name, t in template.state.items()}
     inputs = {i.input: i.type.spec for i in mir.inputs}
     return jax.make_jaxpr(make_function(lir, programs.layout))(params, state, inputs)

@@ -98,7 +98,7 @@ def open_programs(
         ]
     )
     for name, flow in named.items():
-        check_inputs(plan.settings.donate_inputs, flow)
+        check_inputs(plan.settings.plan.donate_inputs, flow)
         programs.builds.put((name, frozenset()), builds[name])
         programs.templates.put(ProgramKey(name, plan.first), plan.templates[name])
     return programs
@@ -149,7 +149,7 @@ class LayoutPlan:
 def plan_layout(builds: Builds, settings: Settings, first: str) -> LayoutPlan:
     """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not."""
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
-    layout = layout_of([t.hir for t in templates.values()], settings.scan)
+    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
     if len(builds) > 1 and settings.merge and layout.repeated():
         return plan_layout(builds, replace(settings, merge=False), first)
     return LayoutPlan(settings, layout, first, templates)

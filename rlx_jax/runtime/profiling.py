@@ -93,7 +93,7 @@ def profile_calls(
     Raises:
         RequestError, UnsupportedError: as `trace_of`. Others as a call.
     """
-    consumed = programs.settings.donate_inputs
+    consumed = programs.settings.plan.donate_inputs
 
     def fresh(name: str, value: Any) -> Any:
         return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value

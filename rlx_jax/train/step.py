@@ -113,7 +113,7 @@ class TrainStep:
         key = tuple(jax.tree.leaves(places)) if leaves else ()
         if key not in self.jitted:
             options: dict[str, Any] = {"out_shardings": (places, None)} if leaves else {}
-            options["compiler_options"] = dict(self.model.settings.compiler_options) or None
+            options["compiler_options"] = dict(self.model.settings.plan.compiler_options) or None
             self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options)
         return self.jitted[key]
 
