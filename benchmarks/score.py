@@ -137,7 +137,7 @@ def main() -> None:
     if args.torch:
         score = theirs(shape, weights, args.batch_size or shape.batch_size)
         want = np.array(score(texts))
-        error = np.abs(np.array([s.log_likelihood for s in scores]) / want - 1).max()
+        error = np.abs(np.array([s.logprob for s in scores]) / want - 1).max()
         goals.at_most("log-likelihoods, relative", float(error), shape.within)
         calls["transformers"] = lambda: score(texts)
     times = interleaved(calls, args.rounds)

@@ -66,7 +66,7 @@ class LoraLinear:
     def write(self, emit: Emit, x: FlowValue | None, inner: Inner) -> tuple[FlowValue, Adapter]:
         """Its value, and what it is."""
         start = len(emit.builder.nodes)
-        x, y = emit.require(x, "lora"), inner(x)
+        y = inner(emit.require(x, "lora"))
         number, adapter, shape, part = self._product(emit, start)
         product = emit.builder.nodes[number]
         op = product.op
@@ -89,8 +89,8 @@ class LoraLinear:
                 f"{emit.path}: lora: the weights {quote(adapter.a)} and lora_B of a new adapter are in no checkpoint: "
                 "missing='init' draws them, compile(…, missing='init', key=0); lora(…, adapter=path) loads one"
             ) from error
-        with emit.scope("lora_A"):
-            low = emit.linear(x, a, transpose=True)
+        with emit.scope("lora_A"):  # of what W reads, which an edit of the block may have changed
+            low = emit.linear(emit.wrap(product.inputs[0]), a, transpose=True)
         with emit.scope("lora_B"):
             y = y + emit.linear(low, b, transpose=True) * self.scale
         return emit.add_node(Unary(op.activation), y) if op.activation else y, adapter

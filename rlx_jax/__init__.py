@@ -57,6 +57,7 @@ from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow as ViTFlow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.compiling import compile as compile
+from rlx_jax.runtime.compiling import init as init
 from rlx_jax.runtime.model import CompiledModel as CompiledModel
 from rlx_jax.runtime.save import save as save
 from rlx_jax.trace.emit import Emit as Emit

@@ -115,7 +115,7 @@ class LMEval(TemplateLM):  # type: ignore[misc]
                     f"LMEval: a continuation of {len(continuation)} tokens; expected 1 to {self.max_length}"
                 )
             pairs.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
-        answers = [(score.log_likelihood, score.greedy) for score in self.lm.score(pairs)]
+        answers = [(score.logprob, score.greedy) for score in self.lm.score(pairs)]
         for (key, *_), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)

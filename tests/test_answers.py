@@ -44,7 +44,7 @@ def check(prompt: Sequence[int], answer: rlx.Completion, k: int, reference: tupl
     """What is told is the log-softmax of the bare logits, in float64."""
     ids = [*prompt, *answer.tokens]
     found = log_softmax(numpy_reference.llama_row(*reference, ids)[1])[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(answer.log_probs, found[np.arange(len(answer.tokens)), answer.tokens], atol=3e-5)
+    np.testing.assert_allclose(answer.token_logprobs, found[np.arange(len(answer.tokens)), answer.tokens], atol=3e-5)
     assert len(answer.top) == len(answer.tokens) and all(len(pairs) == k for pairs in answer.top)
     best = np.argsort(-found, axis=-1, kind="stable")[:, :k]
     told = np.array([[p for _, p in pairs] for pairs in answer.top]).reshape(len(answer.tokens), k)
@@ -71,7 +71,7 @@ def test_answers_are_rows_and_the_prompt_is_read_once(lm: Any) -> None:
     assert {dict(k.binding)["batch"] for k in read} == {2}
     rows = lm.generate([PROMPTS[0]] * 3, max_new_tokens=9, sampler=SAMPLER, seed=3, logprobs=1)
     assert [a.tokens for a in answers] == [a.tokens for a in rows]
-    np.testing.assert_allclose([a.log_probs for a in answers], [a.log_probs for a in rows], atol=1e-5)
+    np.testing.assert_allclose([a.token_logprobs for a in answers], [a.token_logprobs for a in rows], atol=1e-5)
     ready = len(lm.model.programs.executables)
     lm.generate(PROMPTS, max_new_tokens=4, sampler=rlx.Sampler(1.0, top_p=0.5), n=2, logprobs=5)  # the same programs
     lm.generate([1, 2], max_new_tokens=7, sampler=rlx.Sampler(0.3, top_k=2), n=6, logprobs=8)
@@ -86,14 +86,15 @@ def test_ends_and_strings(lm: Any) -> None:
         return lm.generate("The sky is", max_new_tokens=12, sampler=sampler, seed=1, n=3, logprobs=2, **stop)[0]
 
     long = ask()
-    assert long.text == lm.tokenizer.decode(long.tokens) and len(long.tokens) == len(long.log_probs) == 12
+    assert long.text == lm.tokenizer.decode(long.tokens) and len(long.tokens) == len(long.token_logprobs) == 12
     end = next(at for at, i in enumerate(long.tokens) if at > 3 and i not in long.tokens[:at])
     short = ask(stop=long.tokens[end])
-    assert short.tokens == long.tokens[: end + 1] and short.log_probs == long.log_probs[: end + 1]
+    assert short.tokens == long.tokens[: end + 1] and short.token_logprobs == long.token_logprobs[: end + 1]
     word = long.text[4:7]
     cut = ask(stop=word)
     assert cut.text == long.text[: long.text.index(word)]
-    assert cut.tokens == long.tokens[: len(cut.tokens)] and len(cut.tokens) == len(cut.log_probs) == len(cut.top) < 12
+    assert len(cut.tokens) == len(cut.token_logprobs) == len(cut.top) < 12
+    assert cut.tokens == long.tokens[: len(cut.tokens)]
     nothing = lm.generate("The sky is", max_new_tokens=0, sampler=sampler, n=2, logprobs=2)
     assert nothing == [rlx.Completion("", (), (), ())] * 2
 
@@ -131,7 +132,7 @@ def test_greedy_tokens_and_every_number(k: int, lm: Any, reference: Any) -> None
         check(prompt, answer, k, reference)
         score = lm.score((prompt, tokens))
         assert score.greedy
-        np.testing.assert_allclose(score.log_probs, answer.log_probs, atol=1e-5)
+        np.testing.assert_allclose(score.token_logprobs, answer.token_logprobs, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -155,7 +156,7 @@ def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
         *(lm.generate(PROMPTS, 6, rlx.Sampler(0.7), seed=2, n=3, logprobs=2) for lm in (here, there)), strict=True
     ):
         assert [a.tokens for a in one] == [a.tokens for a in many]
-        np.testing.assert_allclose([a.log_probs for a in one], [a.log_probs for a in many], atol=1e-4)
+        np.testing.assert_allclose([a.token_logprobs for a in one], [a.token_logprobs for a in many], atol=1e-4)
 
 
 @pytest.mark.slow

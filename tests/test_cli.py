@@ -420,9 +420,9 @@ def test_results_as_json(
     assert 0 < found["seconds_to_first_text"] <= found["seconds"]
     assert found["prompt_tokens"] == len(lm.tokenizer.encode(CASE["prompt"]))
     scores = lines(capsys, "score", BASE, "It was", "a b")
-    assert [s["log_likelihood"] for s in scores] == [s.log_likelihood for s in lm.score(["It was", "a b"])]
+    assert [s["logprob"] for s in scores] == [s.logprob for s in lm.score(["It was", "a b"])]
     for s in scores:
-        assert s["perplexity"] == pytest.approx(np.exp(-np.mean(s["log_probs"])), rel=1e-6)
+        assert s["perplexity"] == pytest.approx(np.exp(-np.mean(s["token_logprobs"])), rel=1e-6)
     (pair,) = lines(capsys, "score", BASE, " was", "--context", "It")
     assert pair["tokens"] == list(lm.score(("It", " was")).tokens) and pair["context"] == "It"
     assert lines(capsys, "score", BASE, "--context", "It", " was") == [pair]  # options may come first

@@ -224,7 +224,7 @@ def test_samplers_seeds_stops_and_log_probabilities(model: Any) -> None:
     reply = chat.send("w8", REPLY, logprobs=2)
     again = lm.chat(chat.messages[:-1], REPLY, logprobs=2)
     assert (reply.text, reply.tokens) == (again.text, again.tokens) and chat.messages[-1]["content"] == reply.text
-    np.testing.assert_allclose(reply.log_probs, again.log_probs, atol=1e-5)
+    np.testing.assert_allclose(reply.token_logprobs, again.token_logprobs, atol=1e-5)
     word = reply.text.split()[1]
     chat = lm.conversation(chat.messages[:-2])
     cut = chat.send("w8", REPLY, stop=word)

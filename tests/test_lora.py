@@ -136,6 +136,29 @@ def test_what_is_frozen_stays(fresh: rlx.CompiledModel) -> None:
         rlx.train.mask(fresh)
 
 
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "mask": lambda recipe: recipe.at("layers.*.mlp.down_proj").scale(np.arange(33.0, dtype="f4") / 9, of="input"),
+    "wrapper": lambda recipe: recipe.at("layers.1.mlp.down_proj").wrap(lambda emit, x, inner: inner(x * 2.0)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_adapter_over_a_changed_input(edit: str) -> None:
+    """A and B read what W reads, whichever of both came first: merged it is the same model."""
+    recipe = EDITS[edit](rlx.recipe_for(adapters.BASE))
+
+    def shifted(made: Any) -> rlx.CompiledModel:
+        model = rlx.compile(made, missing="init", key=0)
+        return model.replace({key: a + 0.2 if "lora" in key else a for key, a in (model.params or {}).items()})
+
+    model = shifted(rlx.lora(recipe, "layers.*.mlp.down_proj", rank=2))
+    before = shifted(EDITS[edit](rlx.lora(rlx.recipe_for(adapters.BASE), "layers.*.mlp.down_proj", rank=2)))
+    want = np.asarray(model(TOKENS))
+    np.testing.assert_allclose(np.asarray(before(TOKENS)), want, atol=3e-5)
+    np.testing.assert_allclose(np.asarray(rlx.compile(recipe, rlx.merge_lora(model))(TOKENS)), want, atol=3e-5)
+    assert np.abs(np.asarray(rlx.compile(recipe)(TOKENS)) - want).max() > 1e-2
+
+
 @pytest.mark.slow
 def test_an_adapter_trains(fresh: rlx.CompiledModel) -> None:
     """The loss falls, and the base weights are bit by bit what they were."""

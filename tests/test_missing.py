@@ -39,6 +39,24 @@ def test_a_new_weight_beside_those_of_a_checkpoint() -> None:
     assert not np.asarray(weights["steering"]).any()
 
 
+def test_a_config_is_a_random_model() -> None:
+    """Whatever a recipe is bound to; a key is one set of numbers, in every program. What was added stays."""
+    recipe = rlx.recipe_for(LLAMA)
+    model, again, other = (rlx.init(r, key) for r, key in ((recipe, 3), (type(recipe)(recipe.config), 3), (recipe, 4)))
+    assert set(model.report().initialised) == set(model.weights()) and len(model.weights()) > 9
+    trained, head = rlx.init(recipe, jax.random.key(3), program="train").weights(), "model.layers.0.mlp.up_proj.weight"
+    for key, value in model.weights().items():
+        np.testing.assert_array_equal(np.asarray(again.weights()[key]), np.asarray(value))
+        np.testing.assert_array_equal(np.asarray(trained[key]), np.asarray(value))
+    assert not np.array_equal(np.asarray(other.weights()[head]), np.asarray(model.weights()[head]))
+    kept = np.full(HIDDEN, 7, "f4")
+    added = rlx.init(adding().patch_flow(lambda flow: flow.add_weights({"steering": kept})), 0)
+    np.testing.assert_array_equal(np.asarray(added.weights()["steering"]), kept)
+    assert "steering" not in added.report().initialised
+    with pytest.raises(errors.MissingWeightError, match="no weight 'w'.*say its shape="):
+        rlx.init(rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w"), 0)
+
+
 W = np.random.default_rng(0).normal(size=(6, 8)).astype("f4")
 
 

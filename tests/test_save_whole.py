@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,25 @@ def test_an_edited_recipe(tmp_path: Path) -> None:
     assert paths(tmp_path / "it") == {"model.safetensors", "rlx_manifest.json"}
     rlx.save(rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA)), tmp_path / "own")
     assert_same(tmp_path / "own", LLAMA)
+
+
+OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "scaled": (lambda recipe: recipe.at("layers.1.mlp").scale(0.5), "layers.0"),
+    "with adapters": (lambda recipe: rlx.lora(recipe, "layers.*.mlp.up_proj", rank=2), "layers.0"),
+    "shorter": (lambda recipe: type(recipe)(replace(recipe.config, num_hidden_layers=1)), "norm"),
+    "of another epsilon": (lambda recipe: type(recipe)(replace(recipe.config, rms_norm_eps=0.1)), "layers.0"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_recipe(name: str, tmp_path: Path) -> None:
+    """In the place of the one that was opened: no config describes it, and it is not saved as if one did."""
+    make, where = OTHERS[name]
+    whole = rlx.load(LLAMA)
+    whole.model = rlx.init(make(rlx.recipe_for(LLAMA)), 0)
+    with pytest.raises(UnsupportedError, match=f"differs from what .*config.json' describes, first in '{where}"):
+        rlx.save(whole, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
 
 
 def test_a_model_that_load_did_not_open(lm: rlx.CausalLM, tmp_path: Path) -> None:

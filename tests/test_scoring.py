@@ -83,10 +83,10 @@ def check_recorded(model: Any, directory: Path, program: str) -> None:
     assert len(rows) >= 2
     for score, row, x in zip(model.score(rows), rows, logits, strict=True):
         want = log_softmax(x)[np.arange(len(row) - 1), row[1:]]
-        np.testing.assert_allclose(score.log_probs, want, atol=TOLERANCE * max(1.0, np.abs(x).max()))
+        np.testing.assert_allclose(score.token_logprobs, want, atol=TOLERANCE * max(1.0, np.abs(x).max()))
         assert score.tokens == tuple(row[1:].tolist())
         assert score.greedy == (x[:-1].argmax(-1) == row[1:]).all()
-        close(score.log_likelihood, sum(score.log_probs))
+        close(score.logprob, sum(score.token_logprobs))
     assert {key.program for key in model.model.programs.executables} == {program}
 
 
@@ -98,14 +98,14 @@ def test_equalities(lm: Any) -> None:
     assert told.prompt_seconds > 0 and told.new_tokens == 0 and lm.report().seed is None
     for row, score in zip(ROWS, together, strict=True):
         alone = lm.score(row)
-        close(alone.log_probs, score.log_probs)
+        close(alone.token_logprobs, score.token_logprobs)
         assert alone.tokens == score.tokens == tuple(row[1:]) and alone.greedy is score.greedy
     cuts = [1, 17, 6, 63, 2]
     pairs = lm.score([(row[:n], np.array(row[n:])) for row, n in zip(ROWS, cuts, strict=True)])
     for pair, score, n in zip(pairs, together, cuts, strict=True):
         assert pair.tokens == score.tokens[n - 1 :]
-        close(pair.log_probs, score.log_probs[n - 1 :])
-        close(pair.log_likelihood, sum(score.log_probs[n - 1 :]))
+        close(pair.token_logprobs, score.token_logprobs[n - 1 :])
+        close(pair.logprob, sum(score.token_logprobs[n - 1 :]))
     assert lm.score([]) == []
 
 
@@ -122,7 +122,7 @@ def test_texts_that_differ_in_their_end_are_read_once(lm: Any) -> None:
     read = lm.report().request
     assert read.prompt_tokens - read.cached_tokens == 41 + 41 + 6 + 10  # 18 different ends are read twice
     for a, b in zip(found, want, strict=True):
-        close(a.log_probs, b.log_probs)
+        close(a.token_logprobs, b.token_logprobs)
         assert (a.tokens, a.greedy) == (b.tokens, b.greedy)
     assert [score.greedy for score in found[: len(ends)]] == [end == best for end in ends]
 
@@ -146,7 +146,7 @@ def test_strings(lm: Any) -> None:
     for context in ("The sky", "The sky "):
         pair, before = lm.score((context, " is blue" if context == "The sky" else "is blue")), encode("The sky")
         assert pair.tokens == tuple(whole[len(before) :])
-        close(pair.log_probs, text.log_probs[len(before) - 1 :])
+        close(pair.token_logprobs, text.token_logprobs[len(before) - 1 :])
     bare = encode("blue", add_special_tokens=False)
     assert lm.bos_id == 0
     assert lm.score(("", "blue")) == lm.score(([0], bare)) == lm.score(([], bare))
@@ -161,7 +161,7 @@ def test_a_context_of_spaces(lm: Any, tmp_path: Path) -> None:
     bare = rlx.CausalLM(lm.model, tokenizer=tmp_path, bos_id=0)
     found = bare.score((" ", "blue"))
     assert found == lm.score((" ", "blue")) == bare.score(("", " blue"))
-    assert len(found.log_probs) == len(found.tokens) > 1
+    assert len(found.token_logprobs) == len(found.tokens) > 1
 
 
 def replace_ids(lm: Any, **ids: Any) -> Any:
@@ -200,7 +200,7 @@ def test_long_texts_have_rows_of_their_own(lm: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(score_layout, "SHORT", (64, 128))
     monkeypatch.setattr("rlx_jax.encode.packing.FINE", (16, 32))
     for one, other in zip(lm.score(ROWS), want, strict=True):
-        close(one.log_probs, other.log_probs)
+        close(one.token_logprobs, other.token_logprobs)
     shared, alone = score_layout.forms_for(lm.model, lm.buckets, lm.max_positions, 63)
     assert alone is not None and (shared.sizes.widths if shared else ()) == (() if lm.buckets.batch else (16,))
 
@@ -230,7 +230,7 @@ def test_over_a_mesh(family: str, kinds: str, devices: int) -> None:
     there = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh(kinds, devices))
     rows = [RNG.integers(0, divided.V, n).tolist() for n in (3, 9, 30, 2, 12)]
     for one, many in zip(here.score(rows), there.score(rows), strict=True):
-        np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-4)
+        np.testing.assert_allclose(one.token_logprobs, many.token_logprobs, atol=1e-4)
         assert (one.tokens, one.greedy) == (many.tokens, many.greedy)
 
 
@@ -362,7 +362,7 @@ def test_inputs_are_called_anything(name: str) -> None:
     model = rlx.CausalLM(flow.stage(Linear("w", shape=(13, 4))), WEIGHTS)
     row = [1, 2, 3, 12]
     want = log_softmax(WEIGHTS["e"][row[:-1]] @ WEIGHTS["w"].T)[np.arange(3), row[1:]]
-    close(model.score(row).log_probs, want)
+    close(model.score(row).token_logprobs, want)
 
 
 def test_logits_that_are_no_product(lm: Any) -> None:
@@ -371,7 +371,7 @@ def test_logits_that_are_no_product(lm: Any) -> None:
     model = rlx.CausalLM(centred, WEIGHTS)
     row = [1, 2, 3, 12]
     want = log_softmax(WEIGHTS["e"][row[:-1]] @ WEIGHTS["w"].T)[np.arange(3), row[1:]]
-    close(model.score(row).log_probs, want)
+    close(model.score(row).token_logprobs, want)
 
 
 def test_texts_whose_logits_are_not_finite() -> None:
@@ -400,8 +400,8 @@ def test_what_is_not_finite_stays_in_its_text() -> None:
     for number in (0, 2, 4):
         alone, beside = model.score(texts[number]), failed.value.outputs[number]
         assert isinstance(beside, type(alone))
-        close(beside.log_probs, alone.log_probs)
-        assert np.isfinite(alone.log_probs).all()
+        close(beside.token_logprobs, alone.token_logprobs)
+        assert np.isfinite(alone.token_logprobs).all()
 
 
 def test_an_input_that_no_output_reads() -> None:
@@ -494,7 +494,7 @@ def test_live_scores(kind: str, tmp_path: Path) -> None:
         with torch.no_grad():
             logits = theirs(torch.tensor([row]), use_cache=False).logits[0].double()
         want = torch.log_softmax(logits, -1)[torch.arange(len(row) - 1), torch.tensor(row[1:])]
-        np.testing.assert_allclose(score.log_probs, want, atol=TOLERANCE * float(logits.abs().max()))
+        np.testing.assert_allclose(score.token_logprobs, want, atol=TOLERANCE * float(logits.abs().max()))
         assert score.greedy == bool((logits[:-1].argmax(-1) == torch.tensor(row[1:])).all())
 
     def loss(ids: list[int], targets: np.ndarray) -> float:

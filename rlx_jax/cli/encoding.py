@@ -105,17 +105,17 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     tokens = sum(len(s.tokens) for s in scores)
     session.closing = f"{tokens:,} tokens, {tokens / took:,.0f}/s, what was compiled included; {peak_text()}"
     for text, found in zip(texts, scores, strict=True):
-        perplexity = exp_of(-found.log_likelihood / len(found.tokens))
+        perplexity = exp_of(-found.logprob / len(found.tokens))
         if args.json:
             yield as_line(
                 {
-                    "text": text, "context": args.context, "log_likelihood": found.log_likelihood,
+                    "text": text, "context": args.context, "logprob": found.logprob,
                     "perplexity": perplexity, "greedy": found.greedy, "tokens": list(found.tokens),
-                    "log_probs": list(found.log_probs),
+                    "token_logprobs": list(found.token_logprobs),
                 }
             )  # fmt: skip
         else:
-            yield f"{found.log_likelihood:.4f}\t{perplexity:.4f}\t{text}\n"
+            yield f"{found.logprob:.4f}\t{perplexity:.4f}\t{text}\n"
 
 
 def score_options(parser: argparse.ArgumentParser) -> None:

@@ -26,13 +26,13 @@ class Completion:
     Attributes:
         text: up to the first stop string; None where the prompt was ids.
         tokens: all new ids.
-        log_probs: of each of them.
+        token_logprobs: of each of them.
         top: for each of them the likeliest ids at its place with their log-probabilities, the likeliest first.
     """
 
     text: str | None
     tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[int, float], ...], ...]
 
 

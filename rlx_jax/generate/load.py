@@ -98,7 +98,7 @@ def load(
     common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
-    opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs)
+    opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs, opened.model.built)
     return opened
 
 

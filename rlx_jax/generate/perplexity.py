@@ -67,7 +67,7 @@ def perplexity_windows(speaker: Speaker, text: Any, stride: Any, context: Any) -
 def perplexity_of(windows: Sequence[TextWindow], scores: Sequence[Score]) -> float:
     """exp of the mean negative log-likelihood, as Hugging Face's page on perplexity takes it: of the means of the
     windows, each counted with its new tokens less one."""
-    total = math.fsum(s.log_likelihood / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
+    total = math.fsum(s.logprob / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
     return exp_of(-total / sum(window.new - 1 for window in windows))
 
 

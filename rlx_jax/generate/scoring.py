@@ -34,16 +34,16 @@ class Score:
     """How likely a model finds a text behind its context.
 
     Attributes:
-        log_likelihood: the sum of `log_probs`, natural logarithms.
+        logprob: the sum of `token_logprobs`, natural logarithms.
         greedy: whether each token is the likeliest one where it stands, so that greedy decoding gives this text.
         tokens: ids of the tokens that were scored.
-        log_probs: of each of them, given all tokens before it.
+        token_logprobs: of each of them, given all tokens before it.
     """
 
-    log_likelihood: float
+    logprob: float
     greedy: bool
     tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_logprobs: tuple[float, ...]
 
 
 def check_scores(model: CompiledModel, what: str) -> None:

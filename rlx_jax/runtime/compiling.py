@@ -70,6 +70,31 @@ def compile(
 
 
 @suggests()
+def init(
+    recipe: Any,
+    key: jax.Array | int,
+    *,
+    profile: ProfileLike | None = None,
+    mesh: Any = None,
+    program: str = "forward",
+) -> CompiledModel:
+    """A config as a random model: `compile` of a recipe, or of a flow that knows its shapes, with every weight drawn.
+
+    Each is drawn as its stage says (`init=`), else as `CompiledModel.init` does; `report().initialised` names them.
+    What the recipe is bound to is not read: of a checkpoint's recipe this is the model before it was trained. Weights
+    that were added to it, such as an adapter's files, stay.
+
+    Args:
+        recipe: what `compile` takes; so are `profile`, `mesh` and `program`.
+        key: a seed, or a key of `jax.random`. The same one gives the same numbers, in every program.
+
+    Raises:
+        MissingWeightError: a shape that nobody says. Others as `compile`.
+    """
+    return compile(recipe, {}, profile=profile, mesh=mesh, program=program, missing="init", key=key)
+
+
+@suggests()
 def compile_together(
     flows: Sequence[Any],
     weights: Weights = None,

@@ -14,9 +14,14 @@ import numpy as np
 from rlx_jax.errors import ConfigError, FormatError, HubError, RlxWarning, StorageError, UnsupportedError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
+from rlx_jax.ir.graph import Leaf, Param, TypeCache
 from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.param_keys import stored_keys
+from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.region import unroll
 from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.program import Built
 from rlx_jax.weights.finite import narrowed
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.renamed import RenamedSource
@@ -29,6 +34,8 @@ BESIDE = (
     "vocab.json", "vocab.txt",
 )  # fmt: skip
 """Files beside the weights that other libraries read, whether or not rlx_jax has."""
+_Step = tuple[str, str, tuple[tuple[object, int], ...]]
+"""The path of a block, an op, and what it reads: ops by their numbers, weights by their keys."""
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -40,11 +47,31 @@ class LoadedFrom:
         folder: the checkpoint's directory.
         inside: the directory in it of the weights and their `config.json`; "" for itself.
         edited: why `config.json` is not that of the model; "" where it is.
+        built: the flow that was opened.
     """
 
     folder: Folder
-    inside: str = ""
-    edited: str = ""
+    inside: str
+    edited: str
+    built: Built
+
+    def check_model(self, built: Built) -> None:
+        """A flow that was given in the place of the one that was opened computes what that does.
+
+        Raises:
+            UnsupportedError: names the first block that differs.
+        """
+        if self.edited or built is self.built:
+            return
+        seen: dict[_Step, int] = {}
+        ours, theirs = (_steps(one, seen) for one in (built, self.built))
+        for number, (path, _, _) in enumerate(seen):
+            if (number in ours) != (number in theirs):
+                raise UnsupportedError(
+                    f"save: the model differs from what {self.folder.where(CONFIG)} describes, first in {quote(path)}, "
+                    "as one does that was changed by its paths or has adapters (rlx_jax.merge_lora, rlx_jax.save_lora):"
+                    " save the weights alone, rlx_jax.save(model.model, path)"
+                )
 
     def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
         """What stands beside the weights, by path: as it is, but for the dtype that a config says, and for how weights
@@ -93,6 +120,23 @@ class LoadedFrom:
 
     def _read(self, name: str) -> bytes | None:
         return self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+
+
+def _steps(built: Built, seen: dict[_Step, int]) -> set[int]:
+    """What a flow computes: the numbers of its ops among those that were `seen`, which are noted. One of the same block
+    that reads the same is one op, in whatever order they stand. Types of weights are no part of it."""
+    known, found = list[object](), set[int]()
+    for node in unroll(built.hir, TypeCache()).nodes:
+        if isinstance(node.op, Param):
+            known.append(tuple(stored.key for program in node.op.programs for stored in stored_keys(program)))
+        elif isinstance(node.op, Leaf):
+            known.append(node.op)
+        else:
+            reads = tuple((known[v.node], v.index) for v in node.inputs)
+            number = seen.setdefault((path_text(node.origin.path), node.op.text(), reads), len(seen))
+            known.append(number)
+            found.add(number)
+    return found
 
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rlx_jax.ir.types import as_dim
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
-from rlx_jax.program import Buildable, InputDecl
+from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.drawing import drawn_params
@@ -269,6 +269,11 @@ class CompiledModel:
     def flow(self) -> Buildable:
         """What was compiled."""
         return self.programs.flows[self.name]
+
+    @property
+    def built(self) -> Built:
+        """What its flow became when it was built, without optional inputs."""
+        return self.programs.build(self.name, frozenset())[0]
 
     @property
     def settings(self) -> Settings:
