@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
 from rlx_jax.errors import GraphError, MissingWeightError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
-from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts
 from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.trace.editing import Inner
@@ -73,8 +72,6 @@ class LoraLinear:
         assert isinstance(op, hir.Linear)
         if emit.own(y).node != number:
             raise GraphError(f"{emit.path}: lora changes a block that is one product, and this has more behind it")
-        if op.activation:  # what is added stands before it
-            y = emit.add_node(replace(op, activation=""), *map(emit.wrap, product.inputs))
         turn = 1 if op.contract else -1
         # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
@@ -93,7 +90,7 @@ class LoraLinear:
             low = emit.linear(emit.wrap(product.inputs[0]), a, transpose=True)
         with emit.scope("lora_B"):
             y = y + emit.linear(low, b, transpose=True) * self.scale
-        return emit.add_node(Unary(op.activation), y) if op.activation else y, adapter
+        return y, adapter
 
     def _product(self, emit: Emit, start: int) -> tuple[int, Adapter, tuple[int, ...], WeightPart | None]:
         """The number of the one product of the block, its adapter, the shape of its weight, and which part of a stored

@@ -17,6 +17,8 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.ir.graph import Graph
+from rlx_jax.ir.hir import Linear
+from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.trace.selecting import BlockPattern
 from tests.oracles import checkpoints, hugging_face, numpy_reference
@@ -138,6 +140,37 @@ def test_unrolled_edits_and_absent_inputs(program: str) -> None:
         assert_close(out[name], value.astype("f4"))
 
 
+def test_an_optional_input_between_products() -> None:
+    """Of which the others share their input without it: with it, without it, and as if it were a number."""
+    recipe = rlx.recipe_for(LLAMA)
+    width = recipe.config.hidden_size
+    by = np.linspace(0.5, 2.0, width, dtype="f4")
+    steered = recipe.patch_flow(lambda flow: flow.input("by", (width,), default=None))
+    lm = rlx.load(LLAMA, recipe=steered.at("layers.*.self_attn.q_proj").scale("by", of="input"))
+    plain = rlx.load(LLAMA)
+    assert lm.generate([[3, 5, 7]], max_new_tokens=5) == plain.generate([[3, 5, 7]], max_new_tokens=5)
+    want = rlx.load(LLAMA, recipe=recipe.at("layers.*.self_attn.q_proj").scale(by, of="input"))
+    assert lm.generate([[3, 5, 7]], max_new_tokens=5, inputs={"by": by}) == want.generate([[3, 5, 7]], max_new_tokens=5)
+    assert_close(lm.model(TOKENS, by=by), np.asarray(want.model(TOKENS)))
+    assert np.abs(np.asarray(lm.model(TOKENS, by=by)) - np.asarray(plain.model(TOKENS))).max() > 1e-2
+
+
+@pytest.mark.parametrize("fixture, product", [("gpt2/bare_v4", "mlp.c_fc"), ("bert/bare_v5", "intermediate.dense")])
+def test_a_product_and_its_activation_are_two_blocks(fixture: str, product: str) -> None:
+    """Which are one op: the product is captured and scaled before the activation."""
+    recipe: Any = rlx.recipe_for(checkpoints.FIXTURES / fixture)
+    first, act = f"layers.1.{product}", f"layers.1.{product.rpartition('.')[0]}.act"
+    ids = np.array([[1, 2, 3]])
+    plain = rlx.compile(recipe)(ids)
+    seen = rlx.compile(recipe.at(first).capture().at(act).capture())(ids)
+    assert_close(seen[act], np.asarray(jax.nn.gelu(seen[first], approximate="gpt2" in fixture)))
+    assert (np.asarray(seen[first]) < -0.2).any()  # which no value behind a GELU is
+    (same,) = (v for k, v in seen.items() if k not in (first, act))
+    assert_close(same, np.asarray(plain))
+    half = rlx.compile(recipe.at(first).scale(0.5).at(act).capture())(ids)
+    assert_close(half[act], np.asarray(jax.nn.gelu(seen[first] * 0.5, approximate="gpt2" in fixture)))
+
+
 def test_a_block_replaced() -> None:
     """Layer 1 without its MLP, and with the queries of layer 0: another stage in the place of each block. What the
     blocks had may stay in the checkpoint."""
@@ -182,9 +215,16 @@ FAMILIES = ("llama/mha_tied_sparse", "mixtral/window_v5", "qwen3_5_text/tied_v5"
 
 
 def written(graph: Graph) -> Counter[Any]:
-    """Each op with its path and types."""
-    nodes = ((n.op.text(), n.origin.path, tuple(map(str, n.types))) for _, n in graph.walk() if n.inputs)
-    return Counter(nodes)
+    """Each op with its path and types, an activation apart from its product."""
+    found: Counter[Any] = Counter()
+    for _, node in graph.walk():
+        op, path, types = node.op, node.origin.path, tuple(map(str, node.types))
+        if isinstance(op, Linear) and op.activation:
+            found[Unary(op.activation).text(), (*path[:-1], "act"), types] += 1
+            op = replace(op, activation="")
+        if node.inputs:
+            found[op.name() if op.regions() else op.text(), path, types] += 1
+    return found
 
 
 @pytest.mark.parametrize("fixture", FAMILIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.errors import GraphError
@@ -34,12 +34,20 @@ class Layout:
 
     def check(self, graph: Graph, scan: bool) -> None:
         """Refuse a program that reads a leaf the layout does not have."""
+        for program in self._missing(graph, scan):
+            raise GraphError(f"the program reads {program}, which is not in the model's layout")
+
+    def has(self, graph: Graph, scan: bool) -> bool:
+        """Whether it has every leaf that a program reads."""
+        return not any(True for _ in self._missing(graph, scan))
+
+    def _missing(self, graph: Graph, scan: bool) -> Iterator[Program]:
         known = self.by_program()
         for param in graph.params():
             reads = [param.programs] if scan and param.varies else [(p,) for p in param.programs]
-            missing = [p for p in reads if (p[0] if len(p) == 1 else Stack(p)) not in known and not rows(known, p)]
-            if missing:
-                raise GraphError(f"the program reads {missing[0][0]}, which is not in the model's layout")
+            for p in reads:
+                if (p[0] if len(p) == 1 else Stack(p)) not in known and not rows(known, p):
+                    yield p[0]
 
 
 def rows(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:

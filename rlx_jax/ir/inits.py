@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,20 @@ def check_init(init: Init, where: str) -> Init:
         )
     if not isinstance(init, str) and not callable(init):
         raise GraphError(f"{where}: init is {shown(init)}; expected one of {listing(INITS)}, or a function")
+    if not isinstance(init, str) and not _takes_three(init):
+        raise GraphError(f"{where}: init {shown(init)} is called with (key, shape, dtype), which it does not take")
     return init
+
+
+def _takes_three(init: InitFunction) -> bool:
+    """Whether a function can be called with a key, a shape and a dtype, as far as Python knows."""
+    try:
+        inspect.signature(init).bind(None, (), None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
+from numbers import Real
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
@@ -104,14 +107,14 @@ def lora(
         return _patched(recipe, WithAdapter(sizes, source, left))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
-    if type(rank) is not int or rank < 1:
+    if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:
         raise RequestError(f"lora: rank is {shown(rank)}; expected a whole number of at least 1, such as rank=8")
-    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0):
-        raise RequestError(f"lora: alpha is {shown(alpha)}; expected a number over 0")
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha < inf):
+        raise RequestError(f"lora: alpha is {shown(alpha)}; expected a finite number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
     products = ProductsIn(BlockPattern(pattern))
     names = ModuleNames(outer=getattr(recipe, "outer", ""))
-    return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(rank, float(scale), names))))
+    return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
 
 
 def _patched(recipe: R, edit: Edit) -> R:

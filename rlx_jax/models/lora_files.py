@@ -125,8 +125,10 @@ def _ranks(source: WeightSource, where: str) -> dict[str, int]:
     for key in source.keys():
         part = next((part for part in PARTS if key.endswith(part)), None)
         if part is None or not key.startswith(PREFIX):
+            copied = "; PEFT leaves copies of embeddings out with save_pretrained(…, save_embedding_layers=False)"
             raise UnsupportedError(
                 f"{where}: tensor {quote(key)} is not handled; expected {PREFIX}….lora_A.weight and lora_B"
+                f"{copied if '.base_layer.' in key else ''}"
             )
         modules.setdefault(key.removeprefix(PREFIX).removesuffix(part), set()).add(part)
     if not modules:

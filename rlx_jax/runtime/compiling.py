@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from rlx_jax.device import running_device
-from rlx_jax.errors import DeriveError, RlxWarning, suggests
+from rlx_jax.errors import DeriveError, RequestError, RlxWarning, suggests
 from rlx_jax.ir.reading import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.profiles import ProfileLike
@@ -89,8 +89,10 @@ def init(
         key: a seed, or a key of `jax.random`. The same one gives the same numbers, in every program.
 
     Raises:
-        MissingWeightError: a shape that nobody says. Others as `compile`.
+        RequestError: no key. MissingWeightError: a shape that nobody says. Others as `compile`.
     """
+    if key is None:
+        raise RequestError("init: key is None; expected a seed, an integer, or a key of jax.random")
     return compile(recipe, {}, profile=profile, mesh=mesh, program=program, missing="init", key=key)
 
 

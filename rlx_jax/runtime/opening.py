@@ -30,6 +30,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.reading import WeightSource
+from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.division import check_divides
 from rlx_jax.lowering.lir.layout import Layout, layout_of
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -147,12 +148,28 @@ class LayoutPlan:
 
 
 def plan_layout(builds: Builds, settings: Settings, first: str) -> LayoutPlan:
-    """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not."""
+    """One layout for all flows. What is merged in one flow and not in another would be stored twice, and is not; nor is
+    what an optional input parts, which comes between products and the value that they share without it."""
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
-    if len(builds) > 1 and settings.merge and layout.repeated():
+    twice = len(builds) > 1 and layout.repeated()
+    if settings.merge and (twice or any(parted(built, layout, settings, first) for built, _ in builds.values())):
         return plan_layout(builds, replace(settings, merge=False), first)
     return LayoutPlan(settings, layout, first, templates)
+
+
+def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool:
+    """Whether a flow reads other weights with its optional inputs than without: `layout` is that of the program without
+    them. Asked where an input may come between products: of numbers that are no ids, masks or positions, or of a flow
+    that was changed by its paths."""
+    flow = built.flow
+    found = [decl for decl in flow.inputs if decl.optional]
+    changed = getattr(flow, "block_edits", ()) or any(is_float(decl.type.dtype) for decl in found)
+    if not found or not changed:
+        return False
+    optional = frozenset(decl.name for decl in found)
+    whole = make_template(flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional)
+    return not layout.has(whole.hir, settings.plan.scan)
 
 
 def by_name(flows: Sequence[Buildable]) -> dict[str, Buildable]:

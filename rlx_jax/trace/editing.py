@@ -14,12 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
+from rlx_jax.ir.hir import Linear
+from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.heads import HeadsAround
-from rlx_jax.trace.selecting import BlockSelector
+from rlx_jax.trace.selecting import BlockSelector, NoBlocks
 
 Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
@@ -56,6 +58,8 @@ class CapturedBlock:
         return made
 
 
+ACT = "act"
+"""What the block of an activation is called."""
 APART = "\0"
 """Stands between the name of a stacked output and the path of a block: no name of a user has it."""
 
@@ -67,9 +71,21 @@ def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where:
         GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
     """
     for edit in edits:
+        if any(_activation(node) for node in emit.builder.nodes):
+            value = _Rewriting(emit, NOTHING, where).run(value)
         value = _Rewriting(emit, edit, where).run(value)
     _stack_captured(emit, where)
     return value
+
+
+NOTHING = BlockEdit(NoBlocks(), lambda emit, x, inner: inner(x))
+"""The flow is written again as it is, with activations apart."""
+
+
+def _activation(node: Node) -> str:
+    """The activation behind a product that is one op with it: a block of its own for edits, `act` beside the product's,
+    as `mlp.c_fc` is the product alone where others have it."""
+    return node.op.activation if isinstance(node.op, Linear) else ""
 
 
 def _stack_captured(emit: Emit, where: str) -> None:
@@ -227,9 +243,14 @@ class _Rewriting:
     def _copy(self, number: int, values: _Values) -> None:
         node = self.old[number]
         origin = replace(node.origin, path=values.path(node.origin.path))
+        op, activation = node.op, _activation(node)
         try:
             with self.new.at(origin), located(origin):
-                made = self.new.add(node.op, *(self._now(v, values) for v in node.inputs))
+                bare = replace(op, activation="") if isinstance(op, Linear) else op
+                made = self.new.add(bare, *(self._now(v, values) for v in node.inputs))
+            if activation:
+                with self.new.at(replace(origin, path=(*origin.path[:-1], ACT))):
+                    made = self.new.add(Unary(activation), *made)
         except ShapeError as error:
             if self.resized:
                 error.args = (f"{str(error).rstrip('.')}; {self.resized}",)

@@ -122,7 +122,10 @@ class ProductsIn:
         for key, parts in readers.items():
             if len(parts) > 1 and 0 < len(parts & found) < len(parts):
                 others = listing(sorted(map(path_text, parts - found)), 4)
-                raise GraphError(f"{where}: {self}: weight {quote(key)} is that of {others} too: select all of them")
+                raise GraphError(
+                    f"{where}: {self}: weight {quote(key)} is that of {others} too: select all of them, or, where one "
+                    "is no product, as an embedding that is tied to the head, none"
+                )
         return frozenset(found)
 
     def __str__(self) -> str:
@@ -144,7 +147,16 @@ def _below(path: Path, blocks: Iterable[Path]) -> bool:
     return any(path[: len(block)] == block for block in blocks)
 
 
-BlockSelector = BlockPattern | BlocksReading | ProductsIn
+@dataclass(frozen=True)
+class NoBlocks:
+    """None: the flow is written again as it is."""
+
+    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
+        """No block."""
+        return frozenset()
+
+
+BlockSelector = BlockPattern | BlocksReading | ProductsIn | NoBlocks
 """What blocks are selected by."""
 
 
@@ -177,4 +189,10 @@ def _compiled(text: str, method: str) -> re.Pattern[str]:
         at += 1
     if depth:
         raise GraphError(f"{method}: {text!r}: a '{{' has no partner")
-    return re.compile("".join(parts))
+    try:
+        return re.compile("".join(parts))
+    except re.error as error:
+        raise GraphError(
+            f"{method}: {text!r}: '[…]' holds characters, [02], or a range that rises, [0-3]; numbers of two digits "
+            "go in braces, {9,10}"
+        ) from error
