@@ -95,6 +95,7 @@ class ModelFlow(Stages):
     missing: Literal["error", "init"] = "error"
     reads: Callable[[WeightSource], WeightSource] | None = None
     no_training: str = ""  # why it cannot be trained as it was, where it cannot
+    elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
     mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -346,7 +347,7 @@ class ModelFlow(Stages):
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
         own = set(emit.state.outputs)
-        value = edit_blocks(emit, value, self.block_edits, self.name)
+        value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
         taps = self._tap_attention(emit) if self.taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))

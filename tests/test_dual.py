@@ -66,6 +66,79 @@ def test_vectors_and_similarity(name: str) -> None:
     assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
 
 
+# -- changed by their paths --------------------------------------------------------------------
+
+FC2 = "{}_model.encoder.layers.0.mlp.fc2.{}"
+
+
+def vectors(recipe: Any) -> dict[str, Any]:
+    """Of texts and images, through one flow and through a flow for each tower."""
+    want, both = record("clip"), rlx.load(DUAL / "clip", recipe=recipe)
+    whole = rlx.compile(recipe)(pixel_values=want["pixels"], input_ids=IDS)
+    return {
+        "text": whole["text_embeds"], "vision": whole["image_embeds"],
+        "text alone": unit(both.embed(IDS.tolist())), "vision alone": unit(both.embed_images(want["pixels"])),
+    }  # fmt: skip
+
+
+IDS = np.array([[5, 9, 3, 60], [7, 3, 60, 1]])  # 60 ends a text
+
+
+def unit(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rows of length 1."""
+    return np.asarray(rows) / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("towers", [("text",), ("vision",), ("text", "vision")])
+def test_an_edit_of_a_tower(towers: tuple[str, ...]) -> None:
+    """Is made once, in the tower that its path names, on either road: as if its weights were others."""
+    recipe = rlx.recipe_for(DUAL / "clip")
+    pattern = "*.layers.0.mlp" if len(towers) == 2 else f"{towers[0]}.layers.0.mlp"
+    edited = recipe.at(pattern).scale(0.3)
+    assert len(edited.assemble().block_edits) == 1
+    weights = {key: np.asarray(a) for key, a in rlx.compile(recipe).weights().items()}
+    for tower in towers:
+        weights |= {key: weights[key] * np.float32(0.3) for key in (FC2.format(tower, p) for p in ("weight", "bias"))}
+    found, plain = vectors(edited), vectors(recipe)
+    want = rlx.compile(recipe, weights)(pixel_values=record("clip")["pixels"], input_ids=IDS)
+    for name, value in (("text", want["text_embeds"]), ("vision", want["image_embeds"])):
+        assert_close(found[name], np.asarray(value))
+        assert_close(found[f"{name} alone"], np.asarray(value))
+        change = np.abs(np.asarray(found[name]) - np.asarray(plain[name])).max()
+        assert change > 1e-4 if name in towers else change == 0
+
+
+def test_a_path_of_no_tower_is_told() -> None:
+    """By the flow that should have it."""
+    recipe = rlx.recipe_for(DUAL / "clip")
+    for pattern, told in {
+        "layers.0.mlp": "'text.layers.*.mlp'", "text.layers.0.mlpp": "'text.layers.*.mlp'",
+        "vision.layers.7": "vision.layers", "*.nothing": "matches no block",
+    }.items():  # fmt: skip
+        for opened in (rlx.compile, lambda recipe: rlx.load(DUAL / "clip", recipe=recipe)):
+            with pytest.raises(errors.GraphError, match=told):
+                opened(recipe.at(pattern).scale(0.3))
+
+
+@pytest.mark.parametrize("pattern", ["*.layers.*.attn.q_proj", "text.layers.*.mlp.fc1"])
+def test_adapters_of_towers(pattern: str, tmp_path: Path) -> None:
+    """New ones and those of files, in one flow and in one for each tower: merged the same model."""
+    recipe = rlx.recipe_for(DUAL / "clip")
+    model = rlx.compile(rlx.lora(recipe, pattern, rank=2), missing="init", key=0)
+    model = model.replace({key: a + 0.2 if "lora" in key else a for key, a in (model.params or {}).items()})
+    rlx.save_lora(model, tmp_path / "adapter")
+    found = vectors(rlx.lora(recipe, adapter=tmp_path / "adapter"))
+    both = rlx.load(DUAL / "clip", recipe=rlx.lora(recipe, adapter=tmp_path / "adapter"))
+    for weights in (rlx.merge_lora(model), rlx.merge_lora(both)):
+        want = rlx.compile(recipe, weights)(pixel_values=record("clip")["pixels"], input_ids=IDS)
+        for name, value in (("text", want["text_embeds"]), ("vision", want["image_embeds"])):
+            assert_close(found[name], np.asarray(value))
+            assert_close(found[f"{name} alone"], np.asarray(value))
+    drawn = rlx.load(DUAL / "clip", recipe=rlx.lora(recipe, pattern, rank=2), missing="init", key=0)
+    assert {key for key in drawn.model.weights() if "lora" in key} == {key for key in model.weights() if "lora" in key}
+    assert np.abs(np.asarray(found["text"]) - np.asarray(vectors(recipe)["text"])).max() > 1e-3
+
+
 def test_none_and_iterators() -> None:
     """No text and no image is no vector; iterators are read as they go, more than one call of them."""
     both, want = dual("clip"), record("clip")

@@ -153,7 +153,7 @@ class ClipFlow(DualFlow[ClipConfig]):
     config_type = ClipConfig
 
     def text(self) -> TextFlow[Any]:
-        return ClipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.hooks)
+        return ClipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     def vision(self) -> VisionFlow[Any]:
-        return ClipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.hooks)
+        return ClipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import jax
 
-from rlx_jax.blocks import Similarity
+from rlx_jax.blocks import Named, Sequence, Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, ModelConfig, check_recipe
-from rlx_jax.models.hooks import HookMethods, Hooks
+from rlx_jax.models.hooks import HookMethods, Hooks, WithBlocks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, specs_of
 from rlx_jax.weights.source import WeightSource
@@ -24,6 +24,16 @@ SCALE, BIAS = "logit_scale", "logit_bias"
 
 T = TypeVar("T", bound=TextConfig)
 V = TypeVar("V", bound=VisionConfig)
+
+
+TOWERS = ("text", "vision")
+"""What their blocks stand under."""
+
+
+def under(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
+    """The stages that a flow has behind those of before, with a segment around their block paths."""
+    own = flow.stages[len(before.stages) :]
+    return replace(flow, stages=(*before.stages, Named(name, Sequence(own))))
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,8 @@ class DualFlow(HookMethods, Generic[C]):
     Args:
         batch: rows to compile for ahead of the first call.
         weights: the checkpoint that the flow is bound to; without it the flow knows shapes only.
-        hooks: see `rlx_jax.models.hooks`; they are for the layers of both towers, whose specs tell them apart.
+        hooks: see `rlx_jax.models.hooks`. Those of layers are for both towers, whose specs tell them apart; a path
+            says which it means, `text.layers.0.mlp` or `vision.layers.0.mlp`. `patch_flow` edits each flow once.
     """
 
     config: C
@@ -127,26 +138,38 @@ class DualFlow(HookMethods, Generic[C]):
         ends = specs_of(dict.fromkeys((SCALE, BIAS) if self.bias else (SCALE,), one))
         return ends | self.text().shapes() | self.vision().shapes()
 
+    @property
+    def tower_hooks(self) -> Hooks:
+        """Those of each tower. The edits are of the flow, which both together are."""
+        return replace(self.hooks, edits=()) if self.part == "both" else self.hooks
+
     def assemble(self) -> ModelFlow:
-        """The flow of the part, bound to its weights; without any, to their shapes."""
+        """The flow of the part, bound to its weights; without any, to their shapes. The blocks of a tower stand under
+        its name, whatever else the flow holds."""
         flow = ModelFlow(self.name if self.part == "both" else f"{self.name}_{self.part}", profile=self.hooks.profile)
         flow = flow.with_weights(self.weights, leave=self.left(), shapes=self.shapes())
         text, vision = self.text(), self.vision()
+        if self.part != "both":
+            others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
+            flow = replace(flow, elsewhere=tuple(others))
         if self.part == "vision":
-            return vision.tower(flow)
+            return under("vision", flow, vision.tower(flow))
         if self.part == "text":
-            return text.tower(flow)
+            return under("text", flow, text.tower(flow))
         compare = Similarity(SCALE, BIAS if self.bias else None)
         if self.part == "similarity":
             wide = self.config.text.width
             flow = flow.input("texts", ("texts", wide)).input("images", ("batch", wide))
-            return flow.bind_inputs_to_streams([("images", "images")]).stage(compare).output("logits_per_text")
+            flow = flow.bind_inputs_to_streams([("images", "images")]).stage(compare)
+            blocks = replace(self.hooks, edits=tuple(e for e in self.hooks.edits if isinstance(e, WithBlocks)))
+            return blocks.edit(flow).output("logits_per_text")
         pool = vision.pool()
         if pool is None:
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
-        flow = text.inputs(vision.body(flow).stage(pool).store_stream("images"), "texts")
-        flow = text.body(flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids")))
-        return flow.stage(text.pool(), compare).output("logits_per_text")
+        flow = text.inputs(under("vision", flow, vision.body(flow).stage(pool)).store_stream("images"), "texts")
+        flow = flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids"))
+        flow = under("text", flow, text.body(flow).stage(text.pool())).stage(compare)
+        return self.hooks.edit(flow).output("logits_per_text")
 
     def left(self) -> tuple[str, ...]:
         """Keys that are left unread on purpose: position ids, and what other parts read."""

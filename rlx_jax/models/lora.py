@@ -21,6 +21,7 @@ from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing,
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
 from rlx_jax.models.lora_files import PARTS, AdapterSizes, open_adapter, write_adapter
+from rlx_jax.program import Buildable
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -46,6 +47,10 @@ class WithAdapter:
         names = self._names(flow)
         own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
         flow = flow.add_weights(MarkedSource(RenamedSource(self.source, own), "spare"))
+        if flow.elsewhere:  # the other tower's, which another flow reads
+            known = set(flow.left_keys)
+            others = (key for key in own if any(f"{key.removesuffix(part)}.weight" in known for part in PARTS))
+            flow = replace(flow, left_keys=(*flow.left_keys, *others))
         for (size, scale), modules in self.sizes.groups().items():
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
             flow = WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale, names)))(flow)
@@ -146,17 +151,23 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
     Raises:
         RequestError: the model has none.
     """
-    flow, notes, edits = model.flow, list[_Noting](), list[BlockEdit]()
-    if isinstance(flow, ModelFlow):
-        for edit in flow.block_edits:
-            if isinstance(edit.wrapper, LoraLinear):
-                notes.append(_Noting(edit.wrapper))
-                edit = replace(edit, wrapper=notes[-1])
-            edits.append(edit)
-    if not notes or not isinstance(flow, ModelFlow):
+    found = [adapter for flow in model.programs.flows.values() for adapter in _written(flow, model.programs.source)]
+    if not found:
         raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
-    replace(flow, block_edits=tuple(edits)).build(model.programs.source)
-    return tuple(dict.fromkeys(adapter for note in notes for adapter in note.found))  # of several parts one
+    return tuple(dict.fromkeys(found))  # of several parts one
+
+
+def _written(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
+    """The adapters that a flow writes."""
+    notes, edits = list[_Noting](), list[BlockEdit]()
+    for edit in flow.block_edits if isinstance(flow, ModelFlow) else ():
+        if isinstance(edit.wrapper, LoraLinear):
+            notes.append(_Noting(edit.wrapper))
+            edit = replace(edit, wrapper=notes[-1])
+        edits.append(edit)
+    if notes and isinstance(flow, ModelFlow):
+        replace(flow, block_edits=tuple(edits)).build(source)
+    return [adapter for note in notes for adapter in note.found]
 
 
 def _compiled(model: Any, what: str) -> CompiledModel:

@@ -136,7 +136,7 @@ class SiglipFlow(DualFlow[SiglipConfig]):
     bias = True
 
     def text(self) -> TextFlow[Any]:
-        return SiglipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.hooks)
+        return SiglipTextFlow(self.config.text, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)
 
     def vision(self) -> VisionFlow[Any]:
-        return SiglipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.hooks)
+        return SiglipVisionFlow(self.config.vision, batch=self.batch, weights=self.weights, hooks=self.tower_hooks)

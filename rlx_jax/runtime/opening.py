@@ -114,14 +114,17 @@ def check_options(strict: bool, progress: Progress | None) -> None:
 
 
 def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
-    """Each flow built, with the seconds that it took; the weights are opened once."""
+    """Each flow built, with the seconds that it took; the weights are opened once. Flows that are bound to one source,
+    beside which each puts the same adapter, share what the first makes of both."""
     builds: dict[str, tuple[Built, float]] = {}
+    bound = [getattr(flow, "weights", None) for flow in named.values()]
+    shared = bound[0] is not None and all(source is bound[0] for source in bound)
     for name, flow in named.items():
         start = time.perf_counter()
         with paused_gc():
             built = flow.build(weights)
         builds[name] = built, time.perf_counter() - start
-        weights = built.source if weights is not None else None
+        weights = built.source if weights is not None or shared else None
     return builds
 
 

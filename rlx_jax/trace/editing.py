@@ -64,8 +64,11 @@ APART = "\0"
 """Stands between the name of a stacked output and the path of a block: no name of a user has it."""
 
 
-def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str) -> FlowValue:
-    """The flow with all edits, each over what the one before left; its active value.
+def edit_blocks(
+    emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where: str, elsewhere: Sequence[str] = ()
+) -> FlowValue:
+    """The flow with all edits, each over what the one before left; its active value. `elsewhere`: the parts of a model
+    that other flows hold, for which an edit may be.
 
     Raises:
         GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
@@ -73,7 +76,8 @@ def edit_blocks(emit: Emit, value: FlowValue, edits: Sequence[BlockEdit], where:
     for edit in edits:
         if any(_activation(node) for node in emit.builder.nodes):
             value = _Rewriting(emit, NOTHING, where).run(value)
-        value = _Rewriting(emit, edit, where).run(value)
+        here = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
+        value = _Rewriting(emit, here, where).run(value)
     _stack_captured(emit, where)
     return value
 

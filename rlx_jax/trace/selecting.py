@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Node, Param
@@ -22,7 +22,8 @@ class BlockPattern:
     >>> pattern.matches(("layers", 3, "self_attn", "q_proj")), pattern.matches(("layers", 3, "self_attn"))
     (True, False)
 
-    `method` is what messages say takes it; those of `param` are over the keys of weights.
+    `method` is what messages say takes it; those of `param` are over the keys of weights. With `may_lack` it may match
+    nothing.
 
     Raises:
         GraphError: it is no string, an empty one, or its brackets do not close.
@@ -30,6 +31,13 @@ class BlockPattern:
 
     text: str
     method: str = "at"
+    may_lack: bool = False
+
+    def beside(self, parts: Sequence[str]) -> BlockPattern:
+        """In a flow beside others that hold these parts of a model: one that names a part may match nothing here, and
+        beside "*" one that begins with a wildcard."""
+        first = "*" if self.text[0] in "*?[{" else ""
+        return replace(self, may_lack=not set(parts).isdisjoint((first, *re.findall(r"\w+", self.text))))
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
@@ -54,7 +62,7 @@ class BlockPattern:
         paths = dict.fromkeys(node.origin.path for node in nodes if node.inputs)
         known = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
         found = frozenset(path for path in known if self.matches(path))
-        if not found:
+        if not found and not self.may_lack:
             raise self._nothing(where, known)
         return found
 
@@ -81,6 +89,11 @@ class BlocksReading:
     """The blocks that read the weights of these checkpoint keys themselves."""
 
     keys: frozenset[str]
+    may_lack: bool = False
+
+    def beside(self, parts: Sequence[str]) -> BlocksReading:
+        """In a flow beside others, which may read what this one does not."""
+        return replace(self, may_lack=True)
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """The blocks.
@@ -89,10 +102,10 @@ class BlocksReading:
             GraphError: nothing reads one of the weights.
         """
         readers = readers_of(nodes)
-        if unread := sorted(self.keys - set(readers)):
+        if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
             close = did_you_mean(unread[0], readers, alike=0.8)
             raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}")
-        return frozenset(path for key in self.keys for path in readers[key])
+        return frozenset(path for key in self.keys for path in readers.get(key, ()))
 
     def __str__(self) -> str:
         return f"blocks of {len(self.keys)} weights"
@@ -104,6 +117,10 @@ class ProductsIn:
     else the block."""
 
     pattern: BlockPattern
+
+    def beside(self, parts: Sequence[str]) -> ProductsIn:
+        """As the pattern's."""
+        return replace(self, pattern=self.pattern.beside(parts))
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """The blocks.
@@ -150,6 +167,10 @@ def _below(path: Path, blocks: Iterable[Path]) -> bool:
 @dataclass(frozen=True)
 class NoBlocks:
     """None: the flow is written again as it is."""
+
+    def beside(self, parts: Sequence[str]) -> NoBlocks:
+        """The same."""
+        return self
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """No block."""
