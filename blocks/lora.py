@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -44,11 +46,25 @@ class ModuleNames:
 
     stored: str = ""
     outer: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()  # as stored, and as the model calls it; {} is the number of a layer
 
     def of(self, key: str) -> str:
         """The module of a weight."""
         name = key.removesuffix(".weight").removeprefix(self.stored)
-        return name if name.startswith(self.outer) else self.outer + name
+        return other_name(name if name.startswith(self.outer) else self.outer + name, self.renamed)
+
+
+def other_name(module: str, names: Iterable[tuple[str, str]]) -> str:
+    """What a module is called by the first pair of templates whose first is its name, or the end of it.
+
+    >>> other_name("vit.encoder.layer.3.output.dense", [("encoder.layer.{}.output.dense", "layers.{}.mlp.fc2")])
+    'vit.layers.3.mlp.fc2'
+    """
+    for of, to in names:
+        first, last = map(re.escape, of.split("{}"))
+        if found := re.fullmatch(rf"((?:.*\.)?){first}(\d+){last}", module):
+            return found[1] + to.format(found[2])
+    return module
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from rlx_jax.blocks import LayerKeys
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vit import LAYER, PROJECTIONS
 
 HF_KEYS = LayerKeys(
     "norm1", "norm2", HF_QKV, "attention.output.dense", "mlp.fc1", "mlp.fc2",
@@ -17,7 +18,7 @@ HF_KEYS = LayerKeys(
 HF = VisionLayout(
     patch="embeddings.patch_embeddings.projection",
     position="embeddings.position_embeddings",
-    layers="encoder.layer.{}",
+    layers=LAYER,
     keys=HF_KEYS,
     cls="embeddings.cls_token",
     registers="embeddings.register_tokens",
@@ -70,4 +71,8 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
 
     config_type = Dinov2Config
     prefixes = ("", "dinov2.", "dinov2_with_registers.")
+    modules = (
+        *((f"{LAYER}.attention.attention.{name}", f"{LAYER}.attention.{name[0]}_proj") for name in PROJECTIONS),
+        (f"{LAYER}.attention.output.dense", f"{LAYER}.attention.o_proj"),
+    )
     layouts = (HF, ORIGINAL)

@@ -20,7 +20,7 @@ from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
-from rlx_jax.models.lora_files import PARTS, AdapterSizes, open_adapter, write_adapter
+from rlx_jax.models.lora_files import PARTS, AdapterSizes, as_stored, open_adapter, write_adapter
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
@@ -40,11 +40,12 @@ class WithAdapter:
 
     sizes: AdapterSizes
     source: WeightSource
+    renamed: tuple[tuple[str, str], ...] = ()  # see `ModuleNames`
     no_training: str = ""  # why it cannot be trained as it was, where it cannot
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
         flow = replace(flow, no_training=self.no_training or flow.no_training)
-        names = self._names(flow)
+        names = replace(self._names(flow), renamed=self.renamed)
         own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
         flow = flow.add_weights(MarkedSource(RenamedSource(self.source, own), "spare"))
         if flow.elsewhere:  # the other tower's, which another flow reads
@@ -104,12 +105,12 @@ def lora(
             raise RequestError(f"lora: one adapter at a time, the path of a directory; got {shown(adapter)}")
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
             raise RequestError("lora: an adapter says which blocks it is for, its rank and alpha: leave out the others")
-        sizes, source = open_adapter(adapter)
+        (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "modules", ())
         left = ""
         if sizes.dropout and dropout is None:
             said = f"the adapter says lora_dropout {sizes.dropout:g}"
             left = f"{said}, and there is no dropout here: rlx_jax.lora(…, dropout=0) trains on without"
-        return _patched(recipe, WithAdapter(sizes, source, left))
+        return _patched(recipe, WithAdapter(*as_stored(sizes, source, renamed), renamed, left))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
     if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:
@@ -118,7 +119,7 @@ def lora(
         raise RequestError(f"lora: alpha is {shown(alpha)}; expected a finite number over 0")
     scale = (rank if alpha is None else alpha) / (rank**0.5 if rslora else rank)
     products = ProductsIn(BlockPattern(pattern))
-    names = ModuleNames(outer=getattr(recipe, "outer", ""))
+    names = ModuleNames(outer=getattr(recipe, "outer", ""), renamed=getattr(recipe, "modules", ()))
     return _patched(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
 
 

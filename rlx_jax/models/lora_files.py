@@ -6,12 +6,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.blocks.lora import other_name
 from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.atomic import replacing, write_synced
 from rlx_jax.io.folder import open_folder
@@ -93,6 +94,17 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
         scales[module] = _matched(alphas, module, alpha) / (got**0.5 if rslora else got)
     names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in found for part in PARTS}
     return AdapterSizes(found, scales, dropout=dropout), RenamedSource(source, names)
+
+
+def as_stored(
+    sizes: AdapterSizes, source: WeightSource, renamed: Sequence[tuple[str, str]]
+) -> tuple[AdapterSizes, WeightSource]:
+    """An adapter by the names that a checkpoint has, of one whose modules may have others: `ModuleNames.renamed`."""
+    stored = {module: other_name(module, [(called, name) for name, called in renamed]) for module in sizes.ranks}
+    names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in PARTS}
+    ranks = {stored[module]: rank for module, rank in sizes.ranks.items()}
+    scales = {stored[module]: scale for module, scale in sizes.scales.items()}
+    return replace(sizes, ranks=ranks, scales=scales), RenamedSource(source, names) if renamed else source
 
 
 def _pattern(fields: Fields, name: str) -> dict[str, float]:

@@ -133,6 +133,7 @@ class VisionFlow(HookMethods, Generic[C]):
     config_type: ClassVar[type[VisionConfig]] = VisionConfig
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
+    modules: ClassVar[tuple[tuple[str, str], ...]] = ()  # as stored, and as transformers 5 calls it, PEFT's files too
 
     def __post_init__(self) -> None:
         check_recipe(self)

@@ -9,10 +9,11 @@ from rlx_jax.blocks.vision import VIT_KEYS
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 
+LAYER, PROJECTIONS = "encoder.layer.{}", ("query", "key", "value")
 HF = VisionLayout(
     patch="embeddings.patch_embeddings.projection",
     position="embeddings.position_embeddings",
-    layers="encoder.layer.{}",
+    layers=LAYER,
     keys=VIT_KEYS,
     cls="embeddings.cls_token",
     after="layernorm",
@@ -45,4 +46,10 @@ class ViTFlow(VisionFlow[ViTConfig]):
 
     config_type = ViTConfig
     prefixes = ("", "vit.")
+    modules = (
+        *((f"{LAYER}.attention.attention.{name}", f"layers.{{}}.attention.{name[0]}_proj") for name in PROJECTIONS),
+        (f"{LAYER}.attention.output.dense", "layers.{}.attention.o_proj"),
+        (f"{LAYER}.intermediate.dense", "layers.{}.mlp.fc1"),
+        (f"{LAYER}.output.dense", "layers.{}.mlp.fc2"),
+    )
     layouts = (HF,)

@@ -39,12 +39,14 @@ def adapted(directory: Path, auto_class: str, seed: int, **config: Any) -> Any:
     return model.eval()
 
 
-def first_output(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Logits, or the last hidden state of a model without a head."""
+def first_output(model: Any, given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Logits, or the last hidden state of a model without a head, of tokens or of images."""
     torch = importlib.import_module("torch")
+    rows = torch.tensor(given)
     with torch.no_grad():
-        made: np.ndarray[Any, Any] = model(input_ids=torch.tensor(tokens).long())[0].numpy()
-    return made
+        made = model(pixel_values=rows) if rows.ndim == 4 else model(input_ids=rows.long())
+    found: np.ndarray[Any, Any] = made[0].numpy()
+    return found
 
 
 def main() -> None:
