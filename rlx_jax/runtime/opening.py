@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     GraphError,
     ProfileError,
     RequestError,
+    RlxError,
     RlxWarning,
     UnexpectedWeightError,
     UnsupportedError,
@@ -171,7 +172,10 @@ def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool
     if not found or not changed:
         return False
     optional = frozenset(decl.name for decl in found)
-    whole = make_template(flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional)
+    try:
+        whole = make_template(flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional)
+    except RlxError:  # no call gives all of them
+        return False
     return not layout.has(whole.hir, settings.plan.scan)
 
 

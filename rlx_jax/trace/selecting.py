@@ -33,12 +33,6 @@ class BlockPattern:
     method: str = "at"
     may_lack: bool = False
 
-    def beside(self, parts: Sequence[str]) -> BlockPattern:
-        """In a flow beside others that hold these parts of a model: one that names a part may match nothing here, and
-        beside "*" one that begins with a wildcard."""
-        first = "*" if self.text[0] in "*?[{" else ""
-        return replace(self, may_lack=not set(parts).isdisjoint((first, *re.findall(r"\w+", self.text))))
-
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not all(self.text.split(".")):
             what, such = (
@@ -52,6 +46,12 @@ class BlockPattern:
     def matches(self, path: Path) -> bool:
         """Whether it is the whole of a block path."""
         return _compiled(self.text, self.method).fullmatch(path_text(path)) is not None
+
+    def beside(self, parts: Sequence[str]) -> BlockPattern:
+        """In a flow beside others that hold these parts of a model: one that names a part may match nothing here, and
+        beside "*" one that begins with a wildcard."""
+        first = "*" if self.text[0] in "*?[{" else ""
+        return replace(self, may_lack=not set(parts).isdisjoint((first, *re.findall(r"\w+", self.text))))
 
     def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
         """The blocks that are matched.
