@@ -39,7 +39,7 @@ class Layout:
 
     def has(self, graph: Graph, scan: bool) -> bool:
         """Whether it has every leaf that a program reads."""
-        return not any(True for _ in self._missing(graph, scan))
+        return next(self._missing(graph, scan), None) is None
 
     def _missing(self, graph: Graph, scan: bool) -> Iterator[Program]:
         known = self.by_program()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.errors import GraphError, WeightShapeError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.types import TensorType
 
 InitFunction = Callable[[jax.Array, tuple[int, ...], Any], Any]
@@ -24,35 +23,6 @@ INITS: Mapping[str, InitFunction] = {
     "orthogonal": jax.nn.initializers.orthogonal(),
 }
 """Zeros, ones, and rows or columns of length 1 that are orthogonal to each other (Saxe et al. 2013)."""
-
-
-def check_init(init: Init, where: str) -> Init:
-    """It, if it is one.
-
-    Raises:
-        GraphError: it is none of the names, and no function.
-    """
-    if isinstance(init, str) and init not in INITS:
-        raise GraphError(
-            f"{where}: init {quote(init)}: expected one of {listing(INITS)}, or a function (key, shape, dtype) → array "
-            f"such as jax.nn.initializers.normal(0.02){did_you_mean(init, INITS)}"
-        )
-    if not isinstance(init, str) and not callable(init):
-        raise GraphError(f"{where}: init is {shown(init)}; expected one of {listing(INITS)}, or a function")
-    if not isinstance(init, str) and not _takes_three(init):
-        raise GraphError(f"{where}: init {shown(init)} is called with (key, shape, dtype), which it does not take")
-    return init
-
-
-def _takes_three(init: InitFunction) -> bool:
-    """Whether a function can be called with a key, a shape and a dtype, as far as Python knows."""
-    try:
-        inspect.signature(init).bind(None, (), None)
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature
-        return True
-    return True
 
 
 def drawn(init: Init, key: jax.Array, stored: TensorType, where: str) -> jax.Array:

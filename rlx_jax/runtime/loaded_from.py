@@ -55,13 +55,18 @@ class LoadedFrom:
     edited: str
     built: Built
 
-    def check_model(self, built: Built) -> None:
-        """A flow that was given in the place of the one that was opened computes what that does.
+    def _check_model(self, built: Built) -> None:
+        """The flow that was opened is of the config, and `built` computes what that does.
 
         Raises:
-            UnsupportedError: names the first block that differs.
+            UnsupportedError: it is not; names the first block that differs.
         """
-        if self.edited or built is self.built:
+        if self.edited:
+            raise UnsupportedError(
+                f"{self.edited}, and its config.json would describe another: save the weights alone, "
+                "rlx_jax.save(model.model, path)"
+            )
+        if built is self.built:
             return
         seen: dict[_Step, int] = {}
         ours, theirs = (_steps(one, seen) for one in (built, self.built))
@@ -73,25 +78,22 @@ class LoadedFrom:
                     " save the weights alone, rlx_jax.save(model.model, path)"
                 )
 
-    def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
+    def files(self, built: Built, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
         """What stands beside the weights, by path: as it is, but for the dtype that a config says, and for how weights
         were packed.
 
-            Args:
-                dtype: what all floating weights are saved in; None: as they are.
+        Args:
+            built: the flow of the model that is saved.
+            dtype: what all floating weights are saved in; None: as they are.
 
-            Raises:
-                UnsupportedError: the config is not that of the model.
-                ConfigError: a file that loading has read is not there any more.
+        Raises:
+            UnsupportedError: the config is not that of the model.
+            ConfigError: a file that loading has read is not there any more.
 
         Warns:
             RlxWarning: a file of `BESIDE` cannot be read, and nothing of rlx_jax reads it.
         """
-        if self.edited:
-            raise UnsupportedError(
-                f"{self.edited}, and its config.json would describe another: save the weights alone, "
-                "rlx_jax.save(model.model, path)"
-            )
+        self._check_model(built)
         prefix = f"{self.inside}/" if self.inside else ""
         found = {}
         for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.found()]:

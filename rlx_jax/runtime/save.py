@@ -102,9 +102,7 @@ def save(
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     wanted = None if dtype is None else _floating(dtype)
-    if loaded_from is not None:
-        loaded_from.check_model(compiled.built)
-    beside = {} if loaded_from is None else loaded_from.files(wanted)
+    beside = {} if loaded_from is None else loaded_from.files(compiled.built, wanted)
     if wanted is None:
         _refuse_packed(programs.layout.leaves.values())
     found = list(_weights(programs.layout.leaves, params, source))

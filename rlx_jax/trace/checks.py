@@ -8,8 +8,9 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from rlx_jax.errors import GraphError, RlxError, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Op
+from rlx_jax.ir.inits import INITS, Init
 
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 """What an attribute of one of these types may be."""
@@ -70,3 +71,21 @@ def check_attributes(op: Op) -> None:
         if all(p in PLAIN for p in plain) and not isinstance(value, tuple(PLAIN[p] for p in plain)):
             wanted = " or ".join("None" if p is type(None) else p.__name__ for p in plain)
             raise GraphError(f"{type(op).__name__}: {f.name} is {shown(value)}; expected {wanted}")
+
+
+def check_init(init: Init, where: str) -> Init:
+    """It, if it is one.
+
+    Raises:
+        GraphError: it is none of the names, and no function of these arguments.
+    """
+    if isinstance(init, str) and init not in INITS:
+        raise GraphError(
+            f"{where}: init {quote(init)}: expected one of {listing(INITS)}, or a function (key, shape, dtype) → array "
+            f"such as jax.nn.initializers.normal(0.02){did_you_mean(init, INITS)}"
+        )
+    if not isinstance(init, str) and not callable(init):
+        raise GraphError(f"{where}: init is {shown(init)}; expected one of {listing(INITS)}, or a function")
+    if not isinstance(init, str):
+        check_takes(init, ("key", "shape", "dtype"), f"{where}: init")
+    return init

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlx_jax.errors import GraphError, did_you_mean, shown
 from rlx_jax.ir.inits import Init as Init
-from rlx_jax.ir.inits import check_init
+from rlx_jax.trace.checks import check_init
 from rlx_jax.trace.selecting import BlockPattern
 
 

@@ -21,7 +21,7 @@ from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.heads import HeadsAround
-from rlx_jax.trace.selecting import BlockSelector, NoBlocks
+from rlx_jax.trace.selecting import BlockSelector, BlocksReading
 
 Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
@@ -82,7 +82,7 @@ def edit_blocks(
     return value
 
 
-NOTHING = BlockEdit(NoBlocks(), lambda emit, x, inner: inner(x))
+NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
 """The flow is written again as it is, with activations apart."""
 
 

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlx_jax.errors import GraphError, MissingWeightError, WeightDTypeError, WeightShapeError, quote, shown
-from rlx_jax.ir.inits import Init, check_init
+from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
 from rlx_jax.ir.reading import WeightSource, as_stored, shapes_only
 from rlx_jax.ir.roles import agreed, check_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
+from rlx_jax.trace.checks import check_init
 from rlx_jax.trace.declared import WeightDecl, declared_init, declared_shape, says_shape
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 

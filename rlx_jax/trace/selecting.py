@@ -164,20 +164,7 @@ def _below(path: Path, blocks: Iterable[Path]) -> bool:
     return any(path[: len(block)] == block for block in blocks)
 
 
-@dataclass(frozen=True)
-class NoBlocks:
-    """None: the flow is written again as it is."""
-
-    def beside(self, parts: Sequence[str]) -> NoBlocks:
-        """The same."""
-        return self
-
-    def among(self, nodes: Sequence[Node], where: str) -> frozenset[Path]:
-        """No block."""
-        return frozenset()
-
-
-BlockSelector = BlockPattern | BlocksReading | ProductsIn | NoBlocks
+BlockSelector = BlockPattern | BlocksReading | ProductsIn
 """What blocks are selected by."""
 
 
