@@ -70,6 +70,8 @@ OURS: dict[str, dict[str, Any]] = {
 BEST = OURS["unroll products apart"]
 OURS |= {f"best, pieces of {n}": BEST | {"chunk": n} for n in (128, 256, 1024, 2048)}
 OURS |= {"best, f32 leaves": BEST | {"weights": "f32"}, "best, 4 microbatches": BEST | {"microbatches": 4}}
+F32 = {"weights": "f32", "compute": "f32"}
+OURS |= {"defaults, f32": OURS["scan none apart"] | F32, "products, f32": OURS["scan products apart"] | F32}
 HAND = {"hand none": False, "hand products": True}
 DEFAULT = (
     "hand none", "hand products", "unroll none apart", "unroll products apart", "unroll products merged",
@@ -101,11 +103,12 @@ def ours(
     chunk: int | None = None,
     weights: str = "keep",
     microbatches: int = 1,
+    compute: str = "bf16",
 ) -> Row:
     """Through the public API."""
     profile = rlx.CompileProfile().replace(
         layers={"roll": roll, "remat": remat},
-        precision={"compute": "f32" if TINY else "bf16", "weights": weights},
+        precision={"compute": "f32" if TINY else compute, "weights": weights},
         backend={"cpu" if TINY else "cuda": {"merge": merge}},
     )
     start = time.perf_counter()

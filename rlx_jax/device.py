@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -215,11 +216,19 @@ def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> 
 
 
 @contextlib.contextmanager
-def out_of_memory(what: str) -> Iterator[None]:
-    """JAX's own error of a full device as a `DeviceOutOfMemoryError` that says what was being done."""
+def out_of_memory(what: str, advice: str = "use smaller sizes") -> Iterator[None]:
+    """Turn JAX's error of a full device into a `DeviceOutOfMemoryError` with the operation and what to change.
+
+    XLA:GPU also runs out of memory while it compares kernels during compilation, which it reports as `NOT_FOUND`.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise
-        raise DeviceOutOfMemoryError(f"{what}: {first_line(error)}") from error
+        size = re.search(r"allocat\w* ([\d.,]+ ?(?:[KMGT]i?B|bytes))", text)
+        cause = f"an allocation of {size[1]} failed" if size else first_line(error)
+        memory = running_device().memory
+        limit = f"; the device has {memory / 2**30:.1f} GiB" if memory else ""
+        raise DeviceOutOfMemoryError(f"{what}: out of memory: {cause}{limit}; {advice}") from error

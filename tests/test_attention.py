@@ -326,15 +326,81 @@ def test_a_mask_that_may_be_two_things() -> None:
 )
 def test_heads_first_is_eval(options: dict[str, Any]) -> None:
     """The operands laid out head by head: the same numbers as `eval`, which the formulas hold, with every option."""
-    op = AttentionOp(N, K, **options)
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.standard_normal((B, T, width)).astype("f4") for width in (N * D, K * D, K * E))
-    given = {"keep": rng.random((B, T)) < 0.6, "bias": rng.standard_normal((B, N, T, 1)).astype("f4")}
-    given["sinks"] = rng.standard_normal(N).astype("f4")
-    arrays = [q, k, v, *(given[name] for name in op.extra)]
+    op, arrays = AttentionOp(N, K, **options), attention_operands(options, T)
     got, want = IMPLEMENTATIONS["heads_first"](op, *arrays), op.eval(*map(jax.numpy.asarray, arrays))
     np.testing.assert_allclose(got, want, atol=2e-6)
     call = op, tuple(TensorType(a.shape, a.dtype) for a in arrays)
     assert choose(call, DEVICES["cpu"], "auto").implementation == "heads_first"
     assert choose(call, DEVICES["cpu"], "xla").implementation == "xla"
     assert "heads" not in choose(call, DEVICES["cuda"], "auto").implementation
+
+
+def attention_operands(options: dict[str, Any], queries: int) -> list[Any]:
+    """Random operands of an `AttentionOp(N, K, **options)` with S = `queries`."""
+    rng = np.random.default_rng(3)
+    widths = ((queries, N * D), (T, K * D), (T, K * E))
+    operands = {
+        "keep": rng.random((B, T)) < 0.6,
+        "bias": rng.standard_normal((B, N, queries, 1)).astype("f4"),
+        "sinks": rng.standard_normal(N).astype("f4"),
+        "positions": (np.arange(queries) + np.arange(B)[:, None]).astype("i4"),
+        "key_positions": (np.arange(T) + np.arange(B)[:, None]).astype("i4"),
+    }
+    rest = [operands[name] for name in options.get("extra", ())]
+    return [*(rng.standard_normal((B, *shape)).astype("f4") for shape in widths), *rest]
+
+
+@pytest.mark.parametrize("queries", [T, 3, T + 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "window": 2},
+        {"extra": ("keep", "bias"), "softcap": 2.0, "scale": 0.3},
+        {"ahead": 1, "window": 2},
+        {"extra": ("keep", "sinks"), "causal": True},
+        {"extra": ("positions",), "causal": True},
+        {"extra": ("key_positions",), "causal": True, "window": 3},
+    ],
+    ids=str,
+)
+def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 2 queries, the last one padded where S is odd: results and gradients of q, k and v as of `eval`."""
+    monkeypatch.setattr("rlx_jax.lowering.lir.attention.CHUNK_SCORES", 2 * 4 * B * N * T)
+    op = AttentionOp(N, K, **options)
+    operands = [jax.numpy.asarray(a) for a in attention_operands(options, queries)]
+    weights = np.random.default_rng(4).standard_normal((B, queries, N * E)).astype("f4")
+
+    def value_and_gradients(run: Any) -> Any:
+        def weighted(q: Any, k: Any, v: Any) -> Any:
+            out = run(q, k, v, *operands[3:])
+            return (out * weights).sum(), out
+
+        return jax.value_and_grad(weighted, (0, 1, 2), has_aux=True)(*operands[:3])
+
+    chunked, direct = (
+        value_and_gradients(functools.partial(IMPLEMENTATIONS["query_chunks"], op)),
+        value_and_gradients(op.eval),
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), chunked, direct)
+
+
+def test_attention_without_cudnn_needs_no_memory_of_all_scores() -> None:
+    """The scores of 8 x 2048 tokens take 4 GiB a layer. In f32 they are never all in memory, in a gradient neither."""
+    op = AttentionOp(32, 8, causal=True)
+    shapes = [(8, 2048, n * 64) for n in (32, 8, 8)]
+    for dtype, name, implementation in (
+        ("f4", "h200", "query_chunks"),
+        ("bfloat16", "h200", "cudnn"),
+        ("f4", "cpu", "query_chunks"),
+    ):
+        call = op, tuple(TensorType(shape, jax.numpy.dtype(dtype)) for shape in shapes)
+        assert choose(call, DEVICES[name], "auto").implementation == implementation
+    assert choose(call, DEVICES["h200"], "xla").implementation == "xla"
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return IMPLEMENTATIONS["query_chunks"](op, q, k, v).sum()
+
+    specs = [jax.ShapeDtypeStruct((1, 4096, shape[2]), "f4") for shape in shapes]
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*specs).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**31  # `eval` keeps three arrays of 2**31 bytes

@@ -236,3 +236,21 @@ def test_options_of_xla_reach_the_step() -> None:
     step = train.make_step(model, optax.sgd(0.1))
     with pytest.raises(Exception, match="xla_no_such_option"):
         step(train.init(model, optax.sgd(0.1), 0), np.ones((2, 4), np.int32))
+
+
+@pytest.mark.parametrize("code", ["NOT_FOUND: All configs failed during profiling", "RESOURCE_EXHAUSTED", "INTERNAL"])
+def test_out_of_memory_of_a_step(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way in which XLA reports a full device is one error, with what needs less memory and is not set yet."""
+
+    def fail(*_: Any) -> Any:
+        cause = "a bug" if code == "INTERNAL" else "Out of memory while trying to allocate 64.02GiB."
+        raise jax.errors.JaxRuntimeError(f"{code}: {cause}")
+
+    step = train.make_step(small(), optax.sgd(0.1))
+    state = train.init(small(), optax.sgd(0.1), 0)
+    monkeypatch.setattr(train.TrainStep, "_function", lambda *_: fail)
+    expected = jax.errors.JaxRuntimeError if code == "INTERNAL" else errors.DeviceOutOfMemoryError
+    with pytest.raises(expected) as error:
+        step(state, BATCH)
+    advice = ("64.02GiB", "step of 4 x 6 tokens", "microbatches=2", "layers.remat", "precision.compute", "mesh=")
+    assert all(part in str(error.value) for part in advice) == (code != "INTERNAL")

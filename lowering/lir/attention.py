@@ -27,15 +27,35 @@ AnyArray = Any
 FEW_KEYS = 1 << 16
 """Rows times keys up to which XLA is faster for one new token and heads over 128 wide."""
 
+MAX_SCORES = 2**29
+"""Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries."""
+
+CHUNK_SCORES = 2**28
+"""Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
+GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
+1.0, of 2**30 23.9 and 3.3."""
+
 
 def choose(call: Call, device: Device, wanted: str) -> Choice:
     """The implementation of one attention with static sizes. `wanted` is auto, xla or cudnn."""
     if wanted == "xla":
         return Choice("xla", "asked for")
+    refusal = why_not_cudnn(call, device)
+    if not refusal:
+        return Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
+    if wanted == "auto" and (scores := score_bytes(call)) > MAX_SCORES:
+        return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
     if wanted == "auto" and device.kind == "cpu" and all_against_all(call):
         return Choice("heads_first", "faster on a CPU")
-    refusal = why_not_cudnn(call, device)
-    return Choice("xla", refusal) if refusal else Choice("cudnn", "asked for" if wanted == "cudnn" else "faster here")
+    return Choice("xla", refusal)
+
+
+def score_bytes(call: Call) -> int:
+    """Bytes of the f32 scores `[B,N,S,T]` of one attention; 0 for a single query, which has no chunks."""
+    op, (q, k, *_) = call
+    assert isinstance(op, AttentionOp)
+    batch, queries, keys = int(q.shape[0]), int(q.shape[1]), int(k.shape[1])
+    return 4 * batch * op.heads * queries * keys if queries > 1 else 0
 
 
 def all_against_all(call: Call) -> bool:
@@ -101,6 +121,38 @@ def choose_attention(graph: Graph, device: Device, wanted: str) -> dict[Call, Ch
 def heads_first(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
     """The op over operands that are laid out head by head: XLA's products on a CPU want them so."""
     return op.attend(q, k, v, *rest, heads_first=True)
+
+
+def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:
+    """Compute the op for one chunk of queries after another, each over all keys.
+
+    A gradient keeps the operands and computes the scores of a chunk again, so that memory grows with S, not with S².
+    """
+    batch, queries, width = q.shape
+    keys = k.shape[1]
+    size = max(1, min(queries, CHUNK_SCORES // (4 * batch * op.heads * keys)))
+    count = -(-queries // size)
+    # Operands that have a query axis are split along it; a keep mask [B|1,T] and sinks [N] have none.
+    axes = {"keep": 2, "bias": 2, "positions": 1}
+    split = [axes.get(name, x.ndim) for name, x in zip(op.extra, rest, strict=True)]
+    along = [axis if axis < x.ndim and x.shape[axis] == queries else None for axis, x in zip(split, rest, strict=True)]
+
+    def chunks(x: AnyArray, axis: int) -> AnyArray:
+        """Split an axis of S into `[count, …, size, …]`; the last chunk repeats the last query where S is too short."""
+        padded = jnp.pad(x, [(0, count * size - queries if i == axis else 0) for i in range(x.ndim)], mode="edge")
+        shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(padded.reshape(shape), axis, 0)
+
+    @jax.checkpoint
+    def chunk(start: AnyArray, q: AnyArray, parts: list[AnyArray]) -> AnyArray:
+        taken = iter(parts)
+        operands = [x if axis is None else next(taken) for axis, x in zip(along, rest, strict=True)]
+        return op.attend(q, k, v, *operands, start=start, total=queries)
+
+    starts = jnp.arange(count, dtype=jnp.int32) * size
+    parts = [chunks(x, axis) for axis, x in zip(along, rest, strict=True) if axis is not None]
+    out = jax.lax.map(lambda xs: chunk(*xs), (starts, chunks(q, 1), parts))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)[:, :queries]
 
 
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: AnyArray) -> AnyArray:

@@ -18,7 +18,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.division import Division
-from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first
+from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first, query_chunks
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.products import choose_products, row
@@ -38,6 +38,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
     "cudnn": cudnn,
     "heads_first": heads_first,
+    "query_chunks": query_chunks,
     "row": row,
     "one_token": one_token,
     "chunks_at_once": chunks_at_once,

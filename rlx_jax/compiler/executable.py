@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning, first_line
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
@@ -192,7 +193,8 @@ def compile_program(
         lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))
     traced = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        with out_of_memory(f"compiling {name}"):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not any(f"{wrong} option" in str(error) for wrong in ("compile", "setting")):
             raise

@@ -13,6 +13,7 @@ from jax import lax
 
 from rlx_jax import losses
 from rlx_jax.compiler.executable import Arrays
+from rlx_jax.device import out_of_memory
 from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown, suggests
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.runtime.inputs import as_host_array
@@ -67,8 +68,18 @@ class TrainStep:
                 divided. Else as the loss; of `losses.cross_entropy` in its docstring.
         """
         arrays = self._arrays(state, batch)
-        made: tuple[TrainState, Metrics] = self._function(state)(state, arrays)
+        shape = " x ".join(str(n) for n in np.shape(arrays["tokens"]))
+        with out_of_memory(f"step of {shape} tokens", self._memory_advice(len(arrays["tokens"]))):
+            made: tuple[TrainState, Metrics] = self._function(state)(state, arrays)
         return made
+
+    def _memory_advice(self, rows: int) -> str:
+        """What lowers the memory of a step and is not set yet."""
+        settings = self.model.settings
+        options = [f"make_step(…, microbatches={2 * self.microbatches})"] if rows > self.microbatches else []
+        options += ["layers.remat = 'layer' in the profile"] if settings.plan.remat != "layer" else []
+        options += ["precision.compute = 'bf16' in the profile"] if settings.compute.itemsize > 2 else []
+        return f"use {', '.join([*options, 'shorter rows'])}, or more devices with mesh="
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for these arguments, which may be `ShapeDtypeStruct`s."""

@@ -110,8 +110,22 @@ class AttentionOp(Mir):
     def eval(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
         return self.attend(q, k, v, *rest)
 
-    def attend(self, q: Array, k: Array, v: Array, *rest: Array, heads_first: bool = False) -> Array:
-        """`eval`; with `heads_first` each operand is laid out head by head before its product."""
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *rest: Array,
+        heads_first: bool = False,
+        start: Array | int = 0,
+        total: int = 0,
+    ) -> Array:
+        """`eval`, or `eval` of a chunk of the queries.
+
+        Args:
+            heads_first: transpose each operand to a layout by heads before its product.
+            start: index of the first query of q, if q holds a chunk of `total` queries.
+        """
         extra = dict(zip(self.extra, rest, strict=True))
         batch, queries, width = q.shape
         keys, dim, groups = k.shape[1], width // self.heads, self.heads // self.kv_heads
@@ -130,10 +144,10 @@ class AttentionOp(Mir):
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if "bias" in extra:
             scores = scores + _by_group(extra["bias"].astype(jnp.float32), groups)
-        allowed = self._allowed(queries, keys, extra)
+        allowed = self._allowed(queries, keys, extra, keys - (total or queries) + start)
         # Without positions the queries are the last of the keys: more of them than keys leaves rows without any.
         rows_may_be_empty = "keep" in extra or "bias" in extra
-        rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != queries
+        rows_may_be_empty |= allowed is not None and "positions" not in extra and keys != (total or queries)
         sinks = extra.get("sinks")
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, groups, 1, 1)
@@ -142,7 +156,7 @@ class AttentionOp(Mir):
         out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
         return out.reshape(batch, queries, self.heads * v4.shape[3])
 
-    def _allowed(self, queries: int, keys: int, extra: dict[str, Array]) -> Array | None:
+    def _allowed(self, queries: int, keys: int, extra: dict[str, Array], first: Array | int) -> Array | None:
         """Which keys a query may read, broadcastable to `[B,K,G,S,T]`; None for all."""
         allowed = None
         if self.causal or self.window is not None:
@@ -150,7 +164,7 @@ class AttentionOp(Mir):
             at = jnp.arange(keys, dtype=jnp.int32)[None, None, :] if slots is None else slots[:, None, :]
             rows = extra.get("positions")
             if rows is None:
-                last = jnp.arange(queries, dtype=jnp.int32) + (keys - queries)
+                last = jnp.arange(queries, dtype=jnp.int32) + first
                 rows = last[None, :] if slots is None else jnp.take(slots, last, axis=1, mode="clip")
             distance = rows[:, :, None] - at
             allowed = distance >= -self.ahead
