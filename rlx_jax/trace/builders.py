@@ -179,8 +179,6 @@ class Builders(Recurring[V]):
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x))
 
-    ln = layer_norm
-
     def residual_rms_norm(
         self,
         x: V,
@@ -361,9 +359,28 @@ class Builders(Recurring[V]):
         """
         given = dict(biases or {})
         op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(given))
-        return self.add_node(op, *operands, *given.values(), out_shape=out_shape)
+        return self.add_node(op, *self._with_tables(operands, 12), *given.values(), out_shape=out_shape)
 
-    transformer_block = llama_decoder_block
+    def qwen35_mtp_head(
+        self,
+        *operands: V,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        n_rot: int,
+        n_embd: int,
+        n_ff: int,
+        mtp_vocab: int,
+        eps: float = 1e-6,
+    ) -> V:
+        """Return the logits `[B, 1, mtp_vocab]` of Qwen 3.5's draft head, of the 29 operands of `hir.MTP_OPERANDS`."""
+        op = hir.Qwen35MtpHead(heads, kv_heads, head_dim, n_rot, n_embd, n_ff, mtp_vocab, eps)
+        return self.add_node(op, *self._with_tables(operands, 2))
+
+    def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
+        """Return the operands of a layer with its cos and sin, at `at` and after it, as `[B|1, S, W]`."""
+        tables = [self._table_of_tokens(operands[0], table) for table in operands[at : at + 2]]
+        return [*operands[:at], *tables, *operands[at + 2 :]]
 
     def fused_attention_block(
         self,
@@ -382,7 +399,8 @@ class Builders(Recurring[V]):
         `rlx_jax.ops.FusedAttentionBlock`: qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of
         both, cos and sin `[B|1, S, D/2]`."""
         op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
-        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *(rope or ()), out_shape=out_shape)
+        tables = [self._table_of_tokens(hidden, table) for table in rope or ()]
+        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables, out_shape=out_shape)
 
     def fused_transformer_layer(
         self,
