@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.errors import GraphError, ShapeError, did_you_mean, first_line, shown
+from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.types import TensorType, as_dim, is_static
 from rlx_jax.trace.checks import is_number, items_of
 
@@ -36,8 +36,12 @@ class SpecForm:
         """Return whether the type of an argument says that a call which fits both forms is in this one."""
         return self.place is not None and len(args) > self.place and not isinstance(args[self.place], self.own)
 
-    def by_name(self, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]] | None:
-        """Return the values of a `*name` and all other arguments by name, or None where there are too many."""
+    def by_name(self, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the values of a `*name`, and all other arguments by name.
+
+        Raises:
+            TypeError: there are too many.
+        """
         rest, values, named = list(args), list[Any](), dict[str, Any]()
         for word in self.order.split():
             if word[0] == "*":
@@ -45,7 +49,9 @@ class SpecForm:
                     values.append(rest.pop(0))
             elif rest and not (word[0] == "?" and is_number(rest[0])):
                 named[word.lstrip("?")] = rest.pop(0)
-        return None if rest else (values, named)
+        if rest:
+            raise TypeError("too many positional arguments")
+        return values, named
 
     def __str__(self) -> str:
         return ", ".join(word.replace("?", "") for word in self.order.split())
@@ -143,6 +149,7 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if "out_shape" in kwargs and "out_shape" not in signature.parameters:
             wanted = kwargs.pop("out_shape")
             return _of_shape(m, name, call(m, *args, **kwargs), wanted)
+        reason: TypeError | None = None
         if form is None or not form.is_meant(args):
             try:
                 return method(m, *args, **kwargs)
@@ -151,10 +158,11 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 reason = error
-        else:
-            reason = TypeError(f"{name}() got arguments of types that it does not take")
-        bound = _bound(m, form, signature, args, kwargs)
-        if bound is None:
+        in_order = form if form is not None and (form.place is None or form.is_meant(args)) else None
+        try:
+            bound = _bound(m, in_order, signature, args, kwargs)
+        except TypeError as error:
+            reason = reason or error
             raise GraphError(_refusal(m, name, signature, kwargs, reason)) from reason
         return method(*bound.args, **bound.kwargs)
 
@@ -168,21 +176,22 @@ def _bound(
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> inspect.BoundArguments | None:
-    """Return the arguments by the builder's own names, or None where they do not fit the specification either."""
+) -> inspect.BoundArguments:
+    """Return the arguments by the builder's own names.
+
+    Raises:
+        TypeError: they do not fit the specification either.
+    """
     own = signature.parameters
     named = {(_own_name(key, own) or key): value for key, value in kwargs.items()}
     placed: tuple[Any, ...] = args
     if form is not None:
-        ordered = form.by_name(args)
-        if ordered is None or ordered[1].keys() & named.keys():
-            return None
-        placed, named = tuple(ordered[0]), ordered[1] | named
+        values, ordered = form.by_name(args)
+        if twice := ordered.keys() & named.keys():
+            raise TypeError(f"got multiple values for {listing(sorted(twice))}")
+        placed, named = tuple(values), ordered | named
     checked = {key: named.pop(key) for key in CHECKED if key in named and key not in own}
-    try:
-        bound = signature.bind(m, *placed, **named)
-    except TypeError:
-        return None
+    bound = signature.bind(m, *placed, **named)
     for key, value in checked.items():
         CHECKED[key](m, value, named)
     return bound
@@ -200,7 +209,7 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
     spec = f", or by position {name}({SPEC_FORMS[name]})" if name in SPEC_FORMS else ""
     unknown = next((k for k in kwargs if k not in signature.parameters), None)
     close = "" if unknown is None else did_you_mean(unknown, [p.name for p in own])
-    why = first_line(reason).rpartition("() ")[2]
+    why = str(reason).rpartition("() ")[2]
     return f"{m.path}: {name}: {why}{close}; expected {name}{plain}{spec}"
 
 
