@@ -231,7 +231,8 @@ CALLS: dict[str, Call] = {
         i.x, m.reshape(i.sq, (8, 1, 1, 8)), m.zeros(("batch", 7, 8)), 8
     ),
     "qwen35_mtp_head": lambda m, i: mtp_head(m, i),
-    **each(("linear_bias",), lambda i: (i.x, i.w, i.b)), **each(("linear_bias_act",), lambda i: (i.x, i.w, i.b, "relu")),
+    "linear_bias": lambda m, i: m.linear_bias(i.x, i.w, i.b),
+    "linear_bias_act": lambda m, i: m.linear_bias_act(i.x, i.w, i.b, "relu"),
     "shared_matmul_pair": lambda m, i: m.shared_matmul_pair(i.x, i.w, i.sq),
     "fused_swiglu_ffn": lambda m, i: m.fused_swiglu_ffn(i.x, i.w, i.w, i.v),
     "dense_solve": lambda m, i: m.dense_solve(m.eye(3), m.ones(3)),

@@ -89,7 +89,7 @@ def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | Non
 
 
 def _as_given(b: Builder, value: Value) -> Value:
-    """An input of the program before it was cast, also where its rows are read or reshaped; other values as they are."""
+    """An input of the program before it was cast, also where rows of it are read; any other value as it is."""
     node = b.nodes[value.node]
     if isinstance(node.op, Reshape | Gather):
         table = _as_given(b, node.inputs[0])

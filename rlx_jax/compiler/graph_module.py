@@ -252,7 +252,7 @@ class GraphModule(SpecBuilders[Value]):
             raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
         if policy not in FUSION_POLICIES:
             raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(FUSION_POLICIES)}")
-        self.policy = policy
+        self.policy = str(policy)
         return self
 
     def lower(self) -> GraphModule:

@@ -1,4 +1,4 @@
-"""`FlowExtensionPlan`: which rewrites of HIR run at the end of a flow's `build`: those of plugins, and registered ones."""
+"""`FlowExtensionPlan`: which rewrites of HIR, of plugins or registered, run at the end of a flow's `build`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.plugins import HirExtension, known
 from rlx_jax.ir.types import as_name, as_names
 from rlx_jax.ir.verify import verify
-
 
 _registered: dict[str, HirExtension] = {}  # of this process; plugins have theirs
 
@@ -34,11 +33,11 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
                 rewrite = rewrite or candidate
     if rewrite is None:
         raise PluginError(
-            f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of a graph "
-            "and its types"
+            f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
+            "a graph and its types"
         )
     if name in known().extensions:
-        raise NameCollisionError(f"register_hir_extension: a plugin has an extension {quote(name)}; choose another name")
+        raise NameCollisionError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
     _registered.pop(name, None)  # one that is registered again runs last
     _registered[name] = rewrite
 
@@ -52,7 +51,7 @@ def registered_hir_extensions() -> tuple[str, ...]:
 def _extensions() -> dict[str, HirExtension]:
     extensions = dict(known().extensions)
     if shared := extensions.keys() & _registered.keys():
-        raise NameCollisionError(f"a plugin and register_hir_extension both give an extension {listing(sorted(shared))}")
+        raise NameCollisionError(f"a plugin and register_hir_extension both give extension {listing(sorted(shared))}")
     return extensions | _registered
 
 

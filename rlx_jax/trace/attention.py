@@ -144,8 +144,8 @@ class Attending(Control[V]):
     def _table_of_tokens(self, x: V, table: V) -> V:
         """Return a table of rotations as `[B|1, S, W]`.
 
-        One of a known number of rows has the row of each position, so that the tokens after a cache read later rows. One
-        as long as x has those of the tokens of x, whatever their positions are.
+        A table of a known number of rows has a row for each position: the tokens after a cache read later rows. One that
+        is as long as x has the rows of these tokens, whatever their positions are.
         """
         rows, tokens = self.type_of(table), self.type_of(x)
         if rows.rank != 2:

@@ -110,9 +110,7 @@ class SpecBuilders(Builders[V]):
             q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value, scale=scale, softcap=softcap
         )
 
-    def attention_bias(
-        self, q: V, k: V, v: V, bias: V, heads: int, head_dim: int, scale: float | None = None
-    ) -> V:
+    def attention_bias(self, q: V, k: V, v: V, bias: V, heads: int, head_dim: int, scale: float | None = None) -> V:
         """Return `attention` over all keys with a bias `[B, N, S, T]` added to the scaled scores."""
         return self.attention_kind(
             q, k, v, heads=heads, head_dim=head_dim, mask="bias", mask_value=bias, scale=scale

@@ -133,7 +133,8 @@ def check_calls(cls: type[Any]) -> None:
     """Make every public method that a class of builders defines a `checked_call`."""
     for name, method in list(vars(cls).items()):
         if not name.startswith("_") and name not in INTERNAL and inspect.isfunction(method):
-            setattr(cls, name, checked_call(name, getattr(method, "unchecked", method)))  # an alias has a form of its own
+            own = getattr(method, "unchecked", method)  # an alias has a form of its own
+            setattr(cls, name, checked_call(name, own))
 
 
 def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
