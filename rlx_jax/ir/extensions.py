@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
@@ -25,13 +25,8 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
         PluginError: it is no function of these arguments. NameCollisionError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
-    rewrite: HirExtension | None = None
-    if callable(extension):
-        for arguments, candidate in ((2, extension), (1, lambda graph, types: extension(graph))):  # type: ignore[call-arg]
-            with contextlib.suppress(TypeError):
-                inspect.signature(extension).bind(*range(arguments))
-                rewrite = rewrite or candidate
-    if rewrite is None:
+    counts = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
+    if not counts:
         raise PluginError(
             f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
             "a graph and its types"
@@ -39,7 +34,16 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
     if name in known().extensions:
         raise NameCollisionError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
     _registered.pop(name, None)  # one that is registered again runs last
-    _registered[name] = rewrite
+    rewrite: Any = extension
+    _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return False
+    return True
 
 
 def registered_hir_extensions() -> tuple[str, ...]:

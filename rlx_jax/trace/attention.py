@@ -144,8 +144,8 @@ class Attending(Control[V]):
     def _table_of_tokens(self, x: V, table: V) -> V:
         """Return a table of rotations as `[B|1, S, W]`.
 
-        A table of a known number of rows has a row for each position: the tokens after a cache read later rows. One that
-        is as long as x has the rows of these tokens, whatever their positions are.
+        A table of a known number of rows has a row for each position: the tokens after a cache read later rows. One
+        that is as long as x has the rows of these tokens, whatever their positions are.
         """
         rows, tokens = self.type_of(table), self.type_of(x)
         if rows.rank != 2:
@@ -160,7 +160,15 @@ class Attending(Control[V]):
         return self.expand_dims(table, 0)
 
     def axial_rope_2d(
-        self, x: V, *, end_x: int, end_y: int, head_dim: int, theta: float = 10000.0, repeat_factor: int = 1
+        self,
+        x: V,
+        *,
+        end_x: int,
+        end_y: int,
+        head_dim: int,
+        theta: float = 10000.0,
+        repeat_factor: int = 1,
+        out_shape: Shape | None = None,
     ) -> V:
         """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
 
@@ -182,9 +190,8 @@ class Attending(Control[V]):
         cell = np.arange(tokens, dtype=np.int32) // np.int32(repeat_factor)
         inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
         positions = self.constant(np.stack([cell % end_x, cell // end_x], axis=-1)[None])
-        return self.rope(
-            x, *self.rope_angles(positions, inv_freq, axes=axes), head_dim=head_dim, style="interleaved"
-        )  # fmt: skip
+        tables = self.rope_angles(positions, inv_freq, axes=axes)
+        return self.rope(x, *tables, head_dim=head_dim, style="interleaved", out_shape=out_shape)
 
     # -- attention ---------------------------------------------------------------------------
 

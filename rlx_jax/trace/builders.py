@@ -173,11 +173,19 @@ class Builders(Recurring[V]):
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
-    def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
+    def layer_norm(
+        self,
+        x: V,
+        gamma: V | str | None = None,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+        *,
+        out_shape: Shape | None = None,
+    ) -> V:
         """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
         there = (gamma is not None, beta is not None)
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
-        return self.add_node(op, x, *self._weights(gamma, beta, like=x))
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
     def residual_rms_norm(
         self,
@@ -312,17 +320,26 @@ class Builders(Recurring[V]):
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def embed(self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None) -> V:
+    def embed(
+        self,
+        table: V | WeightKey,
+        ids: V,
+        *,
+        shape: Sequence[int] | None = None,
+        init: Init | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
         """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
-        return self.add_node(hir.Embed(), self._table(table, ("embedding", "hidden"), shape, init), ids)
+        rows = self._table(table, ("embedding", "hidden"), shape, init)
+        return self.add_node(hir.Embed(), rows, ids, out_shape=out_shape)
 
-    def last_token(self, x: V, index: V | None = None) -> V:
+    def last_token(self, x: V, index: V | None = None, *, out_shape: Shape | None = None) -> V:
         """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
-        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]))
+        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]), out_shape=out_shape)
 
-    def first_token(self, x: V) -> V:
+    def first_token(self, x: V, *, out_shape: Shape | None = None) -> V:
         """The first token of each row: x `[B, S, H]` → `[B, H]`."""
-        return self.add_node(hir.FirstToken(), x)
+        return self.add_node(hir.FirstToken(), x, out_shape=out_shape)
 
     def split(self, x: V, sizes: int | Sequence[int], axis: int = -1) -> tuple[V, ...]:
         """Cut `axis` into consecutive `sizes`, or into that many equal parts."""
