@@ -413,6 +413,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "a name": (lambda m, x, w: m.linear(x, w, bogus=1), r"linear: got an unexpected .*'bogus'; expected linear\(x, w"),
     "a name that is close": (lambda m, x, w: m.linear(x, w, activatoin="relu"), "did you mean 'activation'"),
     "nothing": (lambda m, x, w: m.softmax(), r"softmax: missing 1 required .*; expected softmax\(x, axis=-1\)"),
+    "two names": (lambda m, x, w: m.attention(x, x, x, num_heads=2, heads=4), "attention: got an unexpected"),
     "both spellings": (lambda m, x, w: m.swiglu_ffn(x, w, w, w, up=w), "swiglu_ffn: "),
     "no list of attributes": (lambda m, x, w: m.llama_decoder_block(x, heads=2), "llama_decoder_block: missing"),
     "an alias": (lambda m, x, w: m.reshape_(x), r"reshape_: missing .*expected reshape_\(x, shape\)"),
@@ -484,6 +485,7 @@ def test_out_shape_of_each_result() -> None:
     m: Any = Graph.hir("m")
     x = m.input("x", T)
     m.split(x, (2, 6), out_shape=[("batch", "seq", 2), None])
+    m.split(x, (2, 6), out_shape=None)
     for wrong, message in (([T, None], "declared"), ([T], "1 shapes for 2 results")):
         with pytest.raises(ShapeError, match=message):
             m.split(x, (2, 6), out_shape=wrong)

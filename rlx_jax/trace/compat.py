@@ -126,9 +126,9 @@ class SpecBuilders(Builders[V]):
         """Return the gated delta rule from a state of zeros: q, k, v `[B, S, Hv, n]`, g and beta `[B, S, Hv]` →
         `[B, S, Hv, n]`. Prefill and extend carry the state."""
         self._check_delta(q, k, v, state_size)
-        packed = (self.reshape(t, (*self.shape(t).shape[:2], -1)) for t in (q, k, v))
+        flat = (self.reshape(t, (*self.shape(t).shape[:2], -1)) for t in (q, k, v))
         heads = (int(self.type_of(t).shape[2]) for t in (k, v))
-        return self.reshape(self.add_node(hir.GatedDelta(*heads), *packed, g, beta), self.shape(v).shape)
+        return self.reshape(self.add_node(hir.GatedDelta(*heads), *flat, g, beta), self.shape(v).shape)
 
     def gated_delta_net_carry(self, q: V, k: V, v: V, g: V, beta: V, state: V, state_size: int) -> tuple[V, V]:
         """Return the gated delta rule from `state` `[B, Hv, n, n]` f32, and the state after the last token."""
@@ -149,11 +149,11 @@ class SpecBuilders(Builders[V]):
         """Return each channel convolved with its own window: x `[B, S, C]`, w `[C, 1, 1, K]`, left_pad `[B, K−1, C]`,
         the rows before x → `[B, S, C]`. `causal_conv` carries these rows itself."""
         weight = self.weight(w)
-        x_type, found = self.type_of(x), self.type_of(weight)
-        if x_type.rank != 3 or found.shape != (x_type.shape[2], 1, 1, kernel_size):
+        x_type, w_type = self.type_of(x), self.type_of(weight)
+        if x_type.rank != 3 or w_type.shape != (x_type.shape[2], 1, 1, kernel_size):
             raise ShapeError(
                 f"{self.path}: depthwise_conv1d_causal: x is [B, S, C] and w [C, 1, 1, {shown(kernel_size)}], got "
-                f"{x_type} and {found}"
+                f"{x_type} and {w_type}"
             )
         pad = self.type_of(left_pad)
         if pad.shape != (x_type.shape[0], kernel_size - 1, x_type.shape[2]):
@@ -162,7 +162,7 @@ class SpecBuilders(Builders[V]):
             )
         with self._block("depthwise_conv1d_causal"):
             rows = self.concat([left_pad, x], 1)
-            return self.add_node(CausalConvOp(), rows, self.reshape(weight, (found.shape[0], kernel_size)))
+            return self.add_node(CausalConvOp(), rows, self.reshape(weight, (w_type.shape[0], kernel_size)))
 
     # -- user-defined ops --------------------------------------------------------------------
 

@@ -25,12 +25,13 @@ class SpecForm:
     Args:
         order: the builder's own parameters in the order of the specification. `*name` takes all values up to the first
             number; `?name` is left out where a number stands in its place.
-        place: an argument whose type decides where a call fits both forms; `own` is its type in the builder's own.
+        place: an argument whose type decides where a call fits both forms; `own` is its type in the builder's own,
+            and any other is meant for this one.
     """
 
     order: str
     place: int | None = None
-    own: Any = object
+    own: Any = str | int | float | None
 
     def is_meant(self, args: tuple[Any, ...]) -> bool:
         """Return whether the type of an argument says that a call which fits both forms is in this one."""
@@ -42,26 +43,27 @@ class SpecForm:
         Raises:
             TypeError: there are too many.
         """
-        rest, values, named = list(args), list[Any](), dict[str, Any]()
+        rest, values, keywords = list(args), list[Any](), dict[str, Any]()
         for word in self.order.split():
             if word[0] == "*":
                 while rest and not is_number(rest[0]):
                     values.append(rest.pop(0))
             elif rest and not (word[0] == "?" and is_number(rest[0])):
-                named[word.lstrip("?")] = rest.pop(0)
+                keywords[word.lstrip("?")] = rest.pop(0)
         if rest:
             raise TypeError("too many positional arguments")
-        return values, named
+        return values, keywords
 
     def __str__(self) -> str:
         return ", ".join(word.replace("?", "") for word in self.order.split())
 
 
+_NUMBER = int | float | None
 _PRODUCT = SpecForm("x w bias activation")
 _REDUCTION = SpecForm("x axis keepdims")
 _ATTENTION = SpecForm("q k v ?mask_value heads head_dim mask scale softcap")
 _LAYER = SpecForm("*operands heads head_dim kv_heads eps mask")
-_RESIDUAL = SpecForm("x residual bias gamma beta eps", 4, int | float)
+_RESIDUAL = SpecForm("x residual bias gamma beta eps", 4, _NUMBER)
 
 SPEC_FORMS: dict[str, SpecForm] = {
     **dict.fromkeys(("linear", "linear_fused", "fused_matmul_bias_act"), _PRODUCT),
@@ -70,12 +72,12 @@ SPEC_FORMS: dict[str, SpecForm] = {
     **dict.fromkeys(("llama_decoder_block", "transformer_block"), _LAYER),
     **dict.fromkeys(("fused_residual_ln", "fused_residual_rms_norm"), _RESIDUAL),
     "qwen35_mtp_head": SpecForm("*operands heads kv_heads head_dim n_rot n_embd n_ff mtp_vocab eps"),
-    "reduce": SpecForm("x kind axis keepdims", 0, str),
-    "activation": SpecForm("x kind", 0, str),
+    "reduce": SpecForm("x kind axis keepdims", 0),
+    "activation": SpecForm("x kind", 0),
     "swiglu_ffn": SpecForm("x up gate down"),
     "rope": SpecForm("x at sin head_dim n_rot"),
     "axial_rope_2d": SpecForm("x end_x end_y head_dim num_heads theta repeat_factor"),
-    "group_norm": SpecForm("x gamma beta groups eps", 1, int),
+    "group_norm": SpecForm("x gamma beta groups eps", 1, _NUMBER),
     "conv2d": SpecForm("x w kernel window_strides padding rhs_dilation feature_group_count"),
     "conv_transpose2d": SpecForm("x w kernel strides padding rhs_dilation output_padding feature_group_count"),
     "lora_matmul": SpecForm("x w a b scale"),
@@ -96,23 +98,23 @@ SPEC_NAMES: dict[str, tuple[str, ...]] = {
 """Names of arguments in the specification, and those of builders that mean the same."""
 
 
-def _check_kernel(m: Any, kernel: Any, named: Mapping[str, Any]) -> None:
+def _check_kernel(m: Any, kernel: Any, others: Mapping[str, Any]) -> None:
     """The kernel of a convolution is the size of its weight's spatial axes."""
-    weight = m.type_of(m.weight(named["w"]))
+    weight = m.type_of(m.weight(others["w"]))
     if tuple(items_of(kernel, f"{m.path}: kernel", "the sizes of a window")) != weight.shape[2:]:
         raise ShapeError(f"{m.path}: the kernel is {shown(kernel)}, and the weight is {weight}")
 
 
-def _check_num_heads(m: Any, num_heads: Any, named: Mapping[str, Any]) -> None:
+def _check_num_heads(m: Any, num_heads: Any, others: Mapping[str, Any]) -> None:
     """As many heads as the last axis of x has."""
-    x = m.type_of(named["x"])
-    if x.rank < 1 or not is_static(x.shape[-1]) or x.shape[-1] != num_heads * named["head_dim"]:
-        raise ShapeError(f"{m.path}: {shown(num_heads)} heads of width {shown(named['head_dim'])} are not x {x}")
+    x, head_dim = m.type_of(others["x"]), others["head_dim"]
+    if x.rank < 1 or not is_static(x.shape[-1]) or x.shape[-1] != num_heads * head_dim:
+        raise ShapeError(f"{m.path}: {shown(num_heads)} heads of width {shown(head_dim)} are not x {x}")
 
 
-def _check_state_size(m: Any, state_size: Any, named: Mapping[str, Any]) -> None:
+def _check_state_size(m: Any, state_size: Any, others: Mapping[str, Any]) -> None:
     """The state of a selective scan is as wide as its A."""
-    a = m.type_of(named["a"])
+    a = m.type_of(others["a"])
     if a.shape[1:] != (state_size,):
         raise ShapeError(f"{m.path}: the state size is {shown(state_size)}, and A is [H, n], got {a}")
 
@@ -148,8 +150,8 @@ def checked_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(m: Any, *args: Any, **kwargs: Any) -> Any:
         if "out_shape" in kwargs and "out_shape" not in signature.parameters:
-            wanted = kwargs.pop("out_shape")
-            return _of_shape(m, name, call(m, *args, **kwargs), wanted)
+            out_shape = kwargs.pop("out_shape")
+            return _of_shape(m, name, call(m, *args, **kwargs), out_shape)
         reason: TypeError | None = None
         if form is None or not form.is_meant(args):
             try:
@@ -184,17 +186,19 @@ def _bound(
         TypeError: they do not fit the specification either.
     """
     own = signature.parameters
-    named = {(_own_name(key, own) or key): value for key, value in kwargs.items()}
-    placed: tuple[Any, ...] = args
+    keywords = {(_own_name(key, own) or key): value for key, value in kwargs.items()}
+    if len(keywords) < len(kwargs):
+        raise TypeError(f"got one argument under two names, {listing(kwargs)}")
+    positional = list(args)
     if form is not None:
-        values, ordered = form.by_name(args)
-        if twice := ordered.keys() & named.keys():
+        positional, by_order = form.by_name(args)
+        if twice := by_order.keys() & keywords.keys():
             raise TypeError(f"got multiple values for {listing(sorted(twice))}")
-        placed, named = tuple(values), ordered | named
-    checked = {key: named.pop(key) for key in CHECKED if key in named and key not in own}
-    bound = signature.bind(m, *placed, **named)
-    for key, value in checked.items():
-        CHECKED[key](m, value, named)
+        keywords = by_order | keywords
+    implied = {key: keywords.pop(key) for key in CHECKED if key in keywords and key not in own}
+    bound = signature.bind(m, *positional, **keywords)
+    for key, value in implied.items():
+        CHECKED[key](m, value, keywords)
     return bound
 
 
@@ -217,11 +221,13 @@ def _refusal(m: Any, name: str, signature: inspect.Signature, kwargs: Mapping[st
 # -- out_shape -----------------------------------------------------------------------------------
 
 
-def _of_shape(m: Any, name: str, result: Any, wanted: Any) -> Any:
+def _of_shape(m: Any, name: str, result: Any, out_shape: Any) -> Any:
     """Return the result of a builder if it has the shape; of several results each has its own, or all have one."""
+    if out_shape is None:
+        return result
     values = _values_in(result)
     where = f"{m.path}: {name}"
-    dims = items_of(wanted, where, "a list of sizes as out_shape")
+    dims = items_of(out_shape, where, "a list of sizes as out_shape")
     several = isinstance(result, tuple | list | dict) and any(d is None or isinstance(d, tuple | list) for d in dims)
     shapes = dims if several else (dims,) * len(values)
     if len(shapes) != len(values):
