@@ -331,7 +331,7 @@ class ModelFlow(Stages):
         source = self.weights if weights is None else open_weights(weights)
         source = beside(source if source is None or self.reads is None else self.reads(source), self.more)
         types = TypeCache()
-        emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared)
+        emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared, self.profile)
         emit.parameters.draws_missing, emit.parameters.shapes = self.missing == "init", self.shapes
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
         value: FlowValue | None = self._declare(emit, set(given))

@@ -29,7 +29,9 @@ from rlx_jax.ir.graph import (
     constant,
 )
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike
+from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import is_float
@@ -87,8 +89,11 @@ def _leaf(b: Builder, op: Leaf, dtype: np.dtype[Any]) -> tuple[Value, ...] | Non
 
 
 def _as_given(b: Builder, value: Value) -> Value:
-    """An input of the program before it was cast; any other value as it is."""
+    """An input of the program before it was cast, also where rows of it are read; any other value as it is."""
     node = b.nodes[value.node]
+    if isinstance(node.op, Reshape | Gather):
+        table = _as_given(b, node.inputs[0])
+        return value if table == node.inputs[0] else b(node.op, table, *node.inputs[1:])
     cast_input = isinstance(node.op, CastTo) and isinstance(b.nodes[node.inputs[0].node].op, Input)
     return node.inputs[0] if cast_input else value
 

@@ -16,8 +16,9 @@ from rlx_jax.compiler.settings import FUSION_POLICIES, own_policy, plain
 from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, did_you_mean, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Origin, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, TypeCache, Value
 from rlx_jax.ir.inits import Init
+from rlx_jax.ir.packed import PackedSpec, packed_types
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.paths import Path, free_path, path_text
@@ -29,14 +30,14 @@ from rlx_jax.lowering.inspect.text import dump_lir
 from rlx_jax.lowering.lir.plan import Lir, Plan
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Built, InputDecl, Weights
-from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.emit import input_type
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
 from rlx_jax.weights.source import open_weights
 
 
 @dataclass(eq=False)
-class GraphModule(Builders[Value]):
+class GraphModule(SpecBuilders[Value]):
     """A graph that is being built. `len(module)` is its number of nodes. `rlx_jax.compile` takes it like a flow.
 
     >>> m = GraphModule.define("m", lambda m: m.linear(m.input("x", (2, 8)), m.param("w", (8, 8))))
@@ -86,6 +87,11 @@ class GraphModule(Builders[Value]):
         return GraphModule.of(graph, GraphStage.MIR)
 
     from_mir = from_graph
+
+    @staticmethod
+    def wrap_mir_graph(graph: Graph) -> GraphModule:
+        """Return a HIR module of the tensor ops of a MIR graph; its inputs and parameters keep their names."""
+        return GraphModule.of(graph, GraphStage.HIR)
 
     @staticmethod
     def from_lir(lir: Lir) -> GraphModule:
@@ -246,7 +252,7 @@ class GraphModule(Builders[Value]):
             raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
         if policy not in FUSION_POLICIES:
             raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(FUSION_POLICIES)}")
-        self.policy = policy
+        self.policy = str(policy)
         return self
 
     def lower(self) -> GraphModule:
@@ -256,6 +262,12 @@ class GraphModule(Builders[Value]):
         types = self.builder.types
         ran = run_passes(self.finish(), Job(plain(self.policy), types), stop="lower")
         return GraphModule.of(ran.graph, GraphStage.MIR, types)
+
+    lower_to_mir = lower
+
+    def lower_for_autodiff(self) -> GraphModule:
+        """Return the module lowered by the policy `fusable`: every block as its own chain of tensor ops."""
+        return self.lower() if self.stage != GraphStage.HIR else replace(self, policy="fusable").lower()
 
     def into_hir(self) -> Graph:
         """The HIR graph.
@@ -296,6 +308,10 @@ class GraphModule(Builders[Value]):
         """The graph as it is, at HIR; else None."""
         return self._snapshot() if self.stage == GraphStage.HIR else None
 
+    def as_hir_mut(self) -> GraphModule | None:
+        """Return the module itself, to go on building, at HIR; else None."""
+        return self if self.stage == GraphStage.HIR else None
+
     def as_graph(self) -> Graph | None:
         """The graph as it is, at MIR and LIR; else None."""
         return self._snapshot() if self.stage != GraphStage.HIR else None
@@ -327,6 +343,20 @@ class GraphModule(Builders[Value]):
         """What a value is called: the label of the block it comes from, else its block path, else its id."""
         origin = self.builder.nodes[self.own(value).node].origin
         return origin.label or path_text(origin.path) or f"%{value.node}"
+
+    def node(self, value: Value) -> Node:
+        """Return the node of a value: its op, inputs, types and origin."""
+        return self.builder.nodes[self.own(value).node]
+
+    def verify(self) -> tuple[str, ...]:
+        """Return what is wrong with the graph, one text for each problem, with node, op and block path."""
+        try:
+            self.finish()
+        except GraphError as error:
+            return error.problems or (str(error),)
+        return ()
+
+    verify_shapes = verify_all = verify
 
     def users(self, value: Value) -> tuple[Value, ...]:
         """The first results of the nodes that read the node of a value, in order."""
@@ -469,6 +499,23 @@ class BuiltModel(Built):
     def from_graph(graph: Graph, weights: Weights = None) -> BuiltModel:
         """A MIR graph made by hand (`GraphModule.into_graph`), bound to weights."""
         return GraphModule.from_graph(graph).build(weights)
+
+    @property
+    def typed_params(self) -> tuple[tuple[str, int, str], ...]:
+        """Return the packed weights that are read: key, number of bytes, and the dtype of these bytes, `u8`."""
+        specs = ((key, self.source.spec(key)) for key in self.keys_read if self.source and self.source.has(key))
+        packed = ((key, spec) for key, spec in specs if isinstance(spec, PackedSpec))
+        return tuple((key, packed_types(s.shape, s.dtype, s.scheme, key)[1].nbytes, "u8") for key, s in packed)
+
+    def with_execution_config(self, config: Any) -> BuiltModel:
+        """Return the same program with the profile of `config`: what its `compile_profile()` returns, or a profile.
+
+        Raises:
+            ProfileError: it is neither.
+        """
+        get_profile = getattr(config, "compile_profile", None)
+        profile = get_profile() if callable(get_profile) else get_profile or config
+        return replace(self, profile=CompileProfile.of(profile, f"{self.name}: "))
 
     def into_graph_module(self) -> GraphModule:
         """The graph as a module, to edit, print, lower or save: that of the program that the flow asks for.

@@ -1,20 +1,77 @@
-"""`FlowExtensionPlan`: which rewrites of HIR that plugins give run at the end of a flow's `build`."""
+"""`FlowExtensionPlan`: which rewrites of HIR, of plugins or registered, run at the end of a flow's `build`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from rlx_jax.errors import PluginError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
-from rlx_jax.ir.plugins import known
-from rlx_jax.ir.types import as_names
+from rlx_jax.ir.plugins import HirExtension, known
+from rlx_jax.ir.types import as_name, as_names
 from rlx_jax.ir.verify import verify
+
+_registered: dict[str, HirExtension] = {}  # of this process; plugins have theirs
+
+
+def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph], Graph]) -> None:
+    """Add a rewrite `graph → graph`, or `(graph, types) → graph`, under a name; an earlier one of that name goes.
+
+    No flow runs it unless its `FlowExtensionPlan` says so.
+
+    Raises:
+        PluginError: it is no function of these arguments. NameCollisionError: a plugin has an extension of that name.
+    """
+    as_name(name, "register_hir_extension")
+    counts = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
+    if not counts:
+        raise PluginError(
+            f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
+            "a graph and its types"
+        )
+    if name in known().extensions:
+        raise NameCollisionError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
+    _registered.pop(name, None)  # one that is registered again runs last
+    rewrite: Any = extension
+    _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return False
+    return True
 
 
 def registered_hir_extensions() -> tuple[str, ...]:
-    """The names of all extensions that plugins give, in the order in which `FlowExtensionPlan.all()` runs them."""
-    return tuple(known().extensions)
+    """Return the names of all extensions, in the order in which `FlowExtensionPlan.all()` runs them: those of plugins,
+    then those of `register_hir_extension`."""
+    return tuple(_extensions())
+
+
+def _extensions() -> dict[str, HirExtension]:
+    extensions = dict(known().extensions)
+    if shared := extensions.keys() & _registered.keys():
+        raise NameCollisionError(f"a plugin and register_hir_extension both give extension {listing(sorted(shared))}")
+    return extensions | _registered
+
+
+def apply_hir_extensions(graph: Graph) -> Graph:
+    """Return HIR after every extension, as `FlowExtensionPlan.all().apply`."""
+    return FlowExtensionPlan.all().apply(graph, TypeCache())
+
+
+def apply_hir_extensions_named(graph: Graph, names: Iterable[str]) -> Graph:
+    """Return HIR after the extensions of these names, in the order in which they were registered.
+
+    Raises:
+        PluginError: there is no extension of one of the names.
+    """
+    chosen = FlowExtensionPlan.only(names).names()
+    return FlowExtensionPlan.only(n for n in registered_hir_extensions() if n in chosen).apply(graph, TypeCache())
 
 
 @dataclass(frozen=True)
@@ -59,7 +116,7 @@ class FlowExtensionPlan:
             GraphError: one leaves a graph that is wrong; the message names it.
         """
         for name in self.names():
-            made = known().extensions[name](graph, types)
+            made = _extensions()[name](graph, types)
             if not isinstance(made, Graph):
                 raise PluginError(f"extension {quote(name)} returns a Graph, got {shown(made)}")
             graph = verify(made, "hir", f"extension {name}", types)

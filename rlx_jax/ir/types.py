@@ -462,6 +462,66 @@ class ValueType:
         """Number of elements."""
         return math.prod(self.shape)
 
+    rank, dims = ndim, shape
+
+    def dim(self, axis: int) -> int | Dim:
+        """Return one size."""
+        if not -self.ndim <= axis < self.ndim:
+            raise ShapeError(f"{self} has no axis {axis}")
+        return self.shape[axis]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size is a number."""
+        return self.type.is_static
+
+    @property
+    def dynamic_symbols(self) -> tuple[str, ...]:
+        """The names of the sizes that are open, sorted."""
+        return tuple(sorted(self.type.symbols))
+
+    @property
+    def num_elements(self) -> int | None:
+        """Number of elements; None where a size is a symbol."""
+        return self.type.size if self.is_static else None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes; None where a size is a symbol."""
+        return self.type.nbytes if self.is_static else None
+
+    def bind(self, binding: Mapping[str, int]) -> ValueType:
+        """Return the shape with sizes for some of its symbols."""
+        return ValueType(self.type.bind(binding))
+
+    def with_dim(self, axis: int, size: Any) -> ValueType:
+        """Return the shape with another size on one axis."""
+        self.dim(axis)
+        dims = [as_dim(size, "with_dim") if i == axis % self.ndim else d for i, d in enumerate(self.type.shape)]
+        return ValueType(TensorType(tuple(dims), self.dtype))
+
+    def with_dtype(self, dtype: Any) -> ValueType:
+        """Return the shape with another dtype."""
+        return ValueType(self.type.with_dtype(dtype))
+
+    def broadcast_with(self, other: ValueType) -> ValueType:
+        """Return the shape of an elementwise op of both.
+
+        Raises:
+            ShapeError: a size is another one in both, and 1 in none. DTypeError: the dtypes differ.
+        """
+        if self.dtype != other.dtype:
+            raise DTypeError(f"broadcast_with: {self} and {other}: dtypes differ, cast one")
+        try:
+            return ValueType(TensorType(jax.lax.broadcast_shapes(self.type.shape, other.type.shape), self.dtype))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"broadcast_with: {self} and {other} do not broadcast") from error
+
+    @staticmethod
+    def scalar(dtype: Any = "f32") -> ValueType:
+        """Return the shape of one number."""
+        return ValueType(TensorType((), as_dtype(dtype)))
+
     def __str__(self) -> str:
         return str(self.type)
 

@@ -75,8 +75,6 @@ class Along(Pointwise[V]):
         """Softmax along `axis`."""
         return self.add_node(Softmax(self._axis(x, axis)), x)
 
-    sm = softmax
-
     def log_softmax(self, x: V, axis: int = -1) -> V:
         """The logarithm of the softmax along `axis`."""
         return self.add_node(LogSoftmax(self._axis(x, axis)), x)

@@ -111,7 +111,9 @@ class Attending(Control[V]):
         """Rotary embedding of heads: x `[B, S, N·D]`, or `[B, S, N, D]`.
 
         `at` are positions `[B|1, S]` (`theta`, `n_rot`, `style` and `scaling` as in `rotary`); or what `rotary` made;
-        or cos, with `sin` behind it, both `[B|1, S, n_rot/2]`: these have a base and a scaling already.
+        or cos, with `sin` after it: these have a base and a scaling already. Tables are `[B|1, S, W]`, or `[S, W]` with
+        the row of each token of x, or `[rows, W]` with the row of each position, of which the first n_rot/2 columns
+        are read.
         """
         if isinstance(at, Rotary) or sin is not None:
             made = self._given_tables(at, sin, head_dim, n_rot, style, theta, scaling)
@@ -135,17 +137,38 @@ class Attending(Control[V]):
 
     def _rotated(self, x: V, at: Rotary[V], head_dim: int, out_shape: Shape | None = None) -> V:
         packed = self._packed("rope", x, head_dim)
-        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, at.cos, at.sin, out_shape=out_shape)
+        cos, sin = (self._table_of_tokens(packed, table) for table in (at.cos, at.sin))
+        done = self.add_node(hir.Rope(head_dim, at.n_rot, at.style), packed, cos, sin, out_shape=out_shape)
         return done if self.type_of(x).rank == 3 else self._unpacked(done, head_dim)
 
-    def rope_n(
-        self, x: V, cos: V, sin: V, *, head_dim: int, n_rot: int, style: str = "half", out_shape: Shape | None = None
-    ) -> V:
-        """`rope` of the first `n_rot` columns of each head: cos and sin `[B|1, S, n_rot/2]`."""
-        return self.rope(x, cos, sin, head_dim=head_dim, n_rot=n_rot, style=style, out_shape=out_shape)
+    def _table_of_tokens(self, x: V, table: V) -> V:
+        """Return a table of rotations as `[B|1, S, W]`.
+
+        A table of a known number of rows has a row for each position: the tokens after a cache read later rows. One
+        that is as long as x has the rows of these tokens, whatever their positions are.
+        """
+        rows, tokens = self.type_of(table), self.type_of(x)
+        if rows.rank != 2:
+            return table
+        if is_static(rows.shape[0]):
+            return self.gather(table, self.positions(x))
+        if tokens.rank < 2 or rows.shape[0] != tokens.shape[1]:
+            raise ShapeError(
+                f"{self.path}: rope: tables are [B, S, W], [S, W] or [rows, W] with a known number of rows for x "
+                f"{tokens}; got {rows}"
+            )
+        return self.expand_dims(table, 0)
 
     def axial_rope_2d(
-        self, x: V, *, end_x: int, end_y: int, head_dim: int, theta: float = 10000.0, repeat_factor: int = 1
+        self,
+        x: V,
+        *,
+        end_x: int,
+        end_y: int,
+        head_dim: int,
+        theta: float = 10000.0,
+        repeat_factor: int = 1,
+        out_shape: Shape | None = None,
     ) -> V:
         """Rotate the heads of an image's tokens by column and row: x `[B, end_x·end_y·repeat_factor, N·D]`.
 
@@ -167,9 +190,8 @@ class Attending(Control[V]):
         cell = np.arange(tokens, dtype=np.int32) // np.int32(repeat_factor)
         inv_freq, axes = axial_frequencies((head_dim // 2, head_dim // 2), theta)
         positions = self.constant(np.stack([cell % end_x, cell // end_x], axis=-1)[None])
-        return self.rope(
-            x, *self.rope_angles(positions, inv_freq, axes=axes), head_dim=head_dim, style="interleaved"
-        )  # fmt: skip
+        tables = self.rope_angles(positions, inv_freq, axes=axes)
+        return self.rope(x, *tables, head_dim=head_dim, style="interleaved", out_shape=out_shape)
 
     # -- attention ---------------------------------------------------------------------------
 
@@ -294,12 +316,6 @@ class Attending(Control[V]):
             raise ShapeError(f"{self.path}: attention: k is [B, T, K·{head_dim}], got {found}")
         op = hir.attention(heads, width[0] // head_dim, kind, scale=scale, softcap=softcap)
         return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]), out_shape=out_shape)
-
-    attention_kind_opts = attention_kind
-
-    def attention_(self, q: V, k: V, v: V, *, heads: int, head_dim: int, mask_value: V) -> V:
-        """`attention` with a keep mask `[B, T]` alone: it is not causal."""
-        return self.attention_kind(q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value)
 
     # -- what attention is given -------------------------------------------------------------
 

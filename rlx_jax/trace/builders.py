@@ -173,13 +173,19 @@ class Builders(Recurring[V]):
         op = hir.RmsNorm(eps, offset)
         return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
-    def layer_norm(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
+    def layer_norm(
+        self,
+        x: V,
+        gamma: V | str | None = None,
+        beta: V | str | None = None,
+        eps: float = 1e-5,
+        *,
+        out_shape: Shape | None = None,
+    ) -> V:
         """`(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`: γ and β `[H]`, either of which may be missing."""
         there = (gamma is not None, beta is not None)
         op = hir.LayerNorm(eps, *there) if self.level == GraphStage.HIR else LayerNormOp(eps, *there)
-        return self.add_node(op, x, *self._weights(gamma, beta, like=x))
-
-    ln = layer_norm
+        return self.add_node(op, x, *self._weights(gamma, beta, like=x), out_shape=out_shape)
 
     def residual_rms_norm(
         self,
@@ -314,17 +320,26 @@ class Builders(Recurring[V]):
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def embed(self, table: V | WeightKey, ids: V, *, shape: Sequence[int] | None = None, init: Init | None = None) -> V:
+    def embed(
+        self,
+        table: V | WeightKey,
+        ids: V,
+        *,
+        shape: Sequence[int] | None = None,
+        init: Init | None = None,
+        out_shape: Shape | None = None,
+    ) -> V:
         """`E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`; `shape` and `init` as in `gather`."""
-        return self.add_node(hir.Embed(), self._table(table, ("embedding", "hidden"), shape, init), ids)
+        rows = self._table(table, ("embedding", "hidden"), shape, init)
+        return self.add_node(hir.Embed(), rows, ids, out_shape=out_shape)
 
-    def last_token(self, x: V, index: V | None = None) -> V:
+    def last_token(self, x: V, index: V | None = None, *, out_shape: Shape | None = None) -> V:
         """The last token of each row, or row `index[b]`: x `[B, S, …]` → `[B, 1, …]`."""
-        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]))
+        return self.add_node(hir.LastToken(), x, *([] if index is None else [index]), out_shape=out_shape)
 
-    def first_token(self, x: V) -> V:
+    def first_token(self, x: V, *, out_shape: Shape | None = None) -> V:
         """The first token of each row: x `[B, S, H]` → `[B, H]`."""
-        return self.add_node(hir.FirstToken(), x)
+        return self.add_node(hir.FirstToken(), x, out_shape=out_shape)
 
     def split(self, x: V, sizes: int | Sequence[int], axis: int = -1) -> tuple[V, ...]:
         """Cut `axis` into consecutive `sizes`, or into that many equal parts."""
@@ -361,9 +376,28 @@ class Builders(Recurring[V]):
         """
         given = dict(biases or {})
         op = hir.LlamaDecoderBlock(heads, head_dim, kv_heads, eps, hir.mask_kind(mask), biases=tuple(given))
-        return self.add_node(op, *operands, *given.values(), out_shape=out_shape)
+        return self.add_node(op, *self._with_tables(operands, 12), *given.values(), out_shape=out_shape)
 
-    transformer_block = llama_decoder_block
+    def qwen35_mtp_head(
+        self,
+        *operands: V,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        n_rot: int,
+        n_embd: int,
+        n_ff: int,
+        mtp_vocab: int,
+        eps: float = 1e-6,
+    ) -> V:
+        """Return the logits `[B, 1, mtp_vocab]` of Qwen 3.5's draft head, of the 29 operands of `hir.MTP_OPERANDS`."""
+        op = hir.Qwen35MtpHead(heads, kv_heads, head_dim, n_rot, n_embd, n_ff, mtp_vocab, eps)
+        return self.add_node(op, *self._with_tables(operands, 2))
+
+    def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
+        """Return the operands of a layer with its cos and sin, at `at` and after it, as `[B|1, S, W]`."""
+        tables = [self._table_of_tokens(operands[0], table) for table in operands[at : at + 2]]
+        return [*operands[:at], *tables, *operands[at + 2 :]]
 
     def fused_attention_block(
         self,
@@ -382,7 +416,8 @@ class Builders(Recurring[V]):
         `rlx_jax.ops.FusedAttentionBlock`: qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of
         both, cos and sin `[B|1, S, D/2]`."""
         op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
-        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *(rope or ()), out_shape=out_shape)
+        tables = [self._table_of_tokens(hidden, table) for table in rope or ()]
+        return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables, out_shape=out_shape)
 
     def fused_transformer_layer(
         self,

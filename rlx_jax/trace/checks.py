@@ -8,9 +8,17 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
+
 from rlx_jax.errors import GraphError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.inits import INITS, Init
+
+
+def is_number(value: object) -> bool:
+    """Whether an operand is a plain number, to stand beside a value."""
+    return isinstance(value, bool | int | float | np.number | np.bool_)
+
 
 PLAIN = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 """What an attribute of one of these types may be."""

@@ -46,8 +46,8 @@ from rlx_jax.ir.types import (
     short_name,
     tensor_type,
 )
-from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import has_no
+from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.declared import WeightDecl
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.parameters import K, Parameters
@@ -98,11 +98,12 @@ class FlowState:
     left_none: str = ""
 
 
-class Emit(Builders[FlowValue]):
-    """Writes the HIR of one flow: the ops of `Builders`, weights by key, and the registers.
+class Emit(SpecBuilders[FlowValue]):
+    """Writes the HIR of one flow: the ops of `SpecBuilders`, weights by key, and the registers.
 
-    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to, and
-    `declared` what it says of weights by their keys.
+    Parameters are references: nothing here reads weight data. `binding` are the sizes that the flow is bound to,
+    `declared` what it says of weights by their keys, and `profile` the CompileProfile of `flow.with_profile`, or None.
+    A profile that `compile` gets is not known while the stages run.
     """
 
     level = GraphStage.HIR
@@ -114,8 +115,10 @@ class Emit(Builders[FlowValue]):
         captured: Captured | None = None,
         binding: Mapping[str, int] | None = None,
         declared: Sequence[WeightDecl] = (),
+        profile: Any = None,
     ) -> None:
         self.builder = builder
+        self.profile = profile
         self.captured = Captured() if captured is None else captured
         self.parameters = Parameters(source, declared)
         self.binding = dict(binding or {})
@@ -334,6 +337,25 @@ class Emit(Builders[FlowValue]):
     def node_shape(self, value: FlowValue) -> tuple[int | Dim, ...]:
         """The shape of a value: `value.shape`."""
         return self.shape(value).shape
+
+    def hir(self) -> Emit:
+        """Return the HIR module that the stages write, which is this Emit: it has the builders of a GraphModule."""
+        return self
+
+    @property
+    def module(self) -> Emit:
+        """The program that the stages write, as `hir()`."""
+        return self
+
+    @property
+    def params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of the weights that were read so far, by key. `param` reads one, `synth_param` makes one."""
+        return self.hir_and_params()[1]
+
+    @property
+    def weights(self) -> WeightSource | None:
+        """The weight source of the build (`keys`, `spec`, `has`), or None where the flow is built without weights."""
+        return self.parameters.source
 
     def hir_and_params(self) -> tuple[Graph, dict[str, jax.ShapeDtypeStruct]]:
         """What was written so far: the nodes, and the weights that they read, by key. The graph has no outputs yet."""

@@ -108,8 +108,6 @@ class Images(Products[V]):
         )  # fmt: skip
         return self._affine(self.add_node(op, x, self.weight(w)), None, bias)
 
-    conv_transpose2d = conv_transpose
-
     # -- pooling -----------------------------------------------------------------------------
 
     def _pool(

@@ -34,8 +34,6 @@ class Indexing(Shapes[V]):
         """
         return self.add_node(Gather(), self._table(table, None, shape, init), ids)
 
-    gather_ = gather
-
     def _table(self, table: V | WeightKey, roles: Roles | None, shape: Sequence[int] | None, init: Init | None) -> V:
         """A table as a value, of a key the weight."""
         if not isinstance(table, str | WeightPart):

@@ -225,7 +225,6 @@ class Pointwise(Writer[V]):
     hard_silu = _function("hard_silu", "x hard_sigmoid(x).")
     hard_tanh = _function("hard_tanh", "min(max(x, −1), 1).")
 
-    gelu_approx = gelu_tanh
     hard_swish = hard_silu
     swish = silu
 

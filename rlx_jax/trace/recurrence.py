@@ -16,7 +16,8 @@ from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.token_step import UsersStep, traced_once
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
-from rlx_jax.trace.writer import V, is_number
+from rlx_jax.trace.weight_part import WeightKey
+from rlx_jax.trace.writer import Shape, V, is_number
 
 F32 = np.dtype(np.float32)
 
@@ -77,7 +78,44 @@ class Recurring(Attending[V]):
         block = hir.Recurrent(traced, slots, len(xs), unroll)
         return jax.tree.unflatten(traced.y_form, self.add_all(block, *xs, *weights, *learned))
 
-    def causal_window(self, x: V, width: int) -> V:
+    def gated_delta(
+        self,
+        q: V,
+        k: V,
+        v: V,
+        g: V,
+        beta: V,
+        *,
+        key_heads: int,
+        value_heads: int,
+        scale: float | None = None,
+        unit: float | None = None,
+    ) -> V:
+        """Return the gated delta rule over packed heads: q, k `[B, S, Hk·K]`, v `[B, S, Hv·V]`, g and beta `[B, S, Hv]`
+        → `[B, S, Hv·V]`. See `hir.GatedDelta`."""
+        return self.add_node(hir.GatedDelta(key_heads, value_heads, scale, unit), q, k, v, g, beta)
+
+    def causal_conv(self, x: V, w: V | WeightKey, bias: V | WeightKey | None = None) -> V:
+        """Return each channel convolved with its own window of the last J tokens: x `[B, S, C]`, w `[C, J]` or
+        `[C, 1, J]`, bias `[C]` → `[B, S, C]`. Rows before the first token are zeros; prefill and extend carry them."""
+        weights = [self.weight(value) for value in (w, bias) if value is not None]
+        return self.add_node(hir.CausalConv(bias is not None), x, *weights)
+
+    def selective_scan(self, x: V, dt: V, a: V, b: V, c: V, *, groups: int = 1) -> V:
+        """Return a selective scan over packed heads: x `[B, S, H·P]`, dt `[B, S, H]`, a `[H]` or `[H, n]`, b and c
+        `[B, S, G·n]` → `[B, S, H·P]`. See `SelectiveScanOp`."""
+        heads = self.type_of(dt).shape[-1] if self.type_of(dt).rank else 0
+        if not is_static(heads):
+            raise ShapeError(f"{self.path}: selective_scan: dt is [B, S, H] with known heads, got {self.type_of(dt)}")
+        return self.add_node(hir.SelectiveScan(int(heads), groups), x, dt, a, b, c)
+
+    def time_steps(self, t: V, bias: V, a_log: V, *, low: float = 0.0, high: float | None = None) -> tuple[V, V]:
+        """Return `clip(softplus(t + bias), low, high)` `[B, S, H]` and `−exp(a_log)` `[H]`, both f32: t `[B, S, H]`,
+        bias and a_log `[H]`. They are the dt and a of `selective_scan`, and their product is the g of `gated_delta`."""
+        step, rate = self.add_all(hir.TimeSteps(low, high), t, bias, a_log)
+        return step, rate
+
+    def causal_window(self, x: V, width: int, *, out_shape: Shape | None = None) -> V:
         """The last `width` tokens up to each, zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
         Raises:
@@ -85,7 +123,7 @@ class Recurring(Attending[V]):
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise GraphError(f"{self.path}: width is an int of at least 1, got {shown(width)}")
-        return self.add_node(hir.CausalWindow(width), x)
+        return self.add_node(hir.CausalWindow(width), x, out_shape=out_shape)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
         """What is read is values `[B, S, …]` of one batch and as many tokens."""

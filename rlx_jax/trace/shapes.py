@@ -46,16 +46,12 @@ class Shapes(Along[V]):
             op = reshape_to(self.type_of(x), dims)
         return self.add_node(op, x)
 
-    reshape_ = reshape
-
     def transpose(self, x: V, perm: Sequence[int] | None = None) -> V:
         """Permute the axes; without `perm` reverse them."""
         found = self.type_of(x)
         expected = f"the {found.rank} axes of {found} in their new order, as a list"
         axes = reversed(range(found.rank)) if perm is None else items_of(perm, f"{self.path}: transpose", expected)
         return self.add_node(Transpose(tuple(self._axis(x, axis) for axis in axes)), x)
-
-    transpose_ = transpose
 
     def slice(self, x: V, key: Any) -> V:
         """`x[key]` for ints, slices of ints, `None` and `...`; `numpy.s_[:, 1:]` spells a key.
@@ -98,16 +94,12 @@ class Shapes(Along[V]):
             return self._cut(x, self._axis(x, axis), *narrowed(start, length))
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
-    narrow_ = narrow
-
     def concat(self, values: Sequence[V], axis: int = -1) -> V:
         """Join values along `axis`."""
         parts = items_of(values, f"{self.path}: concat", "a list of values, [a, b]")
         if not parts:
             raise GraphError(f"{self.path}: concat of no values")
         return self.add_node(Concat(self._axis(parts[0], axis)), *parts)
-
-    concat_ = concat
 
     def broadcast_to(self, x: V, shape: Shape) -> V:
         """`x` repeated along axes of 1, and along new axes in front, up to `shape`: ints and symbolic sizes.

@@ -3,23 +3,26 @@
 
 The methods are one class, cut into files by topic, each of which extends the one before it: `writer` (appending,
 constants, any JAX function) → `pointwise` → `along` (reductions) → `shapes` → `indexing` → `products` → `images` →
-`rounding` → `control`, which are the tensor ops; → `attention` → `recurrence` → `builders` (blocks). So a topic calls
-the earlier ones on `self`, whatever the values are, mypy holds it to their types, and an editor offers all of them
-behind `emit.`; functions that a table binds to the class would say each of two hundred names twice for that. Nothing is
-overridden but what this file leaves open, and `add_all` and `_write`, by `Emit`.
+`rounding` → `control`, which are the tensor ops; → `attention` → `recurrence` → `builders` (blocks) → `compat`, names
+of the specification. So a topic calls the earlier ones on `self`, whatever the values are, mypy holds it to their
+types, and an editor offers all of them after `emit.`; functions that a table binds to the class would say each of two
+hundred names twice for that. Nothing is overridden but what this file leaves open, and `add_all` and `_write`, by
+`Emit`.
 
 The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
 
 - Operands come first, in the order of the op's own formula; what follows the operands that a formula names is
-  keyword-only, so that two numbers, or two weights of one shape, cannot change places without a word.
+  keyword-only, so that two numbers, or two weights of one shape, cannot change places without a word. Where the
+  specification gives these by position, `rlx_jax.trace.spec_calls` takes them so too; other calls are a GraphError.
 - Beside a value stands a number: `add(x, 1.0)`. It takes the dtype of the value, or is refused where it does not fit.
 - Axes may be negative, and `axis` has this name everywhere.
-- A name has one spelling. `reshape_`, `transpose_`, `narrow_`, `concat_`, `gather_`, and `sm`, `ln`, `gelu_approx`,
-  `attention_kind`, `attention_kind_opts`, `transformer_block` are other names of the same methods.
+- A name has one spelling. Those that only the specification has, `reshape_` and its like, are in
+  `rlx_jax.trace.compat`.
 - A weight is a value, `[in, out]` unless the call says `transpose=True`. In a stage it may also be the key of a weight,
   which is read as the checkpoint stores it, `[out, in]` unless the call says `transpose=False`.
 
-Shapes are inferred; `out_shape` is optional and checked. All methods raise ShapeError, DTypeError or ArityError where
+Shapes are inferred; `out_shape` is optional and checked, of every method: of several results it has a shape for each,
+or one for all. All methods raise ShapeError, DTypeError or ArityError where
 operands do not fit, and LevelError for a block in a module that is not at HIR.
 """
 
@@ -41,6 +44,8 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, TensorType, ValueType, as_dim, is_static
 from rlx_jax.trace.checks import check_attributes, items_of
+from rlx_jax.trace.checks import is_number as is_number
+from rlx_jax.trace.spec_calls import check_calls
 from rlx_jax.trace.weight_part import WeightKey, WeightStack
 
 V = TypeVar("V")
@@ -48,11 +53,6 @@ Shape = Sequence[Any]
 """Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`)."""
 Axes = int | Sequence[int] | None
 """One axis, several, or None for all of them."""
-
-
-def is_number(value: object) -> bool:
-    """Whether an operand is a plain number, to stand beside a value."""
-    return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
 @dataclass(eq=False)
@@ -88,6 +88,11 @@ class Writer(Generic[V]):
     builder: Builder
     captured: Captured
     _bodies: tuple[Body, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Check how the methods of every topic are called, as `rlx_jax.trace.spec_calls` describes."""
+        super().__init_subclass__()
+        check_calls(cls)
 
     @property
     def level(self) -> GraphStage:
@@ -247,3 +252,6 @@ class Writer(Generic[V]):
             return results
         out = jax.eval_shape(fn, *(self.type_of(v).spec for v in values))
         return results if isinstance(out, tuple | list) else results[0]
+
+
+check_calls(Writer)

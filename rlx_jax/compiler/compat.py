@@ -1,0 +1,47 @@
+"""Functions of the specification that a `GraphModule` has as methods (IR 5.1 and 13)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.errors import LevelError
+from rlx_jax.ir.graph import GraphStage
+
+
+class FusionPolicy(StrEnum):
+    """How blocks become tensor ops: the names that `with_fusion_policy` and profiles take."""
+
+    DIRECT = "direct"
+    FUSABLE = "fusable"
+
+    @staticmethod
+    def for_autodiff() -> FusionPolicy:
+        """Return FUSABLE: every block as its own chain of tensor ops."""
+        return FusionPolicy.FUSABLE
+
+
+def _at(module: GraphModule, stage: GraphStage) -> GraphModule:
+    if not isinstance(module, GraphModule) or module.stage != stage:
+        raise LevelError(f"expected a GraphModule at {stage}, got {getattr(module, 'stage', type(module).__name__)}")
+    return module
+
+
+def hir_to_json(module: GraphModule) -> str:
+    """Return `module.to_json()` of a module at HIR."""
+    return _at(module, GraphStage.HIR).to_json()
+
+
+def hir_from_json(text: str | bytes) -> GraphModule:
+    """Return `GraphModule.from_json(text)` where it is at HIR."""
+    return _at(GraphModule.from_json(text), GraphStage.HIR)
+
+
+def lir_to_json(module: GraphModule) -> str:
+    """Return `module.to_json()` of a module at LIR."""
+    return _at(module, GraphStage.LIR).to_json()
+
+
+def lir_from_json(text: str | bytes) -> GraphModule:
+    """Return `GraphModule.from_json(text)` where it is at LIR."""
+    return _at(GraphModule.from_json(text), GraphStage.LIR)
