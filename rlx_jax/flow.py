@@ -251,7 +251,8 @@ class ModelFlow(Stages):
 
     def export_kv(self) -> ModelFlow:
         """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
-        it, counted in the order of the flow: the keys (rotated) and the values that it reads."""
+        it, counted in the order of the flow: the keys (rotated) and the values that it reads. Of every block that
+        carries a state, such as a causal convolution, also `state.{i}.{slot}` `[batch, …]` after the last token."""
         return replace(self, taps=True)
 
     def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
@@ -259,7 +260,8 @@ class ModelFlow(Stages):
 
         Inputs are added behind those of the flow: `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]` of every causal
         attention, and optionally `position_ids` `[batch, seq]` and `mask` `[batch, past + seq]`, 1 for a key that is
-        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`.
+        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. A block that carries a state reads
+        the input `state_{slot}_{i}` `[batch, …]` and gives the output `state.{i}.{slot}`; it allows no mask.
 
         Args:
             past: cached tokens to compile for ahead of the first call.
@@ -349,7 +351,7 @@ class ModelFlow(Stages):
         own = set(emit.state.outputs)
         value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
-        taps = self._tap_attention(emit) if self.taps else ()
+        taps = self._tap_caches(emit) if self.taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))
         if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
@@ -374,12 +376,26 @@ class ModelFlow(Stages):
         flow."""
         return self.build(weights).contracts
 
-    def _tap_attention(self, emit: Emit) -> tuple[str, ...]:
-        """What `export_kv` promises, by name."""
-        found = [n for n in emit.builder.nodes if isinstance(n.op, hir.Attention) and n.op.causal]
-        if not found:
-            raise GraphError(f"{self.name}: export_kv: no stage writes causal attention, so there are no keys to give")
-        taps = {f"kv.{i}.{kind}": v for i, n in enumerate(found) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+    def _tap_caches(self, emit: Emit) -> tuple[str, ...]:
+        """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
+        nodes = list(emit.builder.nodes)
+        attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
+        taps = {f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+        names: list[str] = []
+        for node in nodes:
+            if isinstance(node.op, hir.CarriesState) and (slots := node.op.slots(*map(emit.builder.type, node.inputs))):
+                # The same tensor ops as the block's own, which cse merges where layers are not one region.
+                emit.state.repeats.clear()
+                with emit.builder.at(node.origin):
+                    after = emit.builder.add(hir.Carried(node.op, len(slots), fresh=True, ragged=False), *node.inputs)
+                for slot, value in zip(slots, after[-len(slots) :], strict=True):
+                    taps[f"state.{names.count(slot.name)}.{slot.name}"] = value
+                    names.append(slot.name)
+        if not taps:
+            raise GraphError(
+                f"{self.name}: export_kv: no stage writes causal attention, and none carries a state: there are no "
+                "keys to give"
+            )
         for name, value in taps.items():
             known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
             if known.value != value:
