@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, gated, projections, side_outputs
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, SideOutputs, check_heads, gated, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
@@ -160,12 +160,13 @@ class SelfAttnDecode:
 
     `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`; query i of S reads the keys up to P + i, or the
     last w of those in a sliding window, in which keys that the mask drops take no place. Side outputs
-    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`.
+    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`, which `kv_out` collects.
     """
 
     spec: SelfAttnPrefillSpec
     layer: int
     use_custom_mask: bool = False
+    kv_out: SideOutputs | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttnDecode")
@@ -183,7 +184,7 @@ class SelfAttnDecode:
             past, keep = cached(emit, self.layer, new), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
             context, *grown = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
-            side_outputs(emit, f"kv.{self.layer}", *grown)
+            side_outputs(emit, f"kv.{self.layer}", *grown, self.kv_out)
             return gated(emit, context, *gate)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:

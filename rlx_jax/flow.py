@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     RlxError,
     ShapeError,
     UnboundStreamError,
+    UnsupportedError,
     did_you_mean,
     listing,
     quote,
@@ -100,6 +101,11 @@ class ModelFlow(Stages):
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
+
+    @staticmethod
+    def new(name: str) -> ModelFlow:
+        """A flow without inputs or stages."""
+        return ModelFlow(name)
 
     # -- declaring ---------------------------------------------------------------------------
 
@@ -370,6 +376,19 @@ class ModelFlow(Stages):
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
         )  # fmt: skip
 
+    def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
+        """`build(weights)`. A source has its packed weights itself.
+
+        Raises:
+            UnsupportedError: `packed` is given.
+        """
+        if packed is not None:
+            raise UnsupportedError(
+                f"{self.name}: build_with takes no packed weights of their own: give a source that has them, such as a "
+                "mapping with rlx_jax.Packed"
+            )
+        return self.build(weights)
+
     def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:
         """What the stages promise, each held against what it wrote: the cache `[B, T, K·D]` of every attention, the
         width inside of every feed-forward stage, the epsilon of every norm; with block paths, in the order of the
@@ -380,7 +399,9 @@ class ModelFlow(Stages):
         """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
         nodes = list(emit.builder.nodes)
         attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
-        taps = {f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+        taps = {
+            f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)
+        }
         names: list[str] = []
         for node in nodes:
             if isinstance(node.op, hir.CarriesState) and (slots := node.op.slots(*map(emit.builder.type, node.inputs))):

@@ -108,7 +108,9 @@ class Behind:
             leaf = Input(f"state_{slot.name}_{number}", type=slot.leaf(batch))
             declared = self.declared.get(leaf.input, leaf)
             if declared.type != leaf.type:
-                raise DeriveError(f"input {leaf.input} is {declared.type}; expected {leaf.type}: the state of {op.text()}")
+                raise DeriveError(
+                    f"input {leaf.input} is {declared.type}; expected {leaf.type}: the state of {op.text()}"
+                )
             leaves.append(self._input(b, leaf))
         made = b.add(hir.Carried(op, len(slots), ragged=False), *operands, *leaves)
         results = len(made) - len(slots)
