@@ -183,8 +183,8 @@ class SelfAttnDecode:
             check_heads(emit, self.spec, "SelfAttnDecode", q, k, v)
             past, keep = cached(emit, self.layer, new), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
-            context, *grown = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
-            side_outputs(emit, f"kv.{self.layer}", *grown, self.kv_out)
+            context, grown_k, grown_v = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
+            side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
             return gated(emit, context, *gate)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:

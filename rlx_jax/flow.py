@@ -33,7 +33,6 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
-from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
@@ -46,6 +45,7 @@ from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
+from rlx_jax.lowering.hir.explicit import caches_of
 from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.mir.dce import unread_inputs
@@ -397,21 +397,10 @@ class ModelFlow(Stages):
 
     def _tap_caches(self, emit: Emit) -> tuple[str, ...]:
         """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
-        nodes = list(emit.builder.nodes)
-        attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
-        taps = {
-            f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)
-        }
-        names: list[str] = []
-        for node in nodes:
-            if isinstance(node.op, hir.CarriesState) and (slots := node.op.slots(*map(emit.builder.type, node.inputs))):
-                # The same tensor ops as the block's own, which cse merges where layers are not one region.
-                emit.state.repeats.clear()
-                with emit.builder.at(node.origin):
-                    after = emit.builder.add(hir.Carried(node.op, len(slots), fresh=True, ragged=False), *node.inputs)
-                for slot, value in zip(slots, after[-len(slots) :], strict=True):
-                    taps[f"state.{names.count(slot.name)}.{slot.name}"] = value
-                    names.append(slot.name)
+        taps, states = caches_of(emit.builder)
+        if states:
+            emit.state.repeats.clear()  # cse merges a state with its block's own ops where layers are no region
+            taps |= states
         if not taps:
             raise GraphError(
                 f"{self.name}: export_kv: no stage writes causal attention, and none carries a state: there are no "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -184,6 +185,27 @@ def optional_inputs(graph: Graph) -> tuple[Input, ...]:
     """The optional inputs that the program adds to those of the flow."""
     taken = {i.input for i in graph.inputs} | ({MASK} if carries_state(graph) else set())
     return tuple(i for i in OPTIONAL if i.input not in taken)
+
+
+def caches_of(b: Builder) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Return what later tokens read of those of a flow, by the names of the program's outputs: the keys and values of
+    every causal attention, and the state of every block after the last token, which is written here."""
+    nodes = list(b.nodes)
+    attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
+    caches = {f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+    states: dict[str, Value] = {}
+    names: list[str] = []
+    for node in nodes:
+        op: Any = node.op
+        slots = op.slots(*map(b.type, node.inputs)) if isinstance(op, hir.CarriesState) else ()
+        if not slots:
+            continue
+        with b.at(node.origin):
+            after = b.add(hir.Carried(op, len(slots), fresh=True, ragged=False), *node.inputs)[-len(slots) :]
+        for slot, value in zip(slots, after, strict=True):
+            states[f"state.{names.count(slot.name)}.{slot.name}"] = value
+            names.append(slot.name)
+    return caches, states
 
 
 def carries_state(graph: Graph) -> bool:
