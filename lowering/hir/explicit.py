@@ -100,8 +100,9 @@ class Behind:
 
     def carried(self, b: Builder, op: Hir, operands: Sequence[Value], slots: Sequence[hir.StateSlot]) -> list[Value]:
         """block(x, …) → carried(block, x, …, state_{slot}_{i}); state.{i}.{slot} are outputs"""
-        batch, names = b.type(operands[0]).shape[0], []
-        leaves = []
+        batch = b.type(operands[0]).shape[0]
+        names: list[str] = []
+        leaves: list[Value] = []
         for slot in slots:
             number = self.slots.count(slot.name)
             self.slots.append(slot.name)
@@ -113,10 +114,10 @@ class Behind:
                     f"input {leaf.input} is {declared.type}; expected {leaf.type}: the state of {op.text()}"
                 )
             leaves.append(self._input(b, leaf))
-        made = b.add(hir.Carried(op, len(slots), ragged=False), *operands, *leaves)
-        results = len(made) - len(slots)
-        self.grown |= dict(zip(names, made[results:], strict=True))
-        return list(made[:results])
+        values = b.add(hir.Carried(op, len(slots), ragged=False), *operands, *leaves)
+        count = len(values) - len(slots)
+        self.grown |= dict(zip(names, values[count:], strict=True))
+        return list(values[:count])
 
     def growing(self) -> None:
         """Attention behind a cache that the flow wrote itself counts like any other."""
