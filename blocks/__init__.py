@@ -8,6 +8,12 @@ from rlx_jax.blocks import stream_id as stream_id
 from rlx_jax.blocks.attention import AttnMask as AttnMask
 from rlx_jax.blocks.attention import SelfAttnPrefill as SelfAttnPrefill
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec as SelfAttnPrefillSpec
+from rlx_jax.blocks.attention import SideOutputs as SideOutputs
+from rlx_jax.blocks.compat import FlowCtx as FlowCtx
+from rlx_jax.blocks.compat import PluginStage as PluginStage
+from rlx_jax.blocks.compat import dual_stream_stage as dual_stream_stage
+from rlx_jax.blocks.compat import plugin as plugin
+from rlx_jax.blocks.compat import plugin_named as plugin_named
 from rlx_jax.blocks.composition import Homogeneous as Homogeneous
 from rlx_jax.blocks.composition import LayerComposition as LayerComposition
 from rlx_jax.blocks.composition import Pair as Pair
@@ -16,9 +22,12 @@ from rlx_jax.blocks.contracts import AttentionStage as AttentionStage
 from rlx_jax.blocks.contracts import BlockAsLayer as BlockAsLayer
 from rlx_jax.blocks.contracts import FfnStage as FfnStage
 from rlx_jax.blocks.contracts import KvCacheContract as KvCacheContract
+from rlx_jax.blocks.contracts import LayerStage as LayerStage
 from rlx_jax.blocks.contracts import NormStage as NormStage
 from rlx_jax.blocks.contracts import StageArtifacts as StageArtifacts
 from rlx_jax.blocks.contracts import StageContract as StageContract
+from rlx_jax.blocks.contracts import emit_attention as emit_attention
+from rlx_jax.blocks.contracts import emit_layer as emit_layer
 from rlx_jax.blocks.control import BlockStage as BlockStage
 from rlx_jax.blocks.control import Custom as Custom
 from rlx_jax.blocks.control import Named as Named
@@ -141,7 +150,15 @@ from rlx_jax.ir.frequencies import linear_scaling as linear_scaling
 from rlx_jax.ir.frequencies import llama3_scaling as llama3_scaling
 from rlx_jax.ir.frequencies import yarn_factor as yarn_factor
 from rlx_jax.ir.frequencies import yarn_scaling as yarn_scaling
+from rlx_jax.ir.hir import CausalConv as CausalConv
+from rlx_jax.ir.hir import GatedDelta as GatedDelta
 from rlx_jax.ir.hir import MaskKind as MaskKind
+from rlx_jax.ir.hir import Qwen35MtpHead as Qwen35MtpHead
+from rlx_jax.ir.hir import SelectiveScan as SelectiveScan
+from rlx_jax.ir.hir import TimeSteps as TimeSteps
+from rlx_jax.trace.flow_state import DecodeBindings as DecodeBindings
+from rlx_jax.trace.flow_state import FlowState as FlowState
+from rlx_jax.trace.flow_state import GdnInputSlots as GdnInputSlots
 from rlx_jax.trace.weight_part import WeightPart as WeightPart
 from rlx_jax.trace.weight_part import WeightStack as WeightStack
 
@@ -154,6 +171,7 @@ FlowStage = (
     | GemmaDecodeLayer | GemmaKvTap | LearnedPositions | Gpt2Layer | RelativeBias | NomicEncoderLayer
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
-    | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer
+    | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
+    | CausalWindow | MtpMerge | BlockAsLayer
 )  # fmt: skip
 """Every stage."""

@@ -10,12 +10,39 @@ from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import check_hidden
 from rlx_jax.blocks.norm import head_norm
 from rlx_jax.blocks.rope import rope_tables_for
-from rlx_jax.errors import GraphError, WeightShapeError, quote
+from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import FullLike, Unary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
+
+
+class SideOutputs:
+    """The names of the side outputs that stages give, in their order: K first, then V, layer by layer.
+
+    A name is the same in every build, so that a flow may be built again: names are not repeated.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def inner(self) -> SideOutputs:
+        """Return the collection itself, which stages take."""
+        return self
+
+    def add(self, *names: str) -> None:
+        """Append names that are not in it."""
+        self._names |= dict.fromkeys(names)
+
+    def drain(self) -> tuple[str, ...]:
+        """Return the names, and forget them."""
+        names, self._names = tuple(self._names), {}
+        return names
+
+    def is_empty(self) -> bool:
+        """Return whether there are no names."""
+        return not self._names
 
 
 @dataclass(frozen=True)
@@ -117,18 +144,19 @@ class SelfAttnPrefillSpec:
 class SelfAttnPrefill:
     """Rotary self-attention of a normalised `[B,S,H]`: the packed context `[B,S,N·D]`, before the output projection.
 
-    With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`. Errors name
-    `stage`, which may be a layer that this is part of.
+    With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`, which
+    `kv_sink` collects. Errors name `stage`, which may be a layer that this is part of.
     """
 
     spec: SelfAttnPrefillSpec
     kv_name: str | None = None
     stage: str = "SelfAttnPrefill"
+    kv_sink: SideOutputs | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         context, k, v = self_attention(emit, emit.require(value, self.stage), self.spec, self.stage)
         if self.kv_name is not None:
-            side_outputs(emit, self.kv_name, k, v)
+            side_outputs(emit, self.kv_name, k, v, self.kv_sink)
         return context
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
@@ -154,10 +182,26 @@ def gated(emit: Emit, context: FlowValue, *gate: FlowValue) -> FlowValue:
     return context * emit.add_node(Unary("sigmoid"), *gate) if gate else context
 
 
-def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue) -> None:
-    """Make keys and values outputs of the flow, `{name}.k` and `{name}.v`."""
+def side_outputs(emit: Emit, name: str, k: FlowValue, v: FlowValue, sink: SideOutputs | None = None) -> None:
+    """Make keys and values outputs of the flow, `{name}.k` and `{name}.v`; `sink` collects the names."""
     emit.output(f"{name}.k", k)
     emit.output(f"{name}.v", v)
+    if not isinstance(sink, SideOutputs | None):
+        raise GraphError(f"{emit.path}: side outputs are collected by a blocks.SideOutputs, got {shown(sink)}")
+    if sink is not None:
+        sink.add(f"{name}.k", f"{name}.v")
+
+
+def kv_name(prefix: str, index: int | None) -> str:
+    """Return the name of the side outputs of a layer, `kv.3` of `model.layers.3`.
+
+    Raises:
+        GraphError: there is no index, and the prefix ends in none.
+    """
+    number = prefix.rpartition(".")[2] if index is None else str(index)
+    if not number.isdecimal():
+        raise GraphError(f"{prefix}: expected a prefix that ends in the number of the layer, or layer_idx=")
+    return f"kv.{number}"
 
 
 def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str = "qkv") -> list[FlowValue]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
@@ -52,6 +52,17 @@ class KvCacheContract:
         keys = seq if past is None else past + seq
         both = TensorType((batch, keys, width), hidden.dtype)
         return KvCacheContract(both, both)
+
+
+@runtime_checkable
+class LayerStage(Protocol):
+    """A stage that reports what it leaves; `BlockAsLayer` makes one of any stage."""
+
+    @property
+    def name(self) -> str: ...
+    def emit_layer(self, emit: Emit, value: FlowValue) -> tuple[FlowValue, StageArtifacts]:
+        """Return the value and what the stage leaves."""
+        ...
 
 
 @runtime_checkable
@@ -117,6 +128,14 @@ def emit_layer(stage: AnyStage, emit: Emit, value: FlowValue) -> tuple[FlowValue
     for name, side in emit.state.outputs.items():
         artifacts = artifacts if name in before else artifacts.with_side(name, side.type)
     return found, artifacts
+
+
+def emit_attention(
+    stage: AttentionStage, emit: Emit, value: FlowValue
+) -> tuple[FlowValue, StageArtifacts, KvCacheContract]:
+    """Run an attention stage; return its value, what it leaves, and what it would keep in a cache."""
+    layer: Any = stage
+    return *emit_layer(layer, emit, value), stage.cache_contract(emit, value.type)
 
 
 def run_stage(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:

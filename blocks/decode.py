@@ -8,22 +8,22 @@ cached ones, K key/value heads, D head width.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, check_heads, gated, projections, side_outputs
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, SideOutputs, check_heads, gated, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.flow_state import DecodeBindings
 
-BOUND = "decode."
-"""What the registers begin with that BindDecodeInputs fills: the cache, and the keep mask."""
+TABLES = {"rope_cos", "rope_sin"}
+"""The inputs that may hold rope tables."""
 
 # -- the inputs ----------------------------------------------------------------------------------
 
@@ -36,9 +36,11 @@ class BindDecodeInputs:
     `mask` `[B, P+S]` over cached and new keys: 1 keeps a key, less than ½ drops it, and causality holds besides.
     Positions count on behind the cache wherever they are read, so RopeTables may stand before this stage or after it.
     Without any, the inputs `rope_cos` and `rope_sin` `[S, D/2]` (or `[B, S, D/2]`) are the rows of the new tokens.
+    Writes `emit.state.decode`, a `DecodeBindings`.
 
     Raises:
-        UnboundInputError: names the first input that is not declared. ShapeError: one has another shape.
+        UnboundInputError: names the first input that is not declared; of the tables, where a layer reads them and no
+            stage made any. ShapeError: one has another shape.
     """
 
     num_layers: int
@@ -50,39 +52,38 @@ class BindDecodeInputs:
             raise GraphError(f"{emit.path}: BindDecodeInputs of {self.num_layers!r} layers; expected at least 1")
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
-            if not any(isinstance(n.op, hir.RopeAngles | hir.RopeRows) for n in emit.builder.nodes):
-                _bind_tables(emit)
+            _bind_tables(emit)
             _check_tables(emit, x)
             mask = emit.optional_input("mask") if self.use_custom_mask else None
-            _bind_past(emit, x, self.num_layers)
+            past_k, past_v = _bind_past(emit, x, self.num_layers)
             if mask is not None:
                 _check_mask(emit, mask, x)
-                emit.set_named(BOUND + "mask", mask)
+            state = emit.state
+            state.decode = DecodeBindings(state.rope_cos, state.rope_sin, mask, past_k, past_v)
         return x
 
 
 def _bind_tables(emit: Emit) -> None:
-    """The rope tables are inputs, unless a stage wrote the registers."""
-    if emit.state.rope_cos is None:
+    """Bind the inputs that hold rope tables, unless a stage wrote the registers or no such input is declared."""
+    if emit.state.rope_cos is None and not TABLES.isdisjoint(emit.state.inputs):
         rows = [emit.flow_input(name) for name in ("rope_cos", "rope_sin")]
         emit.state.rope_cos, emit.state.rope_sin = (row[None] if row.ndim == 2 else row for row in rows)
 
 
 def _check_tables(emit: Emit, x: FlowValue) -> None:
     rows = emit.state.rope_cos
-    if rows is not None and (rows.ndim != 3 or rows.type.shape[1] != x.type.shape[1]):
+    if rows is not None and (rows.ndim not in (2, 3) or rows.type.shape[-2] != x.type.shape[1]):
         raise ShapeError(
             f"{emit.path}: the rope tables are {rows.type} for {x.type.shape[1]} new tokens; expected one row for "
             "each, that of its position: slice them, or let a RopeTables stage make them"
         )
 
 
-def _bind_past(emit: Emit, x: FlowValue, layers: int) -> None:
-    """Every layer has keys and values for the rows of `x`, all of as many tokens."""
+def _bind_past(emit: Emit, x: FlowValue, layers: int) -> list[tuple[FlowValue, ...]]:
+    """Return the cached keys, then the cached values, of every layer: for the rows of `x`, all of as many tokens."""
     first = emit.flow_input("past_k_0").type
     for name in (f"past_{kind}_{i}" for i in range(layers) for kind in "kv"):
         past = emit.flow_input(name)
-        emit.set_named(BOUND + name, past)
         if past.ndim != 3 or not is_float(past.dtype) or past.type.shape[0] != x.type.shape[0]:
             raise ShapeError(
                 f"{emit.path}: input {name} is {past.type}; expected floats [{x.type.shape[0]}, P, K·D]: keys or "
@@ -93,6 +94,7 @@ def _bind_past(emit: Emit, x: FlowValue, layers: int) -> None:
                 f"{emit.path}: input {name} is {past.type}, past_k_0 is {first}: "
                 "expected as many cached tokens in every layer"
             )
+    return [tuple(emit.flow_input(f"past_{kind}_{i}") for i in range(layers)) for kind in "kv"]
 
 
 def _check_mask(emit: Emit, mask: FlowValue, x: FlowValue) -> None:
@@ -134,7 +136,7 @@ def check_cached(emit: Emit, index: int, stage: str) -> None:
     """Layer `index` has a cache: BindDecodeInputs bound it, or without that stage the flow is `explicit` as a whole."""
     if emit.state.program != "explicit":
         raise UnboundStreamError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
-    bound = next(i for i in itertools.count() if f"{BOUND}past_k_{i}" not in emit.state.named)
+    bound = 0 if emit.state.decode is None else len(emit.state.decode.past_k)
     if index < 0 or bound and index >= bound:
         raise GraphError(f"{emit.path}: {stage} of layer {index}, and BindDecodeInputs bound {bound} layers")
 
@@ -158,12 +160,13 @@ class SelfAttnDecode:
 
     `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`; query i of S reads the keys up to P + i, or the
     last w of those in a sliding window, in which keys that the mask drops take no place. Side outputs
-    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`.
+    `kv.{layer}.k` and `kv.{layer}.v` `[B, P+S, K·D]`, which `kv_out` collects.
     """
 
     spec: SelfAttnPrefillSpec
     layer: int
     use_custom_mask: bool = False
+    kv_out: SideOutputs | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttnDecode")
@@ -180,8 +183,8 @@ class SelfAttnDecode:
             check_heads(emit, self.spec, "SelfAttnDecode", q, k, v)
             past, keep = cached(emit, self.layer, new), self._keep(emit)
             block = hir.GrowingAttention(self.spec.block(mask), keep=bool(keep))
-            context, *grown = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
-            side_outputs(emit, f"kv.{self.layer}", *grown)
+            context, grown_k, grown_v = emit.add_all(block, q, *new, *past, *keep, *self.spec.sinks(emit))
+            side_outputs(emit, f"kv.{self.layer}", grown_k, grown_v, self.kv_out)
             return gated(emit, context, *gate)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
@@ -194,7 +197,7 @@ class SelfAttnDecode:
         mask = emit.optional_input("mask") if self.use_custom_mask else None
         if mask is None:
             return []
-        if BOUND + "past_k_0" in emit.state.named and BOUND + "mask" not in emit.state.named:
+        if emit.state.decode is not None and emit.state.decode.mask is None:
             raise GraphError(
                 f"{emit.path}: use_custom_mask, and no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
             )

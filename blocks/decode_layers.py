@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
-from rlx_jax.blocks.attention import SelfAttnPrefillSpec, projections, side_outputs
+from rlx_jax.blocks.attention import SelfAttnPrefillSpec, SideOutputs, kv_name, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decode import SelfAttnDecode, check_cached
@@ -40,17 +40,18 @@ class DecodeSpec(Protocol):
 class DecodeLayer:
     """One layer over cached and new tokens: `[B,S,H]` → same; see SelfAttnDecode.
 
-    A family's stage is this class with the spec of its layer.
+    A family's stage is this class with the spec of its layer. `kv_out` collects the names of its side outputs.
     """
 
     layer_prefix: str
     layer_idx: int
     spec: DecodeSpec
+    kv_out: SideOutputs | None = None
 
     @classmethod
-    def layer(cls, index: int, spec: Any) -> Self:
+    def layer(cls, index: int, spec: Any, kv_out: SideOutputs | None = None) -> Self:
         """Layer `index` under Hugging Face's keys."""
-        return cls(f"model.layers.{index}", index, spec)
+        return cls(f"model.layers.{index}", index, spec, kv_out)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         stage, layer = type(self).__name__, self.spec.layer()
@@ -70,7 +71,7 @@ class DecodeLayer:
     def attention(self) -> SelfAttnDecode:
         """The stage in the middle."""
         spec = self.spec.layer().attention(self.layer_prefix)
-        return SelfAttnDecode(spec, self.layer_idx, self.spec.use_custom_mask)
+        return SelfAttnDecode(spec, self.layer_idx, self.spec.use_custom_mask, self.kv_out)
 
 
 def common(spec: Any, kind: type[Any]) -> dict[str, Any]:
@@ -121,13 +122,15 @@ class LlamaDecodeLayer(DecodeLayer):
 class LlamaKvTap:
     """Give the keys and values of the Llama layer that follows as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
 
-    It norms and projects x as that layer does; common subexpressions are computed once.
+    It norms and projects x as that layer does; common subexpressions are computed once. i is `layer_idx`, or the number
+    that the prefix ends in; `outputs` collects the names.
     """
 
     layer_prefix: str
-    layer_idx: int
     head_dim: int
     eps: float = 1e-5
+    outputs: SideOutputs | None = None
+    layer_idx: int | None = None
     attention_bias: bool = False
     rope_theta: float = 10000.0
 
@@ -140,7 +143,7 @@ class LlamaKvTap:
     def of(layer: LlamaDecoder, index: int) -> LlamaKvTap:
         """The tap of `layer`, whose side outputs are called by `index`."""
         s = layer.spec
-        return LlamaKvTap(layer.layer_prefix, index, s.head_dim, s.eps, s.attention_bias, s.rope_theta)
+        return LlamaKvTap(layer.layer_prefix, s.head_dim, s.eps, None, index, s.attention_bias, s.rope_theta)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "LlamaKvTap")
@@ -153,13 +156,13 @@ class LlamaKvTap:
         )  # fmt: skip
         with emit.scope("self_attn"):
             k, v = projections(emit, normed, sizes.attention(self.layer_prefix), "kv")
-        side_outputs(emit, f"kv.{self.layer_idx}", k, v)
+        side_outputs(emit, kv_name(self.layer_prefix, self.layer_idx), k, v, self.outputs)
         return x
 
 
-def llama_decode_layer(index: int, spec: LlamaDecodeLayerSpec) -> Named:
-    """Llama's layer `index` over cached and new tokens."""
-    return Named(f"layer{index}", LlamaDecodeLayer.layer(index, spec))
+def llama_decode_layer(index: int, spec: LlamaDecodeLayerSpec, side: SideOutputs | None = None) -> Named:
+    """Llama's layer `index` over cached and new tokens; `side` collects the names of its side outputs."""
+    return Named(f"layer{index}", LlamaDecodeLayer.layer(index, spec, side))
 
 
 # -- Qwen 2 and 3 --------------------------------------------------------------------------------
@@ -203,9 +206,9 @@ class Qwen3DecodeLayer(DecodeLayer):
     spec: Qwen3DecodeLayerSpec
 
 
-def qwen3_decode_layer_fused(index: int, spec: Qwen3DecodeLayerSpec) -> Named:
-    """Qwen's layer `index` over cached and new tokens."""
-    return Named(f"layer{index}", Qwen3DecodeLayer.layer(index, spec))
+def qwen3_decode_layer_fused(index: int, spec: Qwen3DecodeLayerSpec, kv_out: SideOutputs | None = None) -> Named:
+    """Qwen's layer `index` over cached and new tokens; `kv_out` collects the names of its side outputs."""
+    return Named(f"layer{index}", Qwen3DecodeLayer.layer(index, spec, kv_out))
 
 
 # -- Gemma 1, 2 and 3 ----------------------------------------------------------------------------
@@ -271,22 +274,30 @@ class GemmaDecodeLayer(DecodeLayer):
 class GemmaKvTap:
     """Give the keys and values of a Gemma attention as `kv.{i}.k` and `kv.{i}.v` `[B,S,K·D]`; x passes on.
 
-    It stands behind the input norm: x is what the attention reads. Common subexpressions are computed once.
+    It follows the input norm: x is what the attention reads. Common subexpressions are computed once. `attention` is
+    one head of width `head_dim` under Hugging Face's keys unless given; `eps` is of no use, because the input is
+    normalized; i and `outputs` as in LlamaKvTap.
     """
 
-    layer_idx: int
-    attention: SelfAttnPrefillSpec
+    layer_prefix: str
+    head_dim: int
+    eps: float | None = None
+    outputs: SideOutputs | None = None
+    layer_idx: int | None = None
+    attention: SelfAttnPrefillSpec | None = None
 
     @staticmethod
     def layer(index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6) -> GemmaKvTap:
         """The tap of layer `index` around `attention`, as `gemma_prefill_layer_composed` takes them."""
-        return GemmaKvTap(index, gemma_attention(index, style, attention, eps))
+        spec = gemma_attention(index, style, attention, eps)
+        return GemmaKvTap(f"model.layers.{index}", spec.head_dim, attention=spec)
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "GemmaKvTap")
+        spec = self.attention or SelfAttnPrefillSpec.hf_layer(self.layer_prefix, 1, self.head_dim, 1)
         with emit.scope("self_attn"):
-            k, v = projections(emit, x, self.attention, "kv")
-        side_outputs(emit, f"kv.{self.layer_idx}", k, v)
+            k, v = projections(emit, x, spec, "kv")
+        side_outputs(emit, kv_name(self.layer_prefix, self.layer_idx), k, v, self.outputs)
         return x
 
 

@@ -55,7 +55,7 @@ class BertEncoderLayerSpec:
     position_bias: str | None = None
 
     def __post_init__(self) -> None:
-        known_style(self.qkv_style)
+        object.__setattr__(self, "qkv_style", known_style(self.qkv_style))
 
     @staticmethod
     def hf(

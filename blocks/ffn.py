@@ -167,6 +167,11 @@ class GeluFfn:
     init: Init | None = None
 
     @staticmethod
+    def new(intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> GeluFfn:
+        """With exact GELU."""
+        return GeluFfn(intermediate_w, intermediate_b, output_w, output_b)
+
+    @staticmethod
     def hf_bert(prefix: str) -> GeluFfn:
         """`{prefix}.intermediate.dense.*` and `{prefix}.output.dense.*`."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec
+from rlx_jax.blocks.attention import SelfAttnPrefill, SelfAttnPrefillSpec, SideOutputs
 from rlx_jax.blocks.control import BlockStage, Named, Sequence
 from rlx_jax.blocks.decoder import DecoderLayerSpec, LayerNorms
 from rlx_jax.blocks.moe import MoeSpec
@@ -79,14 +79,19 @@ def gemma_strided_layer_mask(index: int, window: int, stride: int) -> MaskKind:
 
 
 def gemma_prefill_layer_composed(
-    index: int, style: GemmaStyle, attention: SelfAttnPrefillSpec, eps: float = 1e-6
+    index: int,
+    style: GemmaStyle,
+    attention: SelfAttnPrefillSpec,
+    eps: float = 1e-6,
+    kv_sink: SideOutputs | None = None,
 ) -> Named:
-    """Layer `index` under Hugging Face's keys. Gemma 3 gives `attention` its norms of queries and keys.
+    """Layer `index` under Hugging Face's keys. Gemma 3 gives `attention` its norms of queries and keys. With `kv_sink`
+    keys and values are the side outputs `kv.{index}.k` and `kv.{index}.v`, which it collects.
 
     Raises:
         UnsupportedError: Gemma 4.
     """
-    return gemma_layer(index, style, attention, eps)
+    return gemma_layer(index, style, attention, eps, kv_sink=kv_sink)
 
 
 def gemma_moe_prefill_layer_composed(
@@ -107,10 +112,13 @@ def gemma_layer(
     eps: float,
     *before: BlockStage,
     moe: MoeSpec | None = None,
+    kv_sink: SideOutputs | None = None,
 ) -> Named:
     """The layer around `attention`, with the stages of `before` between its first norm and that."""
     spec, prefix = _around(style, attention, eps, moe), f"model.layers.{index}"
-    stages = Sequence([*before, SelfAttnPrefill(gemma_attention(index, style, attention, eps))])
+    name = None if kv_sink is None else f"kv.{index}"
+    attend = SelfAttnPrefill(gemma_attention(index, style, attention, eps), name, kv_sink=kv_sink)
+    stages = Sequence([*before, attend])
     return Named(f"layer{index}", spec.around(prefix, stages))
 
 

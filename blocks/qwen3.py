@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.attention import SelfAttnPrefill
+from rlx_jax.blocks.attention import SelfAttnPrefill, SideOutputs, kv_name
 from rlx_jax.blocks.contracts import KvCacheContract
 from rlx_jax.blocks.control import Named
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape, decoder_layer
@@ -83,13 +83,15 @@ class Qwen3Decoder:
 
     Weights under `layer_prefix`: Llama's nine, `self_attn.{q,k,v,o}_proj.bias` where the spec says so, and with
     `qk_norm` `self_attn.{q,k}_norm.weight` `[D]`. `mask_input` names the declared input that a custom or bias mask
-    reads. With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`.
+    reads. With `kv_name` the keys (rotated) and values, `[B,S,K·D]`, are the side outputs `{kv_name}.k` and `.v`, which
+    `kv_sink` collects; with `kv_sink` alone `kv_name` is `kv.{i}`, i the number that the prefix ends in.
     """
 
     layer_prefix: str
     spec: Qwen3DecoderSpec
     mask_input: str | None = None
     kv_name: str | None = None
+    kv_sink: SideOutputs | None = None
 
     @staticmethod
     def layer(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Qwen3Decoder:
@@ -97,9 +99,11 @@ class Qwen3Decoder:
         return Qwen3Decoder(f"model.layers.{index}", spec, mask_input)
 
     @staticmethod
-    def layer_with_kv(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Qwen3Decoder:
-        """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`."""
-        return Qwen3Decoder(f"model.layers.{index}", spec, mask_input, f"kv.{index}")
+    def layer_with_kv(
+        index: int, spec: Qwen3DecoderSpec, sink: SideOutputs | None = None, mask_input: str | None = None
+    ) -> Qwen3Decoder:
+        """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`, which `sink` collects."""
+        return Qwen3Decoder(f"model.layers.{index}", spec, mask_input, f"kv.{index}", sink)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Keys and values `[B, S, K·D]`."""
@@ -108,7 +112,8 @@ class Qwen3Decoder:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, layer = emit.require(value, "Qwen3Decoder"), self.spec.layer()
         keys = layer.attention(self.layer_prefix, self.mask_input)
-        attention = SelfAttnPrefill(keys, self.kv_name, "Qwen3Decoder")
+        name = kv_name(self.layer_prefix, None) if self.kv_sink is not None and self.kv_name is None else self.kv_name
+        attention = SelfAttnPrefill(keys, name, "Qwen3Decoder", self.kv_sink)
         return layer.whole(emit, x, self.layer_prefix, attention, "Qwen3Decoder")
 
 
@@ -117,9 +122,11 @@ def qwen3_prefill_layer_fused(index: int, spec: Qwen3DecoderSpec, mask_input: st
     return Named(f"layer{index}", Qwen3Decoder.layer(index, spec, mask_input))
 
 
-def qwen3_prefill_layer_fused_kv(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Named:
-    """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`."""
-    return Named(f"layer{index}", Qwen3Decoder.layer_with_kv(index, spec, mask_input))
+def qwen3_prefill_layer_fused_kv(
+    index: int, spec: Qwen3DecoderSpec, sink: SideOutputs | None = None, mask_input: str | None = None
+) -> Named:
+    """The same with the side outputs `kv.{index}.k` and `kv.{index}.v`, which `sink` collects."""
+    return Named(f"layer{index}", Qwen3Decoder.layer_with_kv(index, spec, sink, mask_input))
 
 
 def qwen3_prefill_layer_composed(index: int, spec: Qwen3DecoderSpec, mask_input: str | None = None) -> Named:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import RlxWarning, ShapeError
+from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
 from rlx_jax.ir.frequencies import Frequencies, frequencies
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -113,6 +113,7 @@ def rope_tables_for(
         return emit.named(cos_at), emit.named(sin_at)
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
+        cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))  # a custom stage's [S, D/2]
         made, width = emit.builder.nodes[cos.value.node].op, head_dim or n_rot
         if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > width:
             raise ShapeError(
@@ -120,6 +121,11 @@ def rope_tables_for(
                 f"these heads have width {width}"
             )
         return cos, sin
+    if emit.state.decode is not None:
+        raise UnboundInputError(
+            f"{emit.path}: no input 'rope_cos' is declared and no stage made rope tables: put RopeTables or "
+            "DecodeRopeParams before the layers, or declare the inputs 'rope_cos' and 'rope_sin' [S, D/2]"
+        )
     emit.state.rope_by_itself = emit.state.rope_by_itself or emit.path
     with emit.scope("rotary_emb"):
         cos, sin = emit.add_all(hir.RopeAngles(frequencies(n_rot, theta)), positions_of(emit, x))

@@ -414,6 +414,8 @@ class CompileProfile(_Table):
             return cls.from_toml(file)
         return cls.of(default)
 
+    from_toml_path = from_toml
+
     @classmethod
     def from_toml_str(cls, toml: str) -> CompileProfile:
         """The profile in a text; as `from_toml`, and a missing `name` is `custom`."""

@@ -27,12 +27,12 @@ from rlx_jax.errors import (
     RlxError,
     ShapeError,
     UnboundStreamError,
+    UnsupportedError,
     did_you_mean,
     listing,
     quote,
     shown,
 )
-from rlx_jax.ir import hir
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, Origin, TypeCache
@@ -45,6 +45,7 @@ from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
+from rlx_jax.lowering.hir.explicit import caches_of
 from rlx_jax.lowering.hir.pad import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.mir.dce import unread_inputs
@@ -100,6 +101,11 @@ class ModelFlow(Stages):
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
+
+    @staticmethod
+    def new(name: str) -> ModelFlow:
+        """A flow without inputs or stages."""
+        return ModelFlow(name)
 
     # -- declaring ---------------------------------------------------------------------------
 
@@ -251,7 +257,8 @@ class ModelFlow(Stages):
 
     def export_kv(self) -> ModelFlow:
         """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
-        it, counted in the order of the flow: the keys (rotated) and the values that it reads."""
+        it, counted in the order of the flow: the keys (rotated) and the values that it reads. Of every block that
+        carries a state, such as a causal convolution, also `state.{i}.{slot}` `[batch, …]` after the last token."""
         return replace(self, taps=True)
 
     def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
@@ -259,7 +266,8 @@ class ModelFlow(Stages):
 
         Inputs are added behind those of the flow: `past_k_{i}` and `past_v_{i}` `[batch, past, K·D]` of every causal
         attention, and optionally `position_ids` `[batch, seq]` and `mask` `[batch, past + seq]`, 1 for a key that is
-        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`.
+        kept. Outputs follow: `kv.{i}.k` and `kv.{i}.v` `[batch, past + seq, K·D]`. A block that carries a state reads
+        the input `state_{slot}_{i}` `[batch, …]` and gives the output `state.{i}.{slot}`; it allows no mask.
 
         Args:
             past: cached tokens to compile for ahead of the first call.
@@ -349,7 +357,7 @@ class ModelFlow(Stages):
         own = set(emit.state.outputs)
         value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
-        taps = self._tap_attention(emit) if self.taps else ()
+        taps = self._tap_caches(emit) if self.taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))
         if self.output_name in side:
             raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
@@ -368,18 +376,36 @@ class ModelFlow(Stages):
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
         )  # fmt: skip
 
+    def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
+        """`build(weights)`. A source has its packed weights itself.
+
+        Raises:
+            UnsupportedError: `packed` is given.
+        """
+        if packed is not None:
+            raise UnsupportedError(
+                f"{self.name}: build_with takes no packed weights of their own: give a source that has them, such as a "
+                "mapping with rlx_jax.Packed"
+            )
+        return self.build(weights)
+
     def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:
         """What the stages promise, each held against what it wrote: the cache `[B, T, K·D]` of every attention, the
         width inside of every feed-forward stage, the epsilon of every norm; with block paths, in the order of the
         flow."""
         return self.build(weights).contracts
 
-    def _tap_attention(self, emit: Emit) -> tuple[str, ...]:
-        """What `export_kv` promises, by name."""
-        found = [n for n in emit.builder.nodes if isinstance(n.op, hir.Attention) and n.op.causal]
-        if not found:
-            raise GraphError(f"{self.name}: export_kv: no stage writes causal attention, so there are no keys to give")
-        taps = {f"kv.{i}.{kind}": v for i, n in enumerate(found) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+    def _tap_caches(self, emit: Emit) -> tuple[str, ...]:
+        """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
+        taps, states = caches_of(emit.builder)
+        if states:
+            emit.state.repeats.clear()  # cse merges a state with its block's own ops where layers are no region
+            taps |= states
+        if not taps:
+            raise GraphError(
+                f"{self.name}: export_kv: no stage writes causal attention, and none carries a state: there are no "
+                "keys to give"
+            )
         for name, value in taps.items():
             known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
             if known.value != value:

@@ -113,27 +113,33 @@ class Stages:
         """Find the inputs `past_k_{i}`, `past_v_{i}` and `mask` for the decode layers that follow."""
         return self.stage(blocks.BindDecodeInputs(num_layers, use_custom_mask))
 
-    def llama_decode_layer(self, index: int, spec: blocks.LlamaDecodeLayerSpec) -> Self:
-        """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`."""
-        return self.stage(blocks.llama_decode_layer(index, spec))
+    def llama_decode_layer(
+        self, index: int, spec: blocks.LlamaDecodeLayerSpec, side: blocks.SideOutputs | None = None
+    ) -> Self:
+        """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`, which
+        `side` collects."""
+        return self.stage(blocks.llama_decode_layer(index, spec, side))
 
-    def qwen3_decode_layer_fused(self, index: int, spec: blocks.Qwen3DecodeLayerSpec) -> Self:
+    def qwen3_decode_layer_fused(
+        self, index: int, spec: blocks.Qwen3DecodeLayerSpec, kv_out: blocks.SideOutputs | None = None
+    ) -> Self:
         """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
-        return self.stage(blocks.qwen3_decode_layer_fused(index, spec))
+        return self.stage(blocks.qwen3_decode_layer_fused(index, spec, kv_out))
 
     def llama_kv_tap(
         self,
         index: int,
         head_dim: int,
         eps: float = 1e-5,
+        side: blocks.SideOutputs | None = None,
         *,
         attention_bias: bool = False,
         rope_theta: float = 10000.0,
     ) -> Self:
         """The keys and values of Llama's layer `index`, which follows, as side outputs `kv.{index}.k` and
-        `kv.{index}.v`. The rest is as in the `LlamaDecoderSpec` of that layer."""
+        `kv.{index}.v`, which `side` collects. The rest is as in the `LlamaDecoderSpec` of that layer."""
         prefix = f"model.layers.{index}"
-        return self.stage(blocks.LlamaKvTap(prefix, index, head_dim, eps, attention_bias, rope_theta))
+        return self.stage(blocks.LlamaKvTap(prefix, head_dim, eps, side, None, attention_bias, rope_theta))
 
     def linear(
         self,
@@ -339,6 +345,11 @@ class LayerStack(Stages):
 
     name: str | None = None
     items: tuple[BlockStage, ...] = ()
+
+    @staticmethod
+    def new() -> LayerStack:
+        """A stack without a name."""
+        return LayerStack()
 
     @staticmethod
     def named(name: str) -> LayerStack:

@@ -369,6 +369,8 @@ def test_every_source_of_tables_gives_the_same() -> None:
         (attention_flow(inputs=("rope_cos", "rope_sin")), {"rope_cos": cos[3:4], "rope_sin": sin[3:4]}),
     ):
         close(run(flow, **inputs), want)
+    bare = attention_flow()
+    close(run(replace(bare, stages=(bare.stages[0], made, *bare.stages[1:]))), want)  # behind BindDecodeInputs alone
     other = attention_flow(RopeTables.theta(DIM, 7.0))
     after = replace(other, stages=(*other.stages[:-1], made, other.stages[-1]))
     close(run(after), want)
@@ -450,7 +452,7 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
         r"input mask is f32\[batch,keys\]; expected \[batch,seq \+ past\].*'past \+ seq'",
     ),
     "no tables": (
-        lambda: rlx.ModelFlow("f").input("x", ("batch", "seq", 4)).bind_decode_inputs(1),
+        lambda: attention_flow(seq="seq"),
         UnboundInputError,
         r"no input 'rope_cos'",
     ),

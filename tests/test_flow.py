@@ -991,20 +991,23 @@ def test_inputs_that_no_output_reads() -> None:
     text, ids, pixels = flow.outputs(["text"]), np.array([[4, 0]], np.int32), np.ones((1, 3), np.float32)
     model, scale = compiled(text, weights), np.full((1, 1, 1), 2, np.float32)
     assert called_with(model) == ["ids", "scale"] and called_with(compiled(flow, weights)) == ["ids", "scale"]
-    for made in (model(ids), model(ids=ids), compiled(flow.outputs(["scaled"]), weights)(ids, scale=scale) / 2):
+    first = (model(pixels, ids), model(ids, pixels=pixels))  # the active value, which a gather replaces
+    for made in (*first, model(ids), model(ids=ids), compiled(flow.outputs(["scaled"]), weights)(ids, scale=scale) / 2):
         close(made, weights["t"][ids])
     close(compiled(flow.outputs(["image"]), weights)(pixels), pixels @ weights["v"].T)
     both = compiled(flow.outputs(["image", "text"]), weights)
     assert called_with(both) == ["pixels", "ids", "scale"] and set(both(pixels, ids)) == {"image", "text"}
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ((ids,), {"pixels": pixels}, "input 'pixels' is read by none of the outputs: leave it out"),
         ((ids,), {"scale": scale}, "input 'scale' is read by none of the outputs"),
-        ((pixels, ids), {}, r"takes 1 input \(ids\), got 2: none of the outputs reads 'pixels'; give 'scale' by name"),
+        ((pixels, ids, scale), {}, "got 3: none of the outputs reads 'pixels'; give 'scale' by name"),
         ((), {}, "input 'ids' is not given"),
     ]
     for args, named, message in refused:
         with pytest.raises(UnboundInputError, match=message):
             model(*args, **named)
+    for wrong, kind in ((ids, DTypeError), (np.ones((2, 3), np.float32), ShapeError)):
+        with pytest.raises(kind, match="pixels"):
+            model(wrong, ids)
     assert "pixels" not in str(model).split("\n\n")[0] and "in   ids i32[batch,seq]\n" in str(model)
     assert text.summary(weights).startswith("two: ids i32[batch,seq]\n")
     assert model.report(batch=1, seq=2).bytes == 72 and "pixels" not in model.text("mir")

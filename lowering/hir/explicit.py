@@ -6,19 +6,24 @@ keys rotated, and gives the outputs `kv.{i}.k` and `kv.{i}.v` `[batch, past + se
 cache. Two more inputs are optional: `position_ids` `[batch, seq]`, and `mask` `[batch, past + seq]` over cached and new
 keys, where 1 keeps a key, less than ½ drops it, and causality holds besides.
 
+Block i with a state slot, counted for each name of a slot, reads the input `state_{slot}_{i}` and gives the output
+`state.{i}.{slot}` `[batch, …]`, the state after the last token: a flow with such a block has no `mask`, because its
+state has read every token.
+
 An input that the flow declares under one of these names is taken as it is, if its shape is the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Graph, Input, Node, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Hir, Input, Node, TypeCache, Value
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Narrow, Reshape
@@ -37,29 +42,32 @@ OPTIONAL = (  # of every explicit program that has no inputs of these names othe
 class Behind:
     """The inputs and outputs of one explicit program while it is derived.
 
-    `past` is the first layer's cached keys, `caches` their dtype where the flow declares none, `given` the optional
-    inputs that calls will supply.
+    `past` is the first layer's cached keys if there is attention, `caches` their dtype where the flow declares none,
+    `given` the optional inputs that calls will supply.
     """
 
     declared: dict[str, Input]
-    past: Input
+    past: Input | None
     caches: np.dtype[np.generic]
     given: frozenset[str]
     added: dict[str, Input] = field(default_factory=dict)
     grown: dict[str, Value] = field(default_factory=dict)
     layers: int = 0
+    slots: list[str] = field(default_factory=list)
 
     @staticmethod
     def of(graph: Graph, caches: np.dtype[np.generic] | None, given: Collection[str]) -> Behind:
         """For the attention of a flow without regions.
 
         Raises:
-            DeriveError: there is none.
+            DeriveError: there is none, and no block that carries a state.
         """
         found = next((n for n in graph.nodes if isinstance(n.op, KINDS) and _moves(graph, n)), None)
-        if found is None:
-            raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
         declared, dtype = {i.input: i for i in graph.inputs}, caches or F32
+        if found is None:
+            if not carries_state(graph):
+                raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
+            return Behind(declared, None, dtype, frozenset(given))
         keys = graph.type(found.inputs[1])
         past = declared.get(name_of("k", 0)) or Input(name_of("k", 0), type=cache_type(keys, symbol("past"), dtype))
         return Behind(declared, past, dtype, frozenset(given))
@@ -71,6 +79,11 @@ class Behind:
         rows = b.type(x)
         if POSITION_IDS in self.given and POSITION_IDS not in self.declared:
             return self._input(b, Input(POSITION_IDS, type=TensorType(rows.shape[:2], I32)))
+        if self.past is None:
+            raise DeriveError(
+                "the flow reads positions, and without attention no input has one row for each cached token: give "
+                f"{POSITION_IDS}"
+            )
         last = b(Narrow(0, -1, 1), b(Iota(1), b.leaf(self.past)))
         start = b(Reshape((1, 1)), b(Binary("add"), last, b.scalar(1, last)))
         return b(Binary("add"), start, b(Reshape((1, -1)), b(Iota(1), x)))
@@ -84,6 +97,27 @@ class Behind:
         self.grown |= {f"kv.{layer}.{kind}": value for kind, value in zip("kv", grown, strict=True)}
         self.layers += 1
         return context
+
+    def carried(self, b: Builder, op: Hir, operands: Sequence[Value], slots: Sequence[hir.StateSlot]) -> list[Value]:
+        """block(x, …) → carried(block, x, …, state_{slot}_{i}); state.{i}.{slot} are outputs"""
+        batch = b.type(operands[0]).shape[0]
+        names: list[str] = []
+        leaves: list[Value] = []
+        for slot in slots:
+            number = self.slots.count(slot.name)
+            self.slots.append(slot.name)
+            names.append(f"state.{number}.{slot.name}")
+            leaf = Input(f"state_{slot.name}_{number}", type=slot.leaf(batch))
+            declared = self.declared.get(leaf.input, leaf)
+            if declared.type != leaf.type:
+                raise DeriveError(
+                    f"input {leaf.input} is {declared.type}; expected {leaf.type}: the state of {op.text()}"
+                )
+            leaves.append(self._input(b, leaf))
+        values = b.add(hir.Carried(op, len(slots), ragged=False), *operands, *leaves)
+        count = len(values) - len(slots)
+        self.grown |= dict(zip(names, values[count:], strict=True))
+        return list(values[:count])
 
     def growing(self) -> None:
         """Attention behind a cache that the flow wrote itself counts like any other."""
@@ -104,8 +138,15 @@ class Behind:
         for name in (i.input for i in OPTIONAL if i.input in self.given):
             if name not in self.declared and name not in self.added:
                 raise DeriveError(f"input {quote(name)} is given, and nothing in the flow would read it")
+        masks = [i for i in (self.declared.get(MASK), self.added.get(MASK)) if i and "past" in i.type.symbols]
+        if self.slots and masks:
+            raise DeriveError(
+                f"input {MASK!r} drops keys of attention, and the state {self.slots[0]!r} has read every token: a "
+                "masked token would still change the result; leave out the mask, or use prefill and extend with "
+                "lengths"
+            )
         b = Builder.resume(graph, types)
-        at = (MASK, *(name_of(kind, i) for i in range(self.layers) for kind in "kv"), POSITION_IDS)
+        at = (MASK, *(name for name in self.added if name not in (MASK, POSITION_IDS)), POSITION_IDS)
         b.inputs = [*graph.inputs, *(self.added[name] for name in at if name in self.added)]
         return b.finish([*graph.outputs, *self.grown.values()], [*graph.output_names, *self.grown])
 
@@ -117,6 +158,7 @@ class Behind:
         return b.leaf(leaf)
 
     def _cache(self, b: Builder, name: str, new: TensorType) -> Value:
+        assert self.past is not None
         want = cache_type(new, self.past.type.shape[1], self.caches)
         leaf = self.declared.get(name) or Input(name, type=want)
         if leaf.type.shape != want.shape or not is_float(leaf.type.dtype):
@@ -127,6 +169,7 @@ class Behind:
 
     def _mask(self, b: Builder, new: TensorType) -> tuple[Value, ...]:
         """The keep mask, if there is one over cached and new keys."""
+        assert self.past is not None
         shape = (new.shape[0], self.past.type.shape[1] + new.shape[1])
         if MASK in self.given and MASK not in self.declared:
             return (self._input(b, Input(MASK, type=TensorType(shape, I32))),)
@@ -141,8 +184,34 @@ def _moves(graph: Graph, node: Node) -> bool:
 
 def optional_inputs(graph: Graph) -> tuple[Input, ...]:
     """The optional inputs that the program adds to those of the flow."""
-    declared = {i.input for i in graph.inputs}
-    return tuple(i for i in OPTIONAL if i.input not in declared)
+    taken = {i.input for i in graph.inputs} | ({MASK} if carries_state(graph) else set())
+    return tuple(i for i in OPTIONAL if i.input not in taken)
+
+
+def caches_of(b: Builder) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Return what later tokens read of those of a flow, by the names of the program's outputs: the keys and values of
+    every causal attention, and the state of every block after the last token, which is written here."""
+    nodes = list(b.nodes)
+    attention = [n for n in nodes if isinstance(n.op, hir.Attention) and n.op.causal]
+    caches = {f"kv.{i}.{kind}": v for i, n in enumerate(attention) for kind, v in zip("kv", n.inputs[1:3], strict=True)}
+    states: dict[str, Value] = {}
+    names: list[str] = []
+    for node in nodes:
+        op: Any = node.op
+        slots = op.slots(*map(b.type, node.inputs)) if isinstance(op, hir.CarriesState) else ()
+        if not slots:
+            continue
+        with b.at(node.origin):
+            after = b.add(hir.Carried(op, len(slots), fresh=True, ragged=False), *node.inputs)[-len(slots) :]
+        for slot, value in zip(slots, after, strict=True):
+            states[f"state.{names.count(slot.name)}.{slot.name}"] = value
+            names.append(slot.name)
+    return caches, states
+
+
+def carries_state(graph: Graph) -> bool:
+    """Return whether a block carries a state along the tokens."""
+    return any(isinstance(node.op, hir.CarriesState) for _, node in graph.walk())
 
 
 def name_of(kind: str, layer: int) -> str:

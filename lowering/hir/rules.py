@@ -172,16 +172,14 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     """block(x, …) → carried(block, x, …, state.slot …, state.length, lengths); state.slot := … for each slot"""
     block: Any = node.op  # what `hir.CarriesState` says
     x = b.type(inputs[0])
-    if d.behind is not None:
-        raise DeriveError(
-            f"{block.text()} carries a state, and explicit has keys and values alone as inputs: use prefill and extend"
-        )
     if x.shape[:2] != (symbol("batch"), symbol("seq")):
         raise DeriveError(f"{block.text()} runs along {x}, expected [batch, seq, …]: there is no {d.program} rule")
     operands = tuple(b.type(v) for v in inputs)
     if continued.is_tried(block) and (reason := d.types.ask(continued.differing, block, operands)):
         raise DeriveError(f"{block.text()} carries a state, and {reason}: {d.program} would give other numbers")
     slots = block.slots(*operands)
+    if d.behind is not None:
+        return tuple(d.behind.carried(b, block, inputs, slots))
     leaves = [d.state(b, node.origin.path, s.name, s.leaf(x.shape[0]), s.leaf_roles) for s in slots]
     every = d.program == "verify"  # the state stays what it was; what it would be after each token goes beside it
     op = hir.Carried(block, len(slots), fresh=d.program == "prefill", every=every)
@@ -191,6 +189,14 @@ def carried(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) ->
     b.writes += [(replace(leaf, every=every), after) for (leaf, _), after in zip(leaves, behind, strict=True)]
     b.writes += leaves if every else []
     return made[:results]
+
+
+def exported(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
+    """A state that `export_kv` makes an output is that after the last token of the forward program."""
+    raise DeriveError(
+        f"{node.op.text()}: export_kv gives the state after the last token of a row, which {d.program} keeps itself: "
+        "leave out export_kv"
+    )
 
 
 def growing(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> None:
@@ -235,6 +241,7 @@ RULES: dict[type[Op], Rule] = {
     hir.GrowingAttention: growing,
     hir.LastToken: last_token,
     hir.Recurrent: carried,
+    hir.Carried: exported,
     hir.CausalWindow: carried,
     hir.CausalConv: carried,
     hir.GatedDelta: carried,

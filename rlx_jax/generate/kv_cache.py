@@ -104,6 +104,12 @@ class LayerKvCache:
         return {f"past_{kind}_{i}": array for i, pair in pairs for kind, array in zip("kv", pair, strict=True)}
 
 
+def state_inputs(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs `state_{slot}_{i}` of a decode flow, which are the outputs `state.{i}.{slot}` of a call."""
+    parts = ((name.split(".", 2), array) for name, array in outputs.items() if name.startswith("state."))
+    return {f"state_{slot}_{number}": array for (_, number, slot), array in parts}
+
+
 def bucket_decode_mask(past: int, upper: int, new: int = 1, batch: int = 1) -> CacheRows:
     """The keep mask int32 `[B, U+S]` of a cache of `past` tokens that is padded to `upper`: 1 keeps a key.
 

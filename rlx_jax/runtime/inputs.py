@@ -39,12 +39,20 @@ KEYS = "threefry2x32"
 
 
 def bind_names(
-    decls: Sequence[InputDecl], args: Sequence[Any], named: Mapping[str, Any], flow: str, unread: Sequence[str] = ()
+    decls: Sequence[InputDecl],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    flow: str,
+    unread: Sequence[str] = (),
+    first: str = "",
 ) -> dict[str, Any]:
     """Inputs by name from a call's positional and named arguments; None for an optional input means absent. `unread`:
-    those of the flow that no output reads; what stands behind them has moved, so that optional ones go by name."""
+    those of the flow that no output reads; the inputs after them have moved, so that optional ones go by name. `first`:
+    the one of `unread` that the flow begins with, if any, which a call may give."""
     names = [d.name for d in decls]
     in_order = list(itertools.takewhile(lambda d: not (unread and d.optional), decls))
+    if first and first not in named and len(args) == len(in_order) + 1:
+        named, args = {first: args[0], **named}, args[1:]
     if len(args) > len(in_order):
         pure = "; model.apply(params, …) takes parameters first" if isinstance(args[0], Mapping) else ""
         takes = f"takes {len(in_order)} input{'s' * (len(in_order) != 1)} ({', '.join(d.name for d in in_order)})"
@@ -52,8 +60,8 @@ def bind_names(
         by_name = f"; give {listing(names[len(in_order) :])} by name" if idle and len(in_order) < len(names) else ""
         raise UnboundInputError(f"{flow}: {takes}, got {len(args)}{pure}{idle}{by_name}")
     given = dict(zip(names, args, strict=False))
-    refuse_unread(named, unread, flow)
-    check_input_names(named, names, flow)
+    refuse_unread(named, [name for name in unread if name != first], flow)
+    check_input_names(named, [*names, first] if first in named else names, flow)
     for name, value in named.items():
         if name in given:
             raise UnboundInputError(f"{flow}: input {quote(name)} is given by position and by name")

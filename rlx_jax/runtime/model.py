@@ -223,10 +223,16 @@ class CompiledModel:
         check_all_given(declared, given, flow.name)
         bounds = template.bounds
         one_row = {d.name for d in known if d.rows_optional}
-        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n)) for n, t in declared.items()}
-        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == declared[n].rank - 1}
-        values = at_home(values, self.programs.division)
-        sizes = bind_sizes(declared, values, flow.name)
+        # A first input that no output reads may be given: it is checked like the others, and left out.
+        unread = {d.name: d.type for d in flow.inputs[:1] if d.name in given and d.name not in declared}
+        both = {**declared, **unread}
+        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n)) for n, t in both.items()}
+        values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == both[n].rank - 1}
+        sizes = bind_sizes(both, values, flow.name)
+        if unread:
+            symbols = {symbol for t in declared.values() for symbol in t.symbols}
+            sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
+        values = at_home({n: values[n] for n in declared}, self.programs.division)
         check_counted(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes)
         arrays = given_state(self.program, template.state, state, sizes)
@@ -249,7 +255,9 @@ class CompiledModel:
         known = self.inputs
         if optional := frozenset(d.name for d in known if d.optional and named.get(d.name) is not None):
             known = self._inputs(optional)
-        return known, bind_names(known, args, named, self.flow.name, self._unread(optional))
+        unread = self._unread(optional)
+        first = next((d.name for d in self.flow.inputs[:1] if d.name in unread and not d.optional), "")
+        return known, bind_names(known, args, named, self.flow.name, unread, first)
 
     def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
         template = self._template(given)

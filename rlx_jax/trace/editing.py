@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote, shown
 from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
 from rlx_jax.ir.hir import Linear
@@ -362,9 +364,11 @@ class _Rewriting:
                     registers.setdefault(key, None)
                 elif key not in registers and (found := mapped(old)) is not None:
                     registers[key] = found
-        if now.gdn is None and known.gdn is not None:
-            found = tuple(map(mapped, known.gdn))
-            now.gdn = found if all(v is not None for v in found) else None
+        for name in ("gdn", "decode"):
+            old = getattr(known, name)
+            record = jax.tree.map(mapped, old)
+            if getattr(now, name) is None and len(jax.tree.leaves(record)) == len(jax.tree.leaves(old)):
+                setattr(now, name, record)
 
     # -- paths -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -49,6 +49,8 @@ from rlx_jax.ir.types import (
 from rlx_jax.trace.checks import has_no
 from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.declared import WeightDecl
+from rlx_jax.trace.flow_state import FlowState as FlowState
+from rlx_jax.trace.flow_state import GdnInputSlots
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.parameters import K, Parameters
 from rlx_jax.trace.weight_part import WeightKey, WeightPart, WeightStack, stored_key
@@ -74,28 +76,6 @@ def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> Tenso
     if name in ("state", "params"):
         raise NameCollisionError(f"an input cannot be called {quote(name)}: calls use that name")
     return tensor_type(shape, device_dtype(as_dtype(dtype, f"input {name}: ")), f"input {name}")
-
-
-@dataclass
-class FlowState:
-    """Registers that one stage writes and a later one reads; `program` is what the flow is compiled to by itself."""
-
-    program: str = "forward"
-
-    rope_cos: FlowValue | None = None
-    rope_sin: FlowValue | None = None
-    rope_by_itself: str = ""  # the first stage that made its own tables, as there were none
-    zero_beta: FlowValue | None = None
-    embed_weight: FlowValue | None = None
-    residual: FlowValue | None = None
-    gdn: tuple[FlowValue, ...] | None = None  # q, k, v, g and beta of a GdnScan
-    inputs: dict[str, FlowValue | None] = field(default_factory=dict)
-    named: dict[str, FlowValue] = field(default_factory=dict)
-    streams: dict[str, FlowValue] = field(default_factory=dict)
-    outputs: dict[str, FlowValue] = field(default_factory=dict)
-    repeats: list[list[int]] = field(default_factory=list)
-    contracts: list[Any] = field(default_factory=list)  # a `StageContract` for each stage that promises something
-    left_none: str = ""
 
 
 class Emit(SpecBuilders[FlowValue]):
@@ -309,7 +289,10 @@ class Emit(SpecBuilders[FlowValue]):
     def load_param(self, key: str, transpose: bool = False) -> FlowValue:
         """`param(key)`, transposed in the program when asked: the leaf is stored once either way."""
         value = self.param(key)
-        return value.transpose() if transpose else value
+        loaded = value.transpose() if transpose else value
+        # A record, not a cache: a layer that read a value of another layer would not fold into one region with it.
+        self.state.loaded_params[key, transpose] = loaded
+        return loaded
 
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> FlowValue:
         """Made-up numbers, registered as `name` for later stages: a constant of the program of at most 1 MiB.
@@ -406,7 +389,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     def set_gdn(self, q: FlowValue, k: FlowValue, v: FlowValue, g: FlowValue, beta: FlowValue) -> None:
         """Register what a GdnScan reads: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""
-        self.state.gdn = (q, k, v, g, beta)
+        self.state.gdn = GdnInputSlots(q, k, v, g, beta)
 
     def set_stream(self, name: str, value: FlowValue) -> None:
         """Keep `value` as stream `name`."""

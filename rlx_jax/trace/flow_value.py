@@ -43,6 +43,10 @@ class FlowValue:
     def ndim(self) -> int:
         return self.type.rank
 
+    def hir_id(self) -> Value:
+        """Return the value of the graph: the number of its node, and which of its results."""
+        return self.value
+
     def __repr__(self) -> str:
         return f"FlowValue({self.type})"
 

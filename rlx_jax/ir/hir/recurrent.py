@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class BlockRun:
     every: tuple[Value, ...] = ()
 
 
+@runtime_checkable
 class CarriesState(Protocol):
     """A block `[B, S, …] → [B, S, …]` that reads the tokens up to each through a state.
 
@@ -104,7 +105,8 @@ class Carried(Hir):
     Operands: those of the block, the state leaves `[B, …]` by slot, `state.length` `[B]` and `lengths` `[B]`.
     Results: those of the block; the new leaves; with `every`, the leaves after each token `[B, S, …]`.
     With `fresh` no token was read before. Else a row starts from its leaf, or where it has read nothing from the
-    initial value.
+    initial value. Without `ragged` every token is valid and every row starts from its leaf: there are no lengths, and
+    with `fresh` no leaves either, among the operands.
     """
 
     traits = BLOCK
@@ -113,11 +115,16 @@ class Carried(Hir):
     states: int
     fresh: bool = False
     every: bool = False
+    ragged: bool = True
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        block = cast(CarriesState, self.block)
+        if not self.ragged:
+            own = len(operands) - self.states * (not self.fresh)
+            ran = block.expand_from(b, operands[:own], operands[own:] or None, None, self.every)
+            return (*ran.results, *ran.after, *ran.every)
         own = len(operands) - self.states - 2
         given, leaves, (length, lengths) = operands[:own], operands[own:-2], operands[-2:]
-        block = cast(CarriesState, self.block)
         slots = block.slots(*(b.type(v) for v in given))
         start = None
         if not self.fresh:
@@ -129,7 +136,7 @@ class Carried(Hir):
         return (*ran.results, *ran.after, *ran.every)
 
     def text(self) -> str:
-        notes = [", fresh"] * self.fresh + [", every"] * self.every
+        notes = [", fresh"] * self.fresh + [", every"] * self.every + [", all valid"] * (not self.ragged)
         return f"carried({self.block.text()}{''.join(notes)})"
 
 
