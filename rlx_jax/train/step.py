@@ -32,9 +32,10 @@ class Metrics:
     """Of one step, f32 scalars on the device: reading one waits for the step, holding them does not.
 
     Attributes:
-        loss: the mean over the targets, before the update.
+        loss: the mean over the targets, before the update; 0 for a batch without targets.
         grad_norm: √Σg² over all leaves, as the optimizer was given them.
-        tokens: how many targets there were, or the sum of their weights.
+        tokens: the number of target tokens, or the sum of their weights. A batch without a target (all labels negative,
+            rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
     """
 
     loss: jax.Array
@@ -123,6 +124,12 @@ class TrainStep:
         with promoting():
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = {name: _added(p, updates[name]) for name, p in state.params.items()}
+        # Momentum and weight decay would move the parameters on a gradient of zeros. XLA fuses this select into the
+        # update, which reads the old values anyway; lax.cond would copy the donated state.
+        has_targets = (_target_weights(batch) != 0).any()
+        params, optimizer = jax.tree.map(
+            lambda new, old: jnp.where(has_targets, new, old), (params, optimizer), (state.params, state.optimizer)
+        )
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
         return TrainState(state.step + 1, params, optimizer), metrics
 
@@ -130,11 +137,11 @@ class TrainStep:
         """Loss, gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
             loss, gradients = self._one(params, batch)
-            return loss, gradients, _targets(batch)
+            return loss, gradients, _target_weights(batch).sum()
 
         def more(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
             of_loss, of_gradients, tokens = sums
-            count = _targets(part)
+            count = _target_weights(part).sum()
             loss, gradients = self._one(params, part)
             added = {k: of_gradients[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
             return (of_loss + count * loss, added, tokens + count), None
@@ -191,10 +198,10 @@ def _added(p: AnyArray, update: AnyArray) -> AnyArray:
     return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
 
 
-def _targets(batch: Arrays) -> AnyArray:
-    """How many targets a batch has, as `cross_entropy` counts them."""
-    known = {k: batch[k] for k in ("lengths", "labels", "weights") if k in batch}
-    return losses.targets(batch["tokens"], **known)[1].sum()
+def _target_weights(batch: Arrays) -> AnyArray:
+    """Return the weight of each position's target as `cross_entropy` counts it, `[B, S]` f32; 0 without a target."""
+    options = {k: batch[k] for k in ("lengths", "labels", "weights") if k in batch}
+    return losses.targets(batch["tokens"], **options)[1]
 
 
 def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
