@@ -258,6 +258,18 @@ def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: 
     assert any((np.asarray(a) != first[0][name]).any() for name, a in resumed.params.items())
 
 
+def test_an_optimizer_may_widen_its_state() -> None:
+    """A moment that is bf16 at first and f32 after a step, with and without targets."""
+    optimizer = optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.bfloat16), p),
+        lambda g, m, p: (jax.tree.map(jnp.negative, g), jax.tree.map(lambda a, b: a.astype("f4") + b, m, g)),
+    )
+    step = train.make_step(small(), optimizer)
+    for labels in (BATCH["tokens"], np.full((B, S), -100)):
+        state, _ = step(train.init(small(), optimizer, 0), {"tokens": BATCH["tokens"], "labels": labels})
+        assert {a.dtype for a in state.optimizer.values()} == {np.dtype("float32")}
+
+
 def numbers(tree: Any) -> Any:
     """The arrays of a tree on the host, random keys as their words."""
     return jax.tree.map(

@@ -25,6 +25,9 @@ Loss = Callable[..., jax.Array]
 
 AnyArray = Any
 
+TARGET_INPUTS = frozenset({"lengths", "labels", "weights"})
+"""What decides, next to the tokens, which positions of a batch have a target. Without any of them all but the last."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -121,17 +124,23 @@ class TrainStep:
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
         loss, gradients, tokens = self._gradients(state.params, batch)
         squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
-        with promoting():
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params = {name: _added(p, updates[name]) for name, p in state.params.items()}
-        # Momentum and weight decay would move the parameters on a gradient of zeros. XLA fuses this select into the
-        # update, which reads the old values anyway; lax.cond would copy the donated state.
-        has_targets = (_target_weights(batch) != 0).any()
-        params, optimizer = jax.tree.map(
-            lambda new, old: jnp.where(has_targets, new, old), (params, optimizer), (state.params, state.optimizer)
-        )
+        if TARGET_INPUTS & batch.keys():
+            has_targets = (_target_weights(batch) != 0).any()
+            # Momentum and weight decay would move the parameters on a gradient of zeros. A select of each array would
+            # make XLA:CPU copy the donated state.
+            now = gradients, state.params, state.optimizer
+            types = jax.eval_shape(self._update, *now)
+            params, optimizer = lax.cond(has_targets, self._update, lambda _, *old: _cast(old, types), *now)
+        else:  # there is a next token in every row
+            params, optimizer = self._update(gradients, state.params, state.optimizer)
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
         return TrainState(state.step + 1, params, optimizer), metrics
+
+    def _update(self, gradients: Arrays, params: Arrays, memory: Any) -> tuple[dict[str, AnyArray], Any]:
+        """Compute the next parameters and the next state of the optimizer, whose state is `memory`."""
+        with promoting():
+            updates, memory = self.optimizer.update(gradients, memory, params)
+        return {name: _added(p, updates[name]) for name, p in params.items()}, memory
 
     def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
         """Loss, gradients in the dtypes of their leaves, and the number of targets."""
@@ -198,9 +207,14 @@ def _added(p: AnyArray, update: AnyArray) -> AnyArray:
     return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
 
 
+def _cast(tree: Any, types: Any) -> Any:
+    """Return a tree in the dtypes of another: an optimizer may widen a moment in its first step."""
+    return jax.tree.map(lambda a, spec: a if a.dtype == spec.dtype else a.astype(spec.dtype), tree, types)
+
+
 def _target_weights(batch: Arrays) -> AnyArray:
     """Return the weight of each position's target as `cross_entropy` counts it, `[B, S]` f32; 0 without a target."""
-    options = {k: batch[k] for k in ("lengths", "labels", "weights") if k in batch}
+    options = {k: batch[k] for k in TARGET_INPUTS & batch.keys()}
     return losses.targets(batch["tokens"], **options)[1]
 
 
