@@ -71,7 +71,7 @@ class Settings:
     loop: Loop
     sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     division: Division | None = None  # of a mesh, which no profile knows
-    max_positions: int | None = None  # no profile says it: tokens that the model knows, where its tables do not
+    max_positions: int | None = None  # an argument of CausalLM and Encoder, which counts before the flow's own
 
     @property
     def target(self) -> str:
