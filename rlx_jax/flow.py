@@ -102,9 +102,9 @@ class ModelFlow(Stages):
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
         if self.max_positions is not None:
-            most = as_dim(self.max_positions, f"{self.name}: max_positions")
-            if not is_static(most):
-                raise ShapeError(f"{self.name}: max_positions is {shown(self.max_positions)}; expected a number of tokens")
+            what = f"{self.name}: max_positions"
+            if not is_static(as_dim(self.max_positions, what)):
+                raise ShapeError(f"{what} is {shown(self.max_positions)}; expected a number of tokens")
 
     # -- declaring ---------------------------------------------------------------------------
 

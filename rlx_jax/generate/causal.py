@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ from rlx_jax.text.opening import (
     known_positions,
     open_token_model,
     open_tokenizer,
+    refuse_call,
 )
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
@@ -109,6 +110,15 @@ class CausalLM:
     @eos_ids.setter
     def eos_ids(self, ids: int | Sequence[int]) -> None:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises:
+        RequestError: a model for requests has several answers; names the methods that give them.
+        """
+        refuse_call(
+            self,
+            "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow",
+        )
 
     def __repr__(self) -> str:
         return in_one_line("CausalLM", self.model, self.vocab_size, self.max_positions)

@@ -76,7 +76,10 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
     types = {name: known[name].type for name in brought}
     given = frozenset(name for name in brought if known[name].optional)
     ids = model.programs.template(model.key(given)).bounds.ids
-    arrays = {name: host_value(name, value, types[name], ids.get(name)) for name, value in brought.items()}
+    arrays = {
+        name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
+        for name, value in brought.items()
+    }
     axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
     for name, axis in axes.items():
         if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:

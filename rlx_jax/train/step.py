@@ -63,8 +63,8 @@ class TrainStep:
         Args:
             state: of `train.init`, or of the step before; not to be used again.
             batch: tokens `[B, S]`, or a mapping with `tokens` and what else the loss takes by name: `lengths`,
-                `labels`, `weights`, inputs of the flow. Arrays of the host are checked; those of JAX are not, so that
-                nothing waits for the device.
+                `labels`, `weights`, inputs of the flow. Ids of tokens and labels are checked where the host can read
+                them; on an accelerator only with `checks.ids = "all"` in the model's profile.
 
         Raises:
             RequestError, SessionStateError: no state, or one that was consumed. BatchMismatchError: the rows cannot be
