@@ -371,7 +371,7 @@ class ModelFlow(Stages):
             self.name, graph, source, self.profile, types, self, tuple(read), self.left_keys, rolled.refusals,
             self.binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
-            max_positions=self.max_positions,
+            max_positions=self.max_positions, captures=captured_blocks,
         )  # fmt: skip
 
     def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:

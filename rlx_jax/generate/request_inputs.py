@@ -30,6 +30,13 @@ class RequestInputs:
         """The arrays with `batch` rows; those behind the request's are zeros."""
         return {name: _padded(a, self.rows[name], batch) if name in self.rows else a for name, a in self.arrays.items()}
 
+    def of_row(self, row: int) -> dict[str, Any]:
+        """The arrays with this row of the batch alone."""
+        return {
+            name: a[(slice(None),) * self.rows[name] + (slice(row, row + 1),)] if name in self.rows else a
+            for name, a in self.arrays.items()
+        }
+
 
 NONE = RequestInputs()
 
