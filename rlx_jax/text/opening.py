@@ -6,7 +6,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 
@@ -135,6 +135,7 @@ def refuse_call(what: object, instead: str) -> NoReturn:
     raise RequestError(f"{type(what).__name__}: call one of its methods: {instead}")
 
 
+@runtime_checkable
 class FastTokenizer(Protocol):
     """A fast tokenizer of transformers, such as `AutoTokenizer.from_pretrained` returns."""
 
@@ -158,18 +159,19 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
     """
     if isinstance(tokenizer, Tokenizer | None):
         return tokenizer
-    if hasattr(tokenizer, "backend_tokenizer") and not isinstance(tokenizer, type):
+    if isinstance(tokenizer, FastTokenizer) and not isinstance(tokenizer, type):
         with tempfile.TemporaryDirectory() as directory:
             tokenizer.save_pretrained(directory)
             return open_tokenizer(directory)
-    path = Path(tokenizer) if isinstance(tokenizer, str | os.PathLike) and tokenizer else None
-    if path is None or (path.is_file() and path.name != TOKENIZER):
+    name = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else ""
+    path = Path(name)
+    if not name or (path.is_file() and path.name != TOKENIZER):
         raise RequestError(
             f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, a fast tokenizer of "
             "transformers, or what rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
         )
     try:
-        folder = open_folder(path.parent if path.name == TOKENIZER else os.fspath(tokenizer))
+        folder = open_folder(path.parent if path.name == TOKENIZER else name)
     except RlxError as error:
         error.locate("tokenizer")
         raise
