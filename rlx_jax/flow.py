@@ -42,7 +42,7 @@ from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.region import roll
 from rlx_jax.ir.rewrite import bind_params
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import as_dim, as_name, as_names, is_float
+from rlx_jax.ir.types import as_dim, as_name, as_names, is_float, is_static
 from rlx_jax.ir.verify import verify
 from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.explicit import caches_of
@@ -95,12 +95,17 @@ class ModelFlow(Stages):
     more: WeightSource | None = None
     missing: Literal["error", "init"] = "error"
     reads: Callable[[WeightSource], WeightSource] | None = None
+    max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     no_training: str = ""  # why it cannot be trained as it was, where it cannot
     elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
     mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
+        if self.max_positions is not None:
+            what = f"{self.name}: max_positions"
+            if not is_static(as_dim(self.max_positions, what)):
+                raise ShapeError(f"{what} is {shown(self.max_positions)}; expected a number of tokens")
 
     @staticmethod
     def new(name: str) -> ModelFlow:
@@ -374,6 +379,7 @@ class ModelFlow(Stages):
             self.name, graph, source, self.profile, types, self, tuple(read), self.left_keys, rolled.refusals,
             self.binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
+            max_positions=self.max_positions, captures=captured_blocks,
         )  # fmt: skip
 
     def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:

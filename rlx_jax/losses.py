@@ -40,7 +40,7 @@ from rlx_jax.ir.types import TensorType, is_static, short_name, symbols_of
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.heads import behind_product, head_operands
-from rlx_jax.runtime.inputs import as_host_array, token_ids
+from rlx_jax.runtime.inputs import as_host_array, check_ids, host_view, token_ids
 from rlx_jax.runtime.model import CompiledModel
 
 AnyArray = Any
@@ -67,8 +67,8 @@ def cross_entropy(
 
     `z` are the model's logits, in f32 before the softmax. A pure function of `params`: `jax.jit`, `jax.grad` and
     `jax.vmap` go through it (forward mode, `jax.jvp`, does not). Without a gradient only the loss is computed. The
-    gradient with respect to the head is summed over pieces in f32, and has the dtype of its leaf. Host arrays are
-    checked; under `jax.jit` values are not.
+    gradient with respect to the head is summed over pieces in f32, and has the dtype of its leaf. Arrays are checked
+    as those of a call of the model; under `jax.jit` values are not.
 
     Args:
         model: its first output is `head(hidden)`: a product with a weight `[V, H]` or `[H, V]`, then casts and
@@ -100,6 +100,8 @@ def cross_entropy(
     rows = _vocabulary(model, head, vocab)
     if labels is None:
         _refuse_foresight(model)
+    else:
+        labels = _checked_labels(labels, tokens.shape, rows, model.settings.check_ids)
     aim, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=rows)
     total = weight.sum()
     division = model.programs.division
@@ -354,14 +356,16 @@ def _checked_coefficient(z_loss: Any) -> float:
 
 
 def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
-    """`[B, S]` ids with a token to predict; on the host each is in the model's table."""
+    """Return `[B, S]` ids with a token to predict; each that the host can read is in the model's table."""
+    first = model.first_input
+    rows = model.template().bounds.ids.get(first)
     if not isinstance(tokens, jax.Array):
-        first = model.first_input
-        rows = model.template().bounds.ids.get(first)
         if rows is None:
             raise GraphError(f"{model.name}: its first input {first!r} holds no token ids")
         tokens = token_ids("tokens", tokens, rows)
     tokens = _shaped("tokens", tokens, None, "iu")
+    if rows is not None:
+        check_ids("tokens", tokens, rows, model.settings.check_ids)
     if tokens.shape[1] < 2:
         raise SequenceLengthError(f"tokens: {list(tokens.shape)}, and the first token has none to predict; pass 2")
     return tokens
@@ -390,24 +394,26 @@ def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
     return jnp.asarray(array).astype(jnp.int32)
 
 
-def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None) -> Any:
+def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devices: bool = False) -> Any:
     array = _shaped("labels", labels, shape, "iu")
-    if isinstance(array, np.ndarray) and vocab is not None and array.max() >= vocab:
-        at = np.argwhere(array >= vocab)[0]
+    known = None if vocab is None else host_view(array, devices)
+    if known is not None and known.max() >= vocab:
+        at = np.argwhere(known >= vocab)[0]
         raise TokenIdError(
-            f"labels: id {number(int(array[tuple(at)]))} at {tuple(int(i) for i in at)} is not in [0, {vocab}); "
+            f"labels: id {number(int(known[tuple(at)]))} at {tuple(int(i) for i in at)} is not in [0, {vocab}); "
             "a position without a target has a negative one"
         )
     return array
 
 
 def check_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
-    """What `cross_entropy` would refuse of the arrays of the host in `batch`, its arguments by name.
+    """Check what `cross_entropy` would refuse of the arrays in `batch`, its arguments by name.
 
-    A step under `jax.jit` sees no values: whoever calls it looks before. Raises as `cross_entropy`.
+    A step under `jax.jit` sees no values, so that its caller checks them. Raises as `cross_entropy`.
     """
     tokens = _checked_tokens(model, batch["tokens"])
     if batch.get("labels") is not None:
-        _checked_labels(batch["labels"], tokens.shape, int(head_of(model).type.shape[-1]))
+        vocab = int(head_of(model).type.shape[-1])
+        _checked_labels(batch["labels"], tokens.shape, vocab, model.settings.check_ids)
     if batch.get("lengths") is not None:
         _checked_lengths(batch["lengths"], *tokens.shape)

@@ -70,7 +70,8 @@ class Built:
     `hir` is a MIR graph where a module at that level was built; `plan` is that of a module at LIR. `program` is the one
     that the flow asks for by itself: `forward`, or `explicit` behind cached keys and values. `roles` say what the axes
     of stored weights are, by key, `inits` how weights are drawn whose stages say so, and `fresh` the keys of those that
-    no source has.
+    no source has. `max_positions` is the longest sequence that the flow declares, in tokens,
+    and `captures` are the side outputs that edits by path added.
     """
 
     name: str
@@ -90,6 +91,8 @@ class Built:
     roles: Mapping[str, Roles] = field(default_factory=dict, repr=False)
     inits: Mapping[str, Init] = field(default_factory=dict, repr=False)
     fresh: tuple[str, ...] = ()
+    max_positions: int | None = None
+    captures: tuple[str, ...] = ()
 
     # -- as a flow ---------------------------------------------------------------------------
 

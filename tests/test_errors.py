@@ -676,7 +676,7 @@ CALLS: dict[str, Row] = {
     "a dtype on the device": row(lambda t: t.mlp(jnp.ones((2, 8), jnp.bfloat16)), DTypeError, "input x", "bf16"),
     "a number over float32": row(lambda t: t.mlp(np.full((2, 8), 1e300)), DTypeError, "input x", "1e+300", "f32"),
     "no array": row(lambda t: t.mlp("abc"), DTypeError, "input x", "numbers"),
-    "an array without a reason": row(lambda t: t.mlp(Silent()), ShapeError, "input x", "not an array", "ValueError"),
+    "an array without a reason": row(lambda t: t.mlp(Silent()), RequestError, "x", "cannot be read", "ValueError"),
     "ragged rows": row(lambda t: t.mlp([[1.0], [1.0, 2.0]]), ShapeError, "input x", "not an array"),
     "a state where there is none": row(lambda t: t.mlp(X, state=t.state()), GraphError, "forward", "state="),
     "no state": row(lambda t: t.prefill(IDS, lengths=[3, 3]), GraphError, "prefill", "init_state"),

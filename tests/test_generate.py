@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -275,6 +276,20 @@ def test_where_a_tokenizer_is(chat: Any, given: Any) -> None:
     assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
 
 
+def test_a_tokenizer_of_transformers(chat: Any) -> None:
+    """One that `AutoTokenizer` opened gives its own ids, its end token and its chat template."""
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(CHAT)
+    theirs.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
+    lm = rlx.CausalLM(chat.model, tokenizer=theirs)
+    assert lm.tokenizer is not None
+    for text in (*(case["prompt"] for case in CASES), "", "né <s> \U0001f600"):
+        assert lm.tokenizer.encode(text) == theirs(text)["input_ids"]
+    assert lm.eos_ids == (theirs.eos_token_id,) and lm.bos_id == theirs.bos_token_id
+    messages = [{"role": "user", "content": "Hello"}]
+    want = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert lm.apply_chat_template(messages, tokenize=False) == want
+
+
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
@@ -283,6 +298,7 @@ def test_where_a_tokenizer_is(chat: Any, given: Any) -> None:
         (CHAT / "config.json", errors.RequestError, "config.json.*expected a directory with a tokenizer.json"),
         (b"", errors.RequestError, "tokenizer is b''; expected"),
         ("", errors.RequestError, "tokenizer is ''; expected"),
+        (transformers.AutoTokenizer, errors.RequestError, "AutoTokenizer.*a fast tokenizer of transformers"),
     ],
 )
 def test_where_no_tokenizer_is(given: Any, error: type[Exception], told: str) -> None:

@@ -774,6 +774,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (llama, 3, "only prefill and extend have rings"),
     ],
     "buckets.on_recompile": [(llama, "error", "no list of buckets says what is foreign"), (generating, "error", "")],
+    "checks.ids": [(flat, "all", "no op reads a table by ids"), (generating, "all", ""), (embedding, "all", "")],
     **{
         f"sharding.{role}": [
             (flat, ["x"], "there is no mesh"),

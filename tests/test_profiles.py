@@ -61,6 +61,7 @@ SETTINGS: dict[str, Any] = {
     "buckets.on_recompile": "error",
     "buckets.programs": 7,
     "buckets.spare": 3,
+    "checks.ids": "all",
     **{f"sharding.{role}": ("x", "y") for role in ROLES},
     "donation.state": False,
     "donation.inputs": ("x", "y"),

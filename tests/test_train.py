@@ -254,3 +254,54 @@ def test_out_of_memory_of_a_step(code: str, monkeypatch: pytest.MonkeyPatch) -> 
         step(state, BATCH)
     advice = ("64.02GiB", "step of 4 x 6 tokens", "microbatches=2", "layers.remat", "precision.compute", "mesh=")
     assert all(part in str(error.value) for part in advice) == (code != "INTERNAL")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("hidden", [
+    {"labels": np.full((B, S), -100, np.int32)}, {"lengths": np.ones(B, np.int32)}, {"weights": np.zeros((B, S), "f4")},
+], ids=["labels", "lengths", "weights"])  # fmt: skip
+def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: int, devices: int) -> None:
+    """Neither decay nor momentum moves a parameter, in one piece, in parts, over devices; and the step counts."""
+    model = small() if devices == 1 else rlx.compile(small().flow, program="train", mesh=devices)
+    optimizer = optax.chain(optax.adamw(1e-2, weight_decay=0.1), optax.add_noise(0.1, 0.5, 3))
+    step = train.make_step(model, optimizer, microbatches=parts)
+    state, before = step(train.init(model, optimizer, 0), BATCH)
+    first = numbers((state.params, state.optimizer))
+    state, metrics = step(state, BATCH | hidden)
+    jax.tree.map(np.testing.assert_array_equal, numbers((state.params, state.optimizer)), first)
+    assert (int(state.step), float(metrics.tokens), float(metrics.loss), float(metrics.grad_norm)) == (2, 0, 0, 0)
+    resumed, after = step(state, BATCH)
+    assert after.tokens == before.tokens > 0 and int(resumed.step) == 3
+    assert any((np.asarray(a) != first[0][name]).any() for name, a in resumed.params.items())
+
+
+def test_an_optimizer_may_widen_its_state() -> None:
+    """A moment that is bf16 at first and f32 after a step, with and without targets."""
+    optimizer = optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.bfloat16), p),
+        lambda g, m, p: (jax.tree.map(jnp.negative, g), jax.tree.map(lambda a, b: a.astype("f4") + b, m, g)),
+    )
+    step = train.make_step(small(), optimizer)
+    for labels in (BATCH["tokens"], np.full((B, S), -100)):
+        state, _ = step(train.init(small(), optimizer, 0), {"tokens": BATCH["tokens"], "labels": labels})
+        assert {a.dtype for a in state.optimizer.values()} == {np.dtype("float32")}
+
+
+def numbers(tree: Any) -> Any:
+    """The arrays of a tree on the host, random keys as their words."""
+    return jax.tree.map(
+        lambda a: np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a), tree
+    )
+
+
+def test_weights_that_cancel_are_targets() -> None:
+    """Weights of both signs, as of advantages, may sum to 0: there are targets all the same."""
+    model, optimizer = small(), optax.sgd(1.0)
+    weights = np.tile(np.array([1, -1, 0, 0, 0, 0], np.float32), (B, 1))
+    start = model.init(0)
+    state, metrics = train.make_step(model, optimizer)(
+        train.init(model, optimizer, start), {"tokens": BATCH["tokens"], "weights": weights}
+    )
+    assert float(metrics.tokens) == 0 and float(metrics.grad_norm) > 0
+    assert any((state.params[name] != a).any() for name, a in start.items())

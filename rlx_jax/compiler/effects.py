@@ -95,6 +95,11 @@ def has_products(facts: Facts) -> bool:
     return any(hasattr(node.op, "precision") for node in facts.nodes())
 
 
+def has_ids(facts: Facts) -> bool:
+    """An op reads a table by ids."""
+    return any(node.op.ids is not None for node in facts.nodes())
+
+
 def has_experts(facts: Facts) -> bool:
     """There is a mixture of experts, for which an implementation is chosen."""
     return any(isinstance(node.op, ExpertFfn) for node in facts.nodes())
@@ -298,6 +303,7 @@ EFFECTS: Mapping[str, Idle] = {
     "buckets.on_recompile": recompiled,
     "buckets.programs": always,
     "buckets.spare": spared,
+    "checks.ids": without(has_ids, "no op reads a table by ids"),
     **{f"sharding.{f.name}": divided for f in fields(Sharding)},
     "backend.*.weight_layout": without(has_linears, "there is no Linear"),
     "backend.*.merge": merged,

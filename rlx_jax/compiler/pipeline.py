@@ -173,7 +173,7 @@ def make_template(
     state, rings = state_types(ran.graph, settings.plan.scan), ring_sizes(ran.blocks)
     seconds = {"build": build_s, **ran.seconds}
     read = without_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
-    bounds = bounds_of(read, settings.max_positions)
+    bounds = bounds_of(read, settings.max_positions or built.max_positions)
     if job.program == "explicit":
         bounds = behind_cache(bounds, given)
     elif job.program == "packed":

@@ -71,7 +71,8 @@ class Settings:
     loop: Loop
     sharding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     division: Division | None = None  # of a mesh, which no profile knows
-    max_positions: int | None = None  # no profile says it: tokens that the model knows, where its tables do not
+    max_positions: int | None = None  # an argument of CausalLM and Encoder, which counts before the flow's own
+    check_ids: bool = False  # of arrays on an accelerator too
 
     @property
     def target(self) -> str:
@@ -149,6 +150,7 @@ def settings_for(
         kv=None if precision.kv == "auto" else as_dtype(precision.kv),
         buckets=Buckets.ordered(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
         loop=choose_loop(backend, target),
+        check_ids=profile.checks.ids == "all",
         sharding={f.name: getattr(profile.sharding, f.name) for f in fields(profile.sharding)},
     )
 

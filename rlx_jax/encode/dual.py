@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.opening import TokenizerLike, open_tokenizer
+from rlx_jax.text.opening import TokenizerLike, open_tokenizer, refuse_call
 from rlx_jax.text.padding import bucket, padded_to
 
 
@@ -71,6 +71,14 @@ class DualEncoder:
         pooled_width(first)  # or it says what is missing
         self.images = VisionEncoder(second, processor=processor)
         self.compare = third[0] if third else None
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises:
+        RequestError: a model for requests has several answers; names the methods that give them.
+        """
+        refuse_call(
+            self, "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
+        )
 
     def __repr__(self) -> str:
         return f"DualEncoder({self.texts!r}, {self.images!r})"

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ from rlx_jax.text.opening import (
     open_token_model,
     open_tokenizer,
     primary,
+    refuse_call,
 )
 from rlx_jax.text.padding import check_buckets, check_sizes, cropped
 from rlx_jax.text.requests import (
@@ -121,6 +122,16 @@ class Encoder:
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         self.width = int(self.model.template().built.primary_shape[-1])
         self._read: RequestReport | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises:
+        RequestError: a model for requests has several answers; names the methods that give them.
+        """
+        refuse_call(
+            self,
+            "embed(texts) gives vectors, hidden_states(tokens) those of every token, "
+            "model(tokens) every output of the flow",
+        )
 
     def __repr__(self) -> str:
         return in_one_line("Encoder", self.model, self.vocab_size, self.max_positions)

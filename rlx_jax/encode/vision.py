@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.opening import open_programs
 from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.opening import check_untouched, primary
+from rlx_jax.text.opening import check_untouched, primary, refuse_call
 from rlx_jax.text.padding import bucket
 
 BATCH = 32
@@ -75,6 +75,16 @@ class VisionEncoder:
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
         self._read: RequestReport | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises:
+        RequestError: a model for requests has several answers; names the methods that give them.
+        """
+        refuse_call(
+            self,
+            "embed(images) gives vectors, hidden_states(pixel_values) those of every "
+            "patch, model(pixel_values) every output of the flow",
+        )
 
     def __repr__(self) -> str:
         return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"

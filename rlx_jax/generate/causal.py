@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from rlx_jax.compiler.executable import Progress
 from rlx_jax.errors import DeriveError, RequestError, shown, suggests
 from rlx_jax.generate.answers import answered, check_answers
 from rlx_jax.generate.asking import check_request, pieces
+from rlx_jax.generate.capturing import capture, warn_of_captures
 from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafting import DRAFT_TOKENS, draft_plan
@@ -44,6 +45,7 @@ from rlx_jax.text.opening import (
     known_positions,
     open_token_model,
     open_tokenizer,
+    refuse_call,
 )
 from rlx_jax.text.padding import check_buckets
 from rlx_jax.text.requests import Prompts, id_list, split_prompts, token_block
@@ -93,6 +95,7 @@ class CausalLM:
         check_buckets(self.buckets, self.max_positions)
         self._drafted: NewTokens | None = None
         self._seed: int | None = None
+        self._warned = False  # that captures are not returned
         self._told: Callable[[], RequestReport | None] = lambda: None  # of the last request
         self.eos_ids = eos_ids
         if self.tokenizer and not self.eos_ids:
@@ -109,6 +112,15 @@ class CausalLM:
     @eos_ids.setter
     def eos_ids(self, ids: int | Sequence[int]) -> None:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Raises:
+        RequestError: a model for requests has several answers; names the methods that give them.
+        """
+        refuse_call(
+            self,
+            "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow",
+        )
 
     def __repr__(self) -> str:
         return in_one_line("CausalLM", self.model, self.vocab_size, self.max_positions)
@@ -133,6 +145,7 @@ class CausalLM:
                 `lengths`. Positions count valid tokens.
             inputs: what the flow reads beside tokens, by name: `{"image": pixels}`, a row for each of the tokens.
         """
+        self._note_captures("logits")
         return logits_of(self._speaker, tokens, lengths, attention_mask, inputs, self._pads)
 
     @suggests()
@@ -148,6 +161,7 @@ class CausalLM:
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; what is computed of them alone is kept in the state, and `extend` needs none.
         """
+        self._note_captures("prefill")
         return prefill(self._speaker, tokens, lengths, max_len, logits, attention_mask, inputs)
 
     @suggests()
@@ -163,6 +177,30 @@ class CausalLM:
             SessionStateError: the state was consumed already.
         """
         return extend(self._speaker, state, tokens, lengths, logits)
+
+    @suggests()
+    def capture(self, prompts: Any, *, inputs: Inputs = None) -> dict[str, jax.Array]:
+        """Return what the blocks of prompts give that `recipe.at(pattern).capture()` names, and the flow's other side
+        outputs: arrays by name, `{"layers.3.mlp": [B, S, hidden]}`. The head is not computed.
+
+        A prompt has the numbers that `lm.model(ids)` gives for it alone. The first axis is that of the prompts, also of
+        one; with `stacked=True` the second. Prompts are padded on the right to the longest: the entries after the end
+        of a prompt are NaN, -1 in signed integers, False or 0 in others. A value without an axis of prompts, such as a
+        table of positions, is that of the longest prompt.
+
+        Args:
+            prompts: as in `generate`, strings or token ids of any lengths.
+            inputs: as in `logits`, a row for each prompt.
+
+        Raises:
+            RequestError: the flow has no side outputs; or one of several prompts cannot be told from the others in a
+                value, as its rows and tokens are one axis. TokenIdError, SequenceLengthError: as `generate`.
+        """
+        return capture(self._speaker, prompts, inputs)
+
+    def _note_captures(self, what: str) -> None:
+        """Warn once that requests return no captures."""
+        self._warned = self._warned or warn_of_captures(self.model, what)
 
     @functools.cached_property
     def _pads(self) -> bool:
@@ -224,6 +262,7 @@ class CausalLM:
             RequestError: see `rlx_jax.errors`.
             NumericsError: logits of a row are not finite. The other rows were generated, and are in its `outputs`.
         """
+        self._note_captures("generate")
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, what="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
@@ -261,6 +300,7 @@ class CausalLM:
             RequestError: `n` or `logprobs` are given, which pieces of one answer have no place for. Others as
                 `generate`.
         """
+        self._note_captures("stream")
         refuse_in_stream("stream", n, logprobs)
         asked = split_prompts(prompt)
         if not asked.single:
@@ -352,6 +392,7 @@ class CausalLM:
         Raises:
             RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
         """
+        self._note_captures("chat")
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:

@@ -30,6 +30,13 @@ class RequestInputs:
         """The arrays with `batch` rows; those behind the request's are zeros."""
         return {name: _padded(a, self.rows[name], batch) if name in self.rows else a for name, a in self.arrays.items()}
 
+    def of_row(self, row: int) -> dict[str, Any]:
+        """The arrays with this row of the batch alone."""
+        return {
+            name: a[(slice(None),) * self.rows[name] + (slice(row, row + 1),)] if name in self.rows else a
+            for name, a in self.arrays.items()
+        }
+
 
 NONE = RequestInputs()
 
@@ -76,7 +83,10 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
     types = {name: known[name].type for name in brought}
     given = frozenset(name for name in brought if known[name].optional)
     ids = model.programs.template(model.key(given)).bounds.ids
-    arrays = {name: host_value(name, value, types[name], ids.get(name)) for name, value in brought.items()}
+    arrays = {
+        name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
+        for name, value in brought.items()
+    }
     axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
     for name, axis in axes.items():
         if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:

@@ -11,7 +11,7 @@ import numpy as np
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.generate.speaker import Speaker
 from rlx_jax.text.opening import check_positions
-from rlx_jax.text.requests import id_list
+from rlx_jax.text.requests import as_known_arrays, id_list
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def scored_tokens(speaker: Speaker, texts: Any) -> tuple[list[ScoredTokens], boo
         RequestError: neither texts, nor ids, nor pairs of them; nothing to score; no tokenizer, or no begin token.
         TokenIdError: an id that the model does not have. SequenceLengthError: an item is over the model's positions.
     """
+    texts = as_known_arrays("texts", texts)
     single = _is_one(texts)
     if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
         raise RequestError(

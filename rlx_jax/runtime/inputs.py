@@ -1,7 +1,7 @@
 """Check and normalise the inputs of a call on the host, before any `jnp` call.
 
 JAX clamps ids out of range in silence and narrows int64 without a word, so nothing reaches it unchecked.
-jax.Arrays and tracers are taken as they are (checking them would wait for the device).
+Of jax.Arrays the dtype and the shape are checked; their ids where `host_view` can read them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
+from rlx_jax.ir.captured import is_consumed
 from rlx_jax.ir.types import MAX_DIM, TensorType, bound, check_elements, is_float, is_static, short_name
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed
 
+IN_HOST_MEMORY = ("cpu",)
+"""Platforms whose arrays NumPy reads without a copy."""
 KEYS = "threefry2x32"
 """The kind of every random key."""
 
@@ -107,7 +110,7 @@ def check_input_names(given: Iterable[str], names: Sequence[str], flow: str, bes
             )
 
 
-def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
+def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
     """`host_value`; what only describes an array, a `ShapeDtypeStruct`, as it is.
 
     Raises:
@@ -117,11 +120,42 @@ def value_or_spec(name: str, value: Any, declared: TensorType, rows: int | None)
         if value.dtype != declared.dtype:
             raise DTypeError(f"input {name}: expected {declared}, got {short_name(value.dtype)}")
         return value
-    return host_value(name, value, declared, rows)
+    return host_value(name, value, declared, rows, devices)
 
 
-def host_value(name: str, value: Any, declared: TensorType, rows: int | None) -> Any:
-    """One input as an array of its declared dtype. `rows`: the table that integer ids index.
+def host_view(value: Any, devices: bool) -> np.ndarray[Any, Any] | None:
+    """Return the values of an array where the host can read them, else None.
+
+    An array on a CPU device is read in place, in some 5 µs with the comparison of its ids. One on an accelerator is
+    copied, and only if `devices`. Of an array that several processes hold, the result is this process's part.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or is_consumed(value):
+        return None
+    if not devices and next(iter(value.devices())).platform not in IN_HOST_MEMORY:
+        return None
+    if value.is_fully_addressable:
+        return np.asarray(value)
+    return np.concatenate([np.asarray(shard.data).ravel() for shard in value.addressable_shards])
+
+
+def check_ids(what: str, value: Any, rows: int, devices: bool) -> None:
+    """Check that integer ids are in `[0, rows)`, where the host can read them: see `host_view`.
+
+    Raises:
+        TokenIdError: names the position and the value.
+    """
+    if (array := host_view(value, devices)) is not None:
+        ids_in(what, array, rows)
+
+
+def host_value(name: str, value: Any, declared: TensorType, rows: int | None, devices: bool) -> Any:
+    """Return one input as an array of its declared dtype.
+
+    Args:
+        rows: of the table that integer ids index.
+        devices: check ids on an accelerator too.
 
     Raises:
         TokenIdError: an id is not an integer in `[0, rows)`.
@@ -129,6 +163,8 @@ def host_value(name: str, value: Any, declared: TensorType, rows: int | None) ->
             or values that do not fit.
     """
     if isinstance(value, jax.Array):
+        if rows is not None and value.dtype.kind in "iu":
+            check_ids(name, value, rows, devices)
         if value.dtype == declared.dtype:
             return value
         if value.dtype.kind in "biu" and np.can_cast(value.dtype, declared.dtype) and not is_float(declared.dtype):
@@ -174,6 +210,8 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
         array = read_array(f"input {name}", value)
     except jax.errors.TracerArrayConversionError:
         raise RequestError(f"input {name}: traced by jax.jit or the like, and it is read on the host") from None
+    except RequestError:  # which is a ValueError
+        raise
     except (ValueError, TypeError, OverflowError) as error:
         raise ShapeError(f"input {name}: not an array: {first_line(error)}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject:
@@ -187,13 +225,25 @@ def read_array(what: str, value: Any) -> np.ndarray[Any, Any]:
 
     Raises:
         SessionStateError: an array of JAX that an earlier call consumed. RequestError: one of another library that
-            refuses.
+            refuses; a mapping, such as what a tokenizer of transformers returns.
     """
+    if isinstance(value, Mapping):
+        hint = ": pass its 'input_ids', and its 'attention_mask' where the call takes one" * ("input_ids" in value)
+        raise RequestError(f"{what}: expected an array or lists, got {type(value).__name__}{hint}")
     try:
         return np.asarray(value)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         refuse_consumed({}, {what.removeprefix("input "): value}, error)
-        raise RequestError(f"{what}: cannot be read: {first_line(error)}") from error
+        foreign = is_foreign(value)
+        if not foreign and not isinstance(error, RuntimeError):
+            raise
+        cure = "; pass a NumPy array, tensor.detach().cpu().numpy() of a torch tensor" * foreign
+        raise RequestError(f"{what}: {type(value).__name__} cannot be read: {first_line(error)}{cure}") from error
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether a value is an array of another library than NumPy and JAX, such as a torch tensor."""
+    return hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic | jax.Array)
 
 
 def _narrowed(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -229,6 +279,8 @@ def id_array(
             f"{what}: traced by jax.jit or the like, and these ids are checked on the host: make this call outside, or "
             "trace the compiled program, lm.model.apply(params, ids)"
         ) from None
+    except RequestError:  # which is a ValueError
+        raise
     except (ValueError, TypeError, OverflowError) as error:
         raise TokenIdError(
             f"{what}: the rows differ in length, expected [batch, seq]; pad them, and {padding}"
@@ -326,15 +378,14 @@ def check_new_tokens(lengths: Any, seq: int, low: int, slots: int | None) -> Non
         )
 
 
-def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int]) -> None:
-    """Host ids that number entries of an axis whose size the call decides.
+def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, int], devices: bool) -> None:
+    """Check ids that number entries of an axis whose size the call decides.
 
     Raises:
         TokenIdError: names the input, the id, its place and the range.
     """
     for name, rows in bounds.rows.items():
-        if isinstance(values.get(name), np.ndarray):
-            ids_in(f"input {name}", values[name], min(bound(dim, sizes) for dim in rows))
+        check_ids(f"input {name}", values.get(name), min(bound(dim, sizes) for dim in rows), devices)
 
 
 def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:

@@ -77,11 +77,12 @@ class CompiledModel:
     def __call__(self, *inputs: Any, state: State | None = None, **named: Any) -> Any:
         """Run the program. One output is returned as an array, several as a dict by name.
 
-        Host inputs are checked (dtype, shape, ids against their tables); jax.Arrays are not, as that would wait
-        for the device, and an array of the host is not to be overwritten before the result is here: JAX may read it
-        until then. A program with state takes `state=` (donated: not to be used again) and returns
-        `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens that do not fit its slots; under
-        `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are dropped.
+        Inputs are checked: dtype, shape, ids against their tables. Of `jax.Array`s on an accelerator ids are read only
+        where the profile's `checks.ids` is "all", which copies them to the host. An array of the host is not to be
+        overwritten before the result is here: JAX may read it until then. A program with state takes `state=` (donated:
+        not to be used again) and returns `(outputs, state)`. `extend` waits for the state's lengths and refuses tokens
+        that do not fit its slots; under `jax.jit` and in `apply` nothing is checked, and tokens past the last slot are
+        dropped.
         """
         params = self.require_params("calling the model")
         values, key, arrays = self._bind(inputs, named, state)
@@ -222,11 +223,12 @@ class CompiledModel:
         declared = {i.input: i.type for i in template.mir.inputs}
         check_all_given(declared, given, flow.name)
         bounds = template.bounds
+        devices = self.settings.check_ids
         one_row = {d.name for d in known if d.rows_optional}
         # A first input that no output reads may be given: it is checked like the others, and left out.
         unread = {d.name: d.type for d in flow.inputs[:1] if d.name in given and d.name not in declared}
         both = {**declared, **unread}
-        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n)) for n, t in both.items()}
+        values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n), devices) for n, t in both.items()}
         values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == both[n].rank - 1}
         sizes = bind_sizes(both, values, flow.name)
         if unread:
@@ -234,7 +236,7 @@ class CompiledModel:
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
         values = at_home({n: values[n] for n in declared}, self.programs.division)
         check_counted(sizes, bounds, flow.name)
-        check_rows(values, bounds, sizes)
+        check_rows(values, bounds, sizes, devices)
         arrays = given_state(self.program, template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:
             low = 1 if self.program == "prefill" else 0

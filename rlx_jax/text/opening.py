@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 
@@ -125,12 +126,32 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
         raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
 
 
-TokenizerLike = Tokenizer | str | os.PathLike[str]
-"""A tokenizer; or where it is: a directory with a `tokenizer.json`, that file, or a model of the Hub."""
+def refuse_call(what: object, instead: str) -> NoReturn:
+    """Refuse `lm(tokens)`, which may mean logits, text or all outputs.
+
+    Raises:
+        RequestError: names the methods to use `instead`.
+    """
+    raise RequestError(f"{type(what).__name__}: call one of its methods: {instead}")
+
+
+@runtime_checkable
+class FastTokenizer(Protocol):
+    """A fast tokenizer of transformers, such as `AutoTokenizer.from_pretrained` returns."""
+
+    @property
+    def backend_tokenizer(self) -> Any: ...
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+TokenizerLike = Tokenizer | FastTokenizer | str | os.PathLike[str]
+"""A tokenizer of this package or a fast one of transformers; or its path: a directory with a `tokenizer.json`, that
+file, or a model of the Hub."""
 
 
 def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
-    """The tokenizer that is given, or that is where the path says.
+    """Return the tokenizer that is given, or read it from its path; one of transformers from the files that it saves.
 
     Raises:
         RequestError: it is neither. MissingFileError: there is no `tokenizer.json`. Others as `load_tokenizer` and
@@ -138,14 +159,19 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
     """
     if isinstance(tokenizer, Tokenizer | None):
         return tokenizer
-    path = Path(tokenizer) if isinstance(tokenizer, str | os.PathLike) and tokenizer else None
-    if path is None or (path.is_file() and path.name != TOKENIZER):
+    if isinstance(tokenizer, FastTokenizer) and not isinstance(tokenizer, type):
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            return open_tokenizer(directory)
+    name = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else ""
+    path = Path(name)
+    if not name or (path.is_file() and path.name != TOKENIZER):
         raise RequestError(
-            f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, or what "
-            "rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
+            f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, a fast tokenizer of "
+            "transformers, or what rlx_jax.text.tokenizer.load_tokenizer(directory) returns"
         )
     try:
-        folder = open_folder(path.parent if path.name == TOKENIZER else os.fspath(tokenizer))
+        folder = open_folder(path.parent if path.name == TOKENIZER else name)
     except RlxError as error:
         error.locate("tokenizer")
         raise

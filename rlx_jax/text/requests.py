@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.ir.types import short_name
-from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, read_array
+from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, is_foreign, read_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 LIST_BYTES = 40  # of an id in a list, and about that of a list
@@ -108,6 +108,7 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
     Raises:
         RequestError: none of them, or a mix.
     """
+    prompts = as_known_arrays(what, prompts)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UTO":  # texts, or rows of many lengths
         prompts = prompts.tolist()
     if isinstance(prompts, str):
@@ -132,6 +133,18 @@ def split_prompts(prompts: Any, what: str = "prompts", flat: bool = True) -> Pro
                 f"{what}[{i}]: expected {kinds[0]}, as {what}[0] is, all of one kind; got {shown(prompts[i])}"
             )
     return Prompts(None, list(prompts), False)
+
+
+def as_known_arrays(what: str, value: Any) -> Any:
+    """Return arrays of other libraries, such as torch tensors, as NumPy arrays, in a list too; anything else as it is.
+
+    Raises:
+        RequestError: one cannot be read; or a mapping.
+    """
+    if isinstance(value, list | tuple) and any(map(is_foreign, value)):
+        items = [as_known_arrays(f"{what}[{i}]", item) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return read_array(what, value) if is_foreign(value) or isinstance(value, Mapping) else value
 
 
 def _kind(prompt: Any, flat: bool) -> str | None:

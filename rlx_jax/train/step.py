@@ -26,6 +26,9 @@ Loss = Callable[..., jax.Array]
 
 AnyArray = Any
 
+TARGET_INPUTS = frozenset({"lengths", "labels", "weights"})
+"""What decides, next to the tokens, which positions of a batch have a target. Without any of them all but the last."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -33,9 +36,10 @@ class Metrics:
     """Of one step, f32 scalars on the device: reading one waits for the step, holding them does not.
 
     Attributes:
-        loss: the mean over the targets, before the update.
+        loss: the mean over the targets, before the update; 0 for a batch without targets.
         grad_norm: √Σg² over all leaves, as the optimizer was given them.
-        tokens: how many targets there were, or the sum of their weights.
+        tokens: the number of target tokens, or the sum of their weights. A batch without a target (all labels negative,
+            rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
     """
 
     loss: jax.Array
@@ -60,8 +64,8 @@ class TrainStep:
         Args:
             state: of `train.init`, or of the step before; not to be used again.
             batch: tokens `[B, S]`, or a mapping with `tokens` and what else the loss takes by name: `lengths`,
-                `labels`, `weights`, inputs of the flow. Arrays of the host are checked; those of JAX are not, so that
-                nothing waits for the device.
+                `labels`, `weights`, inputs of the flow. Ids of tokens and labels are checked where the host can read
+                them; on an accelerator only with `checks.ids = "all"` in the model's profile.
 
         Raises:
             RequestError, SessionStateError: no state, or one that was consumed. BatchMismatchError: the rows cannot be
@@ -131,21 +135,33 @@ class TrainStep:
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
         loss, gradients, tokens = self._gradients(state.params, batch)
         squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
-        with promoting():
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params = {name: _added(p, updates[name]) for name, p in state.params.items()}
+        if TARGET_INPUTS & batch.keys():
+            has_targets = (_target_weights(batch) != 0).any()
+            # Momentum and weight decay would move the parameters on a gradient of zeros. A select of each array would
+            # make XLA:CPU copy the donated state.
+            now = gradients, state.params, state.optimizer
+            types = jax.eval_shape(self._update, *now)
+            params, optimizer = lax.cond(has_targets, self._update, lambda _, *old: _cast(old, types), *now)
+        else:  # there is a next token in every row
+            params, optimizer = self._update(gradients, state.params, state.optimizer)
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
         return TrainState(state.step + 1, params, optimizer), metrics
+
+    def _update(self, gradients: Arrays, params: Arrays, memory: Any) -> tuple[dict[str, AnyArray], Any]:
+        """Compute the next parameters and the next state of the optimizer, whose state is `memory`."""
+        with promoting():
+            updates, memory = self.optimizer.update(gradients, memory, params)
+        return {name: _added(p, updates[name]) for name, p in params.items()}, memory
 
     def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
         """Loss, gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
             loss, gradients = self._one(params, batch)
-            return loss, gradients, _targets(batch)
+            return loss, gradients, _target_weights(batch).sum()
 
         def more(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
             of_loss, of_gradients, tokens = sums
-            count = _targets(part)
+            count = _target_weights(part).sum()
             loss, gradients = self._one(params, part)
             added = {k: of_gradients[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
             return (of_loss + count * loss, added, tokens + count), None
@@ -202,10 +218,15 @@ def _added(p: AnyArray, update: AnyArray) -> AnyArray:
     return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
 
 
-def _targets(batch: Arrays) -> AnyArray:
-    """How many targets a batch has, as `cross_entropy` counts them."""
-    known = {k: batch[k] for k in ("lengths", "labels", "weights") if k in batch}
-    return losses.targets(batch["tokens"], **known)[1].sum()
+def _cast(tree: Any, types: Any) -> Any:
+    """Return a tree in the dtypes of another: an optimizer may widen a moment in its first step."""
+    return jax.tree.map(lambda a, spec: a if a.dtype == spec.dtype else a.astype(spec.dtype), tree, types)
+
+
+def _target_weights(batch: Arrays) -> AnyArray:
+    """Return the weight of each position's target as `cross_entropy` counts it, `[B, S]` f32; 0 without a target."""
+    options = {k: batch[k] for k in TARGET_INPUTS & batch.keys()}
+    return losses.targets(batch["tokens"], **options)[1]
 
 
 def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:

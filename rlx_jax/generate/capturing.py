@@ -1,0 +1,154 @@
+"""Captured blocks of prompts: what `CausalLM.capture` returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.errors import RequestError, RlxWarning, listing, quote
+from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
+from rlx_jax.generate.speaker import Speaker
+from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.runtime.inputs import bind_sizes
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import Variant
+from rlx_jax.text.opening import check_positions
+from rlx_jax.text.padding import pad_block
+from rlx_jax.text.requests import Ids, pad_rows, split_prompts
+
+
+@dataclass(frozen=True)
+class CaptureAxes:
+    """The axis of a capture that has the rows of the batch, if one has, and the axes that have the tokens of a row.
+
+    `is_plain`: every other axis has a size of its own, so that rows and tokens of padding can be cut off.
+    """
+
+    rows: int | None
+    tokens: tuple[int, ...]
+    is_plain: bool
+
+    @staticmethod
+    def of(value: TensorType, ids: TensorType) -> CaptureAxes:
+        """The axes of a capture of the type `value`, of a flow that reads `ids` `[batch, seq]`."""
+        batch, seq = (axes_equal(value, dim) for dim in ids.shape)
+        others = (dim for axis, dim in enumerate(value.shape) if axis not in (*batch, *seq))
+        return CaptureAxes(batch[0] if batch else None, seq, len(batch) < 2 and all(map(is_static, others)))
+
+
+def axes_equal(value: TensorType, dim: DimLike) -> tuple[int, ...]:
+    """The axes of a symbolic size."""
+    return () if is_static(dim) else tuple(axis for axis, size in enumerate(value.shape) if str(size) == str(dim))
+
+
+@dataclass(frozen=True)
+class TrimPadding:
+    """A capture of padded rows, cut to `rows` of `tokens`; `fill_value` at the tokens after the end of a row."""
+
+    axes: CaptureAxes
+    rows: int
+    tokens: int
+
+    def __call__(self, array: jax.Array, lengths: jax.Array) -> jax.Array:
+        axes = self.axes
+        sizes = {axes.rows: self.rows} | dict.fromkeys(axes.tokens, self.tokens)
+        array = array[tuple(slice(sizes.get(axis)) for axis in range(array.ndim))]
+        if axes.rows is None:  # a table that all rows share
+            return array
+        ends = lengths.reshape([-1 if axis == axes.rows else 1 for axis in range(array.ndim)])
+        for axis in axes.tokens:
+            real = lax.broadcasted_iota(jnp.int32, array.shape, axis) < ends
+            array = jnp.where(real, array, fill_value(array.dtype))
+        return array
+
+
+@dataclass(frozen=True)
+class JoinRows:
+    """Captures of one row each as one array, with `fill_value` up to `tokens`."""
+
+    axes: CaptureAxes
+    tokens: int
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        assert self.axes.rows is not None
+        wide = []
+        for array in arrays:
+            more = [(0, (self.tokens - n) * (axis in self.axes.tokens)) for axis, n in enumerate(array.shape)]
+            wide.append(jnp.pad(array, more, constant_values=fill_value(array.dtype)))
+        return jnp.concatenate(wide, self.axes.rows)
+
+
+def fill_value(dtype: Any) -> Any:
+    """What stands for no token: NaN, -1 in signed integers, else 0. A mean over padding should not pass for a mean."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.array(np.nan, dtype)
+    return np.array(-1 if jnp.issubdtype(dtype, jnp.signedinteger) else 0, dtype)
+
+
+def capture(speaker: Speaker, prompts: Any, inputs: Any) -> dict[str, jax.Array]:
+    """As `CausalLM.capture`."""
+    model, limit = speaker.model, speaker.max_positions
+    names = model.output_names[1:]
+    if not names:
+        raise RequestError(
+            f"capture: {model.name} has no captures: load or compile it with recipe.at('layers.*').capture()"
+        )
+    rows = speaker.rows(split_prompts(prompts))
+    if not rows:
+        raise RequestError("capture: there are no prompts")
+    for i, row in enumerate(rows):
+        check_positions(len(row), limit, f"prompts[{i}]")
+    beside = request_inputs(model, inputs, len(rows))
+    graph = model.programs.template(model.key(beside.given, names)).mir
+    ids = next(decl.type for decl in model.flow.inputs if decl.name == model.first_input)
+    types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
+    axes = {name: CaptureAxes.of(value, ids) for name, value in types.items()}
+    block, lengths = pad_rows(rows, max(map(len, rows))), np.array([len(row) for row in rows], np.int32)
+    call = model.programs.call
+    # Where prefill can be derived, no capture reads tokens after its own or other rows: rows may be padded.
+    if all(a.is_plain for a in axes.values()) and not model.programs.why_not(model.name, "prefill", beside.given):
+        padded = pad_block(speaker.buckets, block, limit)
+        values = run(model, tuple(axes), padded, ids, beside, beside.padded(len(padded)))
+        return {name: call(TrimPadding(axes[name], *block.shape), value, lengths) for name, value in values.items()}
+    if len(rows) > 1 and (mixed := [name for name, a in axes.items() if not a.is_plain or a.rows is None]):
+        raise RequestError(
+            f"capture: {quote(mixed[0])} is {types[mixed[0]]}, which has no axis of prompts: capture each prompt alone"
+        )
+    alone = [
+        run(model, tuple(axes), np.array([row], np.int32), ids, beside, beside.of_row(i)) for i, row in enumerate(rows)
+    ]
+    if len(rows) == 1:
+        return alone[0]
+    return {name: call(JoinRows(axes[name], block.shape[1]), *(values[name] for values in alone)) for name in axes}
+
+
+def run(
+    model: CompiledModel, names: tuple[str, ...], block: Ids, ids: TensorType, beside: RequestInputs,
+    arrays: Mapping[str, Any],
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The outputs `names` of the program `forward` for a block of tokens and other inputs."""
+    first = model.first_input
+    sizes = {**beside.sizes, **bind_sizes({first: ids}, {first: block}, model.name)}
+    program = model.bound(sizes, variant=Variant(last_only=False, outputs=names, given=beside.given))
+    read = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
+    values, _ = program({name: value for name, value in {first: block, **arrays}.items() if name in read}, {})
+    return dict(zip(names, values, strict=True))
+
+
+def warn_of_captures(model: CompiledModel, what: str) -> bool:
+    """Warn that a request returns no captures, where the flow has some; return whether it did."""
+    captures = model.built.captures
+    if captures:
+        warnings.warn(
+            f"{what} returns nothing of what the flow captures, {listing(captures, 4)}: lm.capture(prompts) returns it",
+            RlxWarning,
+            stacklevel=5,
+        )
+    return bool(captures)
