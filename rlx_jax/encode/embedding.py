@@ -81,8 +81,8 @@ class PooledSegments:
 
 @dataclass(frozen=True)
 class PackedForm:
-    """Rows of several texts, by the program `packed` of `model`. `skip`: tokens of the prompt that pooling leaves out.
-    None: it leaves out none, whatever the request."""
+    """Rows of several texts, by the program `packed` of `model`. `skip`: tokens of the prompt that pooling leaves out;
+    None: pooling reads every prompt."""
 
     model: CompiledModel
     pipeline: SentencePipeline

@@ -226,7 +226,7 @@ class Encoder:
         """
         self.model.refuse_traced()
         self.model.require_params("embed")
-        lead = self.pipeline.prompt(prompt_name, prompt)
+        lead = self.pipeline.choose_prompt(prompt_name, prompt)
         chosen = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
         tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
         form = self._form(tokens, self._prompt_tokens(lead))

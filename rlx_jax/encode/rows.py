@@ -131,8 +131,8 @@ def calls(
 @dataclass(frozen=True)
 class RowForm:
     """A row for each text, shortest first, `tokens` of a call at most, and one row at least. Without a pipeline the
-    flow's output `pooled` is the vector. `skip`: tokens of the prompt that pooling leaves out; None: it leaves out none,
-    whatever the request."""
+    flow's output `pooled` is the vector. `skip`: tokens of the prompt that pooling leaves out; None: pooling reads
+    every prompt."""
 
     blocks: Blocks
     pipeline: SentencePipeline | None

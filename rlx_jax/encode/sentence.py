@@ -123,11 +123,10 @@ class SentencePipeline:
         if unknown or not self.pooling:
             raise ConfigError(f"pooling: expected some of {listing(_MODES)}, found {listing(unknown) or 'none'}")
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
-            raise ConfigError(
-                f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {listing(self.prompts) or 'none'}"
-            )
+            known = listing(self.prompts) or "none"
+            raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {known}")
 
-    def prompt(self, name: str | None = None, text: str | None = None) -> str:
+    def choose_prompt(self, name: str | None = None, text: str | None = None) -> str:
         """Return the text to put in front of each text of a request.
 
         Args:
@@ -147,9 +146,8 @@ class SentencePipeline:
             return text or ""
         if name not in self.prompts:
             known = f"the model has {listing(self.prompts)}" if self.prompts else "the model has no prompts"
-            raise RequestError(
-                f"there is no prompt_name {quote(name)}; {known}{did_you_mean(name, self.prompts)}; prompt= takes the text"
-            )
+            meant = did_you_mean(name, self.prompts) or "; prompt= takes the text itself"
+            raise RequestError(f"there is no prompt_name {quote(name)}; {known}{meant}")
         return self.prompts[name]
 
 

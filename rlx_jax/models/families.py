@@ -165,7 +165,7 @@ class Family:
 
 
 def head_keys(heads: tuple[str, ...], source: WeightSource) -> tuple[str, ...]:
-    """Return the keys of a task's head in a checkpoint, by what they begin with, and of the pooler that the head reads."""
+    """Return the keys of a task's head in a checkpoint, which begin with one of `heads`, and of its pooler."""
     if not any(key.startswith(heads) for key in source.keys()):
         return ()
     return tuple(key for key in source.keys() if key.startswith((*heads, "pooler.")) or ".pooler." in key)

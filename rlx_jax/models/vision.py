@@ -88,8 +88,8 @@ class VisionLayout:
     """Where a checkpoint keeps a vision tower: keys under a prefix, empty for what there is not.
 
     `layers` is the prefix of a layer, `{}` its number. With `flat` positions are stored `[T, H]` and the class token
-    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`. `left` and
-    `heads` are not read, the latter being those of tasks.
+    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`. Not
+    read are `left` and, of the heads of tasks, `heads`.
     """
 
     patch: str
