@@ -266,6 +266,12 @@ def test_the_head_of_a_task_is_left_out_with_a_warning(name: str, count: int, ke
         rlx.recipe_for(FIXTURES / name)
 
 
+def test_a_head_that_the_class_has_not(tmp_path: Path) -> None:
+    """The config names the class without a head, and the files have one."""
+    with pytest.warns(errors.RlxWarning, match="1 weights are left out, 'lm_head.weight'"):
+        rlx.load(checkpoints.edited(UNTIED, tmp_path / "m", {"architectures": ["LlamaModel"]}))
+
+
 @pytest.mark.parametrize("key", ["qa_outputs.weight", "classifier.weight"])
 @pytest.mark.parametrize("name", ["bert/bare_v5", "roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/bare_v5"])
 def test_heads_of_every_encoder(name: str, key: str, tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ class Family:
             specs = {key: spec for key, spec in made.shapes().items() if key != HEAD or not hidden_only}
             bound = replace(made, weights=checked(made.reads(source), specs, made))
             kind: Literal["encoder", "causal"] = "encoder" if hidden_only else "causal"
-            return Pretrained(bound, kind, c.vocab_size, c.max_position_embeddings)
+            head = (HEAD,) * (hidden_only and source.has(HEAD))
+            return Pretrained(bound, kind, c.vocab_size, c.max_position_embeddings, head=head)
 
         return Family(opener, architectures, Family(without_head, architectures))
 
