@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,7 @@ def test_where_a_tokenizer_is(chat: Any, given: Any) -> None:
     lm = rlx.CausalLM(chat.model, tokenizer=given)
     assert lm.eos_ids == chat.tokenizer.eos_ids and lm.bos_id == chat.bos_id
     assert lm.generate(CASES[0]["prompt"], max_new_tokens=24) == CASES[0]["text"]
-    found = rlx.Encoder(chat.model, tokenizer=given).tokenizer
+    found = rlx.Encoder(dataclasses.replace(rlx.recipe_for(CHAT), hidden_only=True), tokenizer=given).tokenizer
     assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
 
 

@@ -838,7 +838,7 @@ def sentence(directory: Path, listed: Any = ALL, pooling: Any = MEAN, **contents
 
 def test_pipeline_of_minilm(minilm_directory: Path) -> None:
     assert load_pipeline(minilm_directory) == SentencePipeline(
-        pooling=("mean",), normalize=True, max_seq_length=256, do_lower_case=False, prompt="", width=384, transformer=""
+        pooling=("mean",), normalize=True, max_seq_length=256, do_lower_case=False, width=384, transformer=""
     )
 
 
@@ -915,18 +915,13 @@ def test_transformer_in_a_folder(tmp_path: Path) -> None:
     assert found is not None and (found.transformer, found.max_seq_length) == ("0_Transformer", 9)
 
 
-def test_default_prompt(tmp_path: Path) -> None:
-    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
-    found = load_pipeline(sentence(tmp_path, config_sentence_transformers=prompts))
-    assert found is not None and found.prompt == "query: "
-    none = prompts | {"prompts": {"query": None}}
-    found = load_pipeline(sentence(tmp_path, config_sentence_transformers=none))
-    assert found is not None and found.prompt == ""
-    sentence(
-        tmp_path, config_sentence_transformers=prompts | {"default_prompt_name": None, "similarity_fn_name": "dot"}
-    )
-    found = load_pipeline(sentence(tmp_path, pooling=MEAN | {"include_prompt": False}))
-    assert found is not None and found.prompt == ""
+def test_prompts(tmp_path: Path) -> None:
+    """By name, those that are null being empty, and the default one."""
+    prompts: Json = {"prompts": {"query": "query: ", "document": None}, "default_prompt_name": "query"}
+    for changes, default in (({}, "query"), ({"default_prompt_name": None, "similarity_fn_name": "dot"}, None)):
+        found = load_pipeline(sentence(tmp_path, config_sentence_transformers=prompts | changes))
+        assert found is not None and found.prompts == {"query": "query: ", "document": ""}
+        assert found.default_prompt_name == default
 
 
 def entry(place: int, **change: Any) -> list[Json]:
@@ -1010,12 +1005,6 @@ def test_faults_of_modules(listed: Any, error: type[RlxError], message: str, tmp
             {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": {"q": 1}}},
             ConfigError,
             r"prompts\['q'\]",
-        ),
-        (
-            {"config_sentence_transformers": {"default_prompt_name": "q", "prompts": {"q": "x"}}}
-            | {"pooling": MEAN | {"include_prompt": False}},
-            UnsupportedError,
-            "include_prompt",
         ),
     ],
 )

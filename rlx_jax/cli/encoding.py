@@ -37,9 +37,13 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     encoder = open_model(args, session)
     if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
         raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}; embed takes an encoder of texts")
+    prompt = {"prompt_name": args.prompt_name, "prompt": args.prompt}
+    prompt = {name: value for name, value in prompt.items() if value is not None}
+    if prompt and isinstance(encoder, rlx.DualEncoder):
+        raise RequestError(f"{quote(args.directory)} is {a_kind(encoder)}, which has no prompts")
     check_reads_texts((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
     start = time.perf_counter()
-    vectors = np.asarray(encoder.embed(texts))
+    vectors = np.asarray(encoder.embed(texts, **prompt))
     took = time.perf_counter() - start
     session.status.clear()
     session.closing = f"{len(texts):,} texts, {len(texts) / took:,.1f}/s, what was compiled included; {peak_text()}"
@@ -83,6 +87,8 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 def embed_options(parser: argparse.ArgumentParser) -> None:
     """Of `embed`."""
     add_compute(parser)
+    parser.add_argument("--prompt-name", metavar="NAME", help="put this prompt of the checkpoint in front of each text")
+    parser.add_argument("--prompt", metavar="TEXT", help='or this one; "" leaves out the default prompt')
     parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
     add_texts(parser)
 

@@ -31,6 +31,9 @@ LANES = {"cpu": min(2, os.cpu_count() or 1)}
 a call not every op keeps all cores busy. Of 2 cores, a quarter of the time one stood still with one thread, with two a
 twentieth."""
 
+SKIP = "skip"
+"""The input of a packed program whose pooling leaves out the prompt: the number of its tokens."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -60,26 +63,31 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class PooledSegments:
-    """Around `packed`: the vectors of each row's texts `[B, slots, D]` in place of hidden states."""
+    """Around `packed`: the vectors of each row's texts `[B, slots, D]` in place of hidden states. Its input `skip`, if
+    there is one, is how many tokens of each text pooling leaves out; see `pool`."""
 
     pipeline: SentencePipeline
     slots: int
 
     def __call__(self, hidden: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            (states, *_), state = hidden(params, state, inputs)
-            return (pool_segments(states, inputs["segments"], self.slots, self.pipeline),), state
+            read = {name: value for name, value in inputs.items() if name != SKIP}
+            (states, *_), state = hidden(params, state, read)
+            vectors = pool_segments(states, inputs["segments"], self.slots, self.pipeline, inputs.get(SKIP, 0))
+            return (vectors,), state
 
         return function
 
 
 @dataclass(frozen=True)
 class PackedForm:
-    """Rows of several texts, by the program `packed` of `model`."""
+    """Rows of several texts, by the program `packed` of `model`. `skip`: tokens of the prompt that pooling leaves out;
+    None: pooling reads every prompt."""
 
     model: CompiledModel
     pipeline: SentencePipeline
     sizes: BlockSizes
+    skip: int | None
 
     def plan(self, lengths: Sequence[int], more: bool) -> list[Block]:
         blocks = plan(lengths, self.sizes)
@@ -105,6 +113,8 @@ class PackedForm:
         tokens, segments, positions = packed_rows(block, [[ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(masks_of(self.model), (segments > 0).astype(np.int32))
+        if self.skip is not None:
+            inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block)(inputs, {})
         return vectors  # type: ignore[no-any-return]
 

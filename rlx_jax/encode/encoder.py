@@ -1,4 +1,4 @@
-"""`Encoder`: hidden states and sentence embeddings of a bidirectional flow."""
+"""`Encoder`: hidden states and sentence embeddings of an encoder, or of a decoder without its head."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from rlx_jax.runtime.profiling import profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.opening import (
     TokenizerLike,
+    check_hidden,
     check_positions,
     in_one_line,
     known_positions,
@@ -72,7 +73,8 @@ _BUCKETS = (
 
 
 class Encoder:
-    """`flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`. A text has those that it has alone: where
+    """`flow` maps ids `[batch, seq]` to hidden states `[batch, seq, hidden]`; a decoder is one without its head, as
+    `dataclasses.replace(recipe, hidden_only=True)` makes it. A text has those that it has alone: where
     rows are padded, the flow is proved to read no padding, or else they run at their own lengths; see `packing` and
     `own_lengths`.
 
@@ -112,6 +114,7 @@ class Encoder:
             flow, weights, profile, mesh, strict, progress, max_positions, programs=("forward",),
             missing=missing, key=key,
         )  # fmt: skip
+        check_hidden(self.model, self.vocab_size)
         self.max_positions = known_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
@@ -206,7 +209,13 @@ class Encoder:
 
     @suggests()
     def embed(
-        self, texts: Any, *, max_tokens: int | None = None, show_progress: bool | None = None
+        self,
+        texts: Any,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        show_progress: bool | None = None,
     ) -> np.ndarray[Any, Any]:
         """One vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
 
@@ -215,19 +224,26 @@ class Encoder:
 
         Args:
             texts: a string, or a list or an iterator of strings or of id lists. An iterator is read as it goes.
+            prompt_name: one of the pipeline's `prompts`, put in front of each string. None: its default prompt, if it
+                has one; id lists get none.
+            prompt: the prompt itself, in place of `prompt_name`; `""` embeds without the default prompt.
             max_tokens: rows times width of one call, and one row at least; None: what the device likes.
             show_progress: one line on stderr; None: of 10,000 texts and more, where stderr is a terminal.
 
         Raises:
-            RequestError: not strings or id lists. TokenIdError: an id out of range.
+            RequestError: not strings or id lists; no such prompt, both ways to choose one, or one for id lists.
+            TokenIdError: an id out of range.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has them all.
         """
         self.model.refuse_traced()
         self.model.require_params("embed")
-        form = self._form(None if max_tokens is None else whole_number("max_tokens", max_tokens, 1))
+        lead = self.pipeline.choose_prompt(prompt_name, prompt)
+        chosen = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
+        tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
+        form = self._form(tokens, self._prompt_tokens(lead))
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
-        rows, total, single = self._requests(texts)
+        rows, total, single = self._requests(texts, lead, chosen)
         if show_progress is None:
             show_progress = total is not None and total >= LONG and sys.stderr.isatty()
         width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
@@ -248,23 +264,40 @@ class Encoder:
         self.model.last = form.model.last or self.model.last
         return out[0] if single else out
 
-    def _requests(self, texts: Any) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
+    def _prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens that pooling leaves out of each text: those of the prompt alone, special ones in
+        front included and one at the end not."""
+        if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
+            return 0
+        ids = self.tokenizer.encode(prompt, max_length=self._longest)
+        return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
+
+    def _requests(
+        self, texts: Any, prompt: str, chosen: str
+    ) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
         """Ids of the texts, chunk by chunk, and whether more follow; how many texts there are, where that is known;
-        and whether the request is a single string."""
+        and whether the request is a single string. `chosen`: the argument that gave the prompt, if one did."""
+
+        def ids(items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
+            if prompt and chosen and items and not is_text:
+                raise RequestError(f"{chosen} is for strings, and these are token ids, which are read as they are")
+            return self._ids(items, prompt if is_text else None, first)
+
         if isinstance(texts, Iterator):
 
             def read(chunk: tuple[int, list[Any]]) -> list[Ids]:
                 asked = split_prompts(chunk[1], f"texts[{chunk[0]}:]", flat=False)
-                return self._ids(asked.texts or asked.ids or [], asked.texts is not None, chunk[0])
+                return ids(asked.texts or asked.ids or [], asked.texts is not None, chunk[0])
 
             return ahead(chunks(texts), read), None, False
         asked = split_prompts(texts, "texts", flat=False)
         is_text, all_ = asked.texts is not None, asked.texts or asked.ids or []
-        return ahead(chunks(all_), lambda chunk: self._ids(chunk[1], is_text, chunk[0])), len(all_), asked.single
+        return ahead(chunks(all_), lambda chunk: ids(chunk[1], is_text, chunk[0])), len(all_), asked.single
 
-    def _ids(self, items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
-        """Token ids of texts or of id lists, padded if padding is read; the first of them is number `first`."""
-        rows = self._tokenised(items, first) if is_text else self._listed(items, first)
+    def _ids(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
+        """Token ids of texts after a prompt, or of id lists where it is None, padded if padding is read; the first of
+        them is number `first`."""
+        rows = self._listed(items, first) if prompt is None else self._tokenised(items, prompt, first)
         if self.padding is not None:
             tokens, fill = self.padding
             for i, row in enumerate(rows, first):
@@ -282,17 +315,19 @@ class Encoder:
             check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
         return rows
 
-    def _tokenised(self, texts: Sequence[str], first: int) -> list[Ids]:
+    @property
+    def _longest(self) -> int | None:
+        """How many tokens of a text are read; None without a limit."""
+        # The checkpoint's max_seq_length replaces the tokenizer's own limit.
+        own = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
+        limits = (own, self.max_positions, self.padding[0] if self.padding else None)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _tokenised(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
         if self.tokenizer is None:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
-        # The checkpoint's max_seq_length stands in for the tokenizer's own limit, it does not add to it.
-        limits = (
-            self.pipeline.max_seq_length or self.tokenizer.model_max_length, self.max_positions,
-            self.padding[0] if self.padding else None,
-        )  # fmt: skip
-        longest = min((x for x in limits if x is not None), default=None)
-        prompted = [self.pipeline.prompt + text for text in texts] if self.pipeline.prompt else texts
-        lists = self.tokenizer.encode_batch(prompted, max_length=longest, first=first)
+        prompted = [prompt + text for text in texts] if prompt else texts
+        lists = self.tokenizer.encode_batch(prompted, max_length=self._longest, first=first)
         rows = [np.array(ids, np.int32) for ids in lists]
         for i, row in enumerate(rows, first):
             if not len(row) or row.max() >= self.vocab_size:
@@ -364,13 +399,14 @@ class Encoder:
             raise DeriveError(f"{mixes}. {_BUCKETS.format('batch')}")
         return ExactBlocks(self.model, self.buckets, bool(mixes), mask)
 
-    def _form(self, max_tokens: int | None) -> Form:
+    def _form(self, max_tokens: int | None, prompt_tokens: int = 0) -> Form:
+        skip = None if self.pipeline.include_prompt else prompt_tokens  # one program for prompts of all lengths
         if self.packing:
             blocks = self._blocks() if self.padding is None else self._exact(frozenset())
-            return RowForm(blocks, None if self.pools else self.pipeline, max_tokens)
+            return RowForm(blocks, None if self.pools else self.pipeline, max_tokens, skip)
         settings = self.model.settings
         sizes = sizes_for(costs_on(settings.target), self.max_positions or UNKNOWN, max_tokens, settings.buckets.share)
-        return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes)
+        return PackedForm(replace(self.model, program="packed", last=None), self.pipeline, sizes, skip)
 
     def _check_buckets(self, lengths: list[int], first: int) -> None:
         """Refuse texts that no program is compiled for, before any of them runs."""

@@ -38,8 +38,8 @@ class Pooled:
 
     pipeline: SentencePipeline
 
-    def __call__(self, hidden: jax.Array, keep: jax.Array) -> jax.Array:
-        return pool(hidden, keep, self.pipeline)
+    def __call__(self, hidden: jax.Array, keep: jax.Array, skip: jax.Array | int = 0) -> jax.Array:
+        return pool(hidden, keep, self.pipeline, skip)
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,13 @@ def calls(
 @dataclass(frozen=True)
 class RowForm:
     """A row for each text, shortest first, `tokens` of a call at most, and one row at least. Without a pipeline the
-    flow's output `pooled` is the vector."""
+    flow's output `pooled` is the vector. `skip`: tokens of the prompt that pooling leaves out; None: pooling reads
+    every prompt."""
 
     blocks: Blocks
     pipeline: SentencePipeline | None
     tokens: int | None
+    skip: int | None
 
     @property
     def model(self) -> CompiledModel:
@@ -158,8 +160,8 @@ class RowForm:
         found = self.blocks.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
         if self.pipeline is None:
             return pooled_of(found)  # type: ignore[no-any-return]
-        call, kept = self.model.programs.call, padded_to(keep, block.rows, block.width)
-        return call(Pooled(self.pipeline), primary(found), kept)  # type: ignore[no-any-return]
+        kept, skip = padded_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
+        return self.model.programs.call(Pooled(self.pipeline), primary(found), kept, *skip)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from rlx_jax.errors import (
     ConfigError,
     MaskShapeError,
+    RequestError,
     UnsupportedError,
     did_you_mean,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder
@@ -99,7 +101,9 @@ class SentencePipeline:
         max_seq_length: tokens of a text, special ones included, that the transformer gets to see; None if the
             checkpoint names no limit. The model's own number of positions may be lower.
         do_lower_case: lower the text first: `load_tokenizer(..., lowercase=True)`.
-        prompt: text to put in front of each text.
+        prompts: texts to put in front of each text, by name, such as `query` and `document`.
+        default_prompt_name: the prompt that `embed` uses when it gets neither `prompt_name` nor `prompt`.
+        include_prompt: whether pooling reads the tokens of the prompt. The transformer always does.
         width: size of a token vector, if the checkpoint names it.
         transformer: the transformer's directory, relative to the checkpoint; `""` is the checkpoint itself.
     """
@@ -108,7 +112,9 @@ class SentencePipeline:
     normalize: bool = False
     max_seq_length: int | None = None
     do_lower_case: bool = False
-    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    default_prompt_name: str | None = None
+    include_prompt: bool = True
     width: int | None = None
     transformer: str = ""
 
@@ -116,6 +122,33 @@ class SentencePipeline:
         unknown = [mode for mode in self.pooling if mode not in _MODES]
         if unknown or not self.pooling:
             raise ConfigError(f"pooling: expected some of {listing(_MODES)}, found {listing(unknown) or 'none'}")
+        if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
+            known = listing(self.prompts) or "none"
+            raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {known}")
+
+    def choose_prompt(self, name: str | None = None, text: str | None = None) -> str:
+        """Return the text to put in front of each text of a request.
+
+        Args:
+            name: one of `prompts`.
+            text: the prompt itself; `""` is none. Without `name` and `text` it is the default prompt.
+
+        Raises:
+            RequestError: both are given, one is no string, or there is no prompt of that name.
+        """
+        if name is not None and text is not None:
+            raise RequestError("prompt_name and prompt both choose the prompt; pass one of them")
+        for what, value in (("prompt_name", name), ("prompt", text)):
+            if not isinstance(value, str | None):
+                raise RequestError(f"{what} is {shown(value)}; expected a str or None")
+        name = self.default_prompt_name if name is None else name
+        if text is not None or name is None:
+            return text or ""
+        if name not in self.prompts:
+            known = f"the model has {listing(self.prompts)}" if self.prompts else "the model has no prompts"
+            meant = did_you_mean(name, self.prompts) or "; prompt= takes the text itself"
+            raise RequestError(f"there is no prompt_name {quote(name)}; {known}{meant}")
+        return self.prompts[name]
 
 
 def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipeline | None:
@@ -145,21 +178,21 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     if len(paths) == 3:
         _check_normalize(folder, paths[2])
-    prompt = _default_prompt(folder)
-    if prompt and not include_prompt:
-        raise UnsupportedError(f"{folder.where(paths[1])}: include_prompt is false and there is a default prompt")
+    prompts, default_prompt_name = _prompts(folder)
     return SentencePipeline(
         pooling=pooling,
         normalize=len(paths) == 3,
         max_seq_length=max_seq_length,
         do_lower_case=do_lower_case,
-        prompt=prompt,
+        prompts=prompts,
+        default_prompt_name=default_prompt_name,
+        include_prompt=include_prompt,
         width=width,
         transformer=paths[0],
     )
 
 
-def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.Array:
+def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: jax.Array | int = 0) -> jax.Array:
     """One vector for each row of token vectors. Pure; to be jitted by the caller.
 
     A row without any token gives zeros.
@@ -168,6 +201,7 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.
         hidden: `[B, S, H]` floats; the arithmetic is float32.
         keep: `[B, S]` bool, True at real tokens. What stands elsewhere in `hidden`, NaN included, has no influence.
         pipeline: how.
+        skip: int32 scalar: how many of the first real tokens of each row are left out, those of a prompt.
 
     Returns:
         `[B, H · len(pipeline.pooling)]` float32.
@@ -180,15 +214,19 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline) -> jax.
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
             f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )
+    place = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
+    keep = keep & (place >= skip)
     tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
-    pooled = jnp.concatenate([_MODES[mode](tokens, keep) for mode in pipeline.pooling], axis=1)
+    pooled = jnp.concatenate([_MODES[mode](tokens, keep, place) for mode in pipeline.pooling], axis=1)
     if not pipeline.normalize:
         return pooled
     # max under the root, not after it: the gradient at a zero vector is then zero and not NaN.
     return pooled / jnp.sqrt(jnp.maximum(jnp.sum(pooled * pooled, axis=1, keepdims=True), 1e-24))
 
 
-def pool_segments(hidden: jax.Array, segments: jax.Array, slots: int, pipeline: SentencePipeline) -> jax.Array:
+def pool_segments(
+    hidden: jax.Array, segments: jax.Array, slots: int, pipeline: SentencePipeline, skip: jax.Array | int = 0
+) -> jax.Array:
     """As `pool`, of rows that hold several texts: hidden `[B, S, H]` → `[B, slots, H · len(pipeline.pooling)]` float32.
 
     `segments` `[B, S]` int32 has 1, 2, 3 … at the tokens of each text of a row, up to `slots`, and 0 elsewhere. A slot
@@ -196,11 +234,11 @@ def pool_segments(hidden: jax.Array, segments: jax.Array, slots: int, pipeline: 
     """
     numbers = jnp.arange(1, slots + 1, dtype=segments.dtype)
     keep = segments[:, None, :] == numbers[None, :, None]
-    pooled: jax.Array = jax.vmap(lambda keep: pool(hidden, keep, pipeline), in_axes=1, out_axes=1)(keep)
+    pooled: jax.Array = jax.vmap(lambda keep: pool(hidden, keep, pipeline, skip), in_axes=1, out_axes=1)(keep)
     return pooled
 
 
-# -- pooling: tokens [B, S, H] float32, zero where keep [B, S] is False, to [B, H] ----------------------
+# -- pooling: tokens [B, S, H] float32, zero where keep [B, S] is False, to [B, H]; place [B, S]: number in its text --
 
 
 def _at(tokens: jax.Array, position: jax.Array) -> jax.Array:
@@ -215,35 +253,34 @@ def _count(keep: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
 
 
-def _cls(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+def _cls(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     return _at(tokens, _first(keep))
 
 
-def _last(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+def _last(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     return _at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
 
 
-def _max(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+def _max(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
     return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
 
 
-def _mean(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+def _mean(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=1) / _count(keep)
 
 
-def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array) -> jax.Array:
+def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
 
 
-def _weighted_mean(tokens: jax.Array, keep: jax.Array) -> jax.Array:
-    place = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
+def _weighted_mean(tokens: jax.Array, keep: jax.Array, place: jax.Array) -> jax.Array:
     weights = jnp.where(keep, place + 1, 0).astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
     return jnp.sum(tokens * weights[:, :, None], axis=1) / total
 
 
-_MODES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "cls": _cls,
     "max": _max,
     "mean": _mean,
@@ -388,23 +425,22 @@ def _check_normalize(folder: Folder, path: str) -> None:
             raise UnsupportedError(f"{where}: {key} is {quote(settings[key])}; supported is sentence_embedding")
 
 
-def _default_prompt(folder: Folder) -> str:
+def _prompts(folder: Folder) -> tuple[dict[str, str], str | None]:
+    """The prompts by name, a null one being empty, and the name of the default one."""
     settings = folder.json("config_sentence_transformers.json")
     where = folder.where("config_sentence_transformers.json")
     kind = settings.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
         raise UnsupportedError(f"{where}: model_type is {quote(kind)}; supported is SentenceTransformer")
-    name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
-    if name is None:
-        return ""
+    default, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
     if not isinstance(prompts, dict):
         raise ConfigError(f"{where}: prompts: expected an object, found {quote(prompts)}")
-    if not isinstance(name, str) or name not in prompts:
-        raise ConfigError(f"{where}: default_prompt_name is {quote(name)}; prompts has {listing(prompts)}")
-    prompt = prompts[name]
-    if prompt is not None and not isinstance(prompt, str):
-        raise ConfigError(f"{where}: prompts[{quote(name)}]: expected a str, found {quote(prompt)}")
-    return prompt or ""
+    for name, prompt in prompts.items():
+        if not isinstance(prompt, str | None):
+            raise ConfigError(f"{where}: prompts[{quote(name)}]: expected a str, found {quote(prompt)}")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise ConfigError(f"{where}: default_prompt_name is {quote(default)}; prompts has {listing(prompts)}")
+    return {name: prompt or "" for name, prompt in prompts.items()}, default
 
 
 def _without(value: Any, name: str, key: str, where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -13,7 +14,7 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import ConfigError, ProfileError, UnsupportedError, quote, shown
+from rlx_jax.errors import ConfigError, ProfileError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
@@ -85,12 +86,10 @@ def load(
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
     folder = root.below(inside)
-    pretrained = open_pretrained(folder, strict=strict, lacking=missing == "init", **options)
-    if pretrained.kind == "denoiser":
-        raise UnsupportedError(
-            f"{quote(folder.path)}: one step of a denoising model is a plain function: "
-            "rlx_jax.compile(rlx_jax.from_pretrained(path))"
-        )
+    pretrained = open_pretrained(
+        folder, strict=strict, lacking=missing == "init", headless=pipeline is not None, **options
+    )
+    check_kind(pretrained, folder, pipeline)
     own = pretrained.recipe
     used = own if recipe is None else rebound(recipe, own)
     if dtype is not None:
@@ -100,6 +99,34 @@ def load(
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
     opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs, opened.model.built)
     return opened
+
+
+def check_kind(pretrained: Pretrained, folder: Folder, pipeline: SentencePipeline | None) -> None:
+    """Refuse what `load` has no class for, and warn of a task's head that it leaves out.
+
+    Raises:
+        UnsupportedError: a denoising model, or sentence-transformers' modules over a model that is no text encoder.
+
+    Warns:
+        RlxWarning: names the weights of the head.
+    """
+    if pretrained.kind == "denoiser":
+        raise UnsupportedError(
+            f"{quote(folder.path)}: one step of a denoising model is a plain function: "
+            "rlx_jax.compile(rlx_jax.from_pretrained(path))"
+        )
+    if pipeline is not None and pretrained.kind != "encoder":
+        raise UnsupportedError(
+            f"{quote(folder.path)}: modules.json lists modules of sentence-transformers after a model of kind "
+            f"{quote(pretrained.kind)}; supported are encoders of texts, and decoders of rlx_jax without their head"
+        )
+    if pipeline is None and pretrained.head:  # with a pipeline, sentence-transformers leaves the head out too
+        warnings.warn(
+            f"{quote(folder.path)}: only the encoder is loaded, and not the head of its task, which is not built: "
+            f"{len(pretrained.head)} weights are left out, {listing(pretrained.head)}",
+            RlxWarning,
+            stacklevel=3,
+        )
 
 
 def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
@@ -127,7 +154,7 @@ def _opened(
     flow, own = ModelFlow.from_recipe(recipe), pretrained.recipe
     tokenizer = load_tokenizer(folder, lowercase=bool(pipeline and pipeline.do_lower_case))
     positions = pretrained.max_positions
-    if pretrained.kind == "encoder":
+    if pretrained.kind == "encoder" or getattr(recipe, "hidden_only", False):
         padding = padding_of(own, tokenizer)
         return Encoder(flow, tokenizer=tokenizer, pipeline=pipeline, padding=padding, max_positions=positions, **common)
     eos, bos = special_ids(folder, tokenizer, pretrained.vocab_size)

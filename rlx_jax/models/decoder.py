@@ -30,6 +30,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, check_recipe
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.hooks import Hooked, HookMethods, Hooks
+from rlx_jax.weights.renamed import RenamedSource
 from rlx_jax.weights.source import WeightSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -150,6 +151,11 @@ class CausalFlow(HookMethods, Generic[A]):
         """Explicit decode: see `rlx_jax.models.decoder.as_decode`."""
         return as_decode(cls.for_prefill(config, batch), past, custom_mask)
 
+    @property
+    def embedding(self) -> str:
+        """The key of the embedding."""
+        return EMBEDDING
+
     def stored_in(self, source: WeightSource) -> Self:
         """The recipe for how a checkpoint stores its weights, such as under a prefix. A head that is stored beside a
         tied embedding is the head: it may differ, and comparing would read data."""
@@ -159,8 +165,12 @@ class CausalFlow(HookMethods, Generic[A]):
         return replace(self, config=replace(config, tie_word_embeddings=False))
 
     def reads(self, source: WeightSource) -> WeightSource:
-        """A checkpoint's weights as the recipe reads them: what is packed in a way of its own is unpacked."""
-        return source
+        """Return a checkpoint's weights as the recipe reads them. Keys of the model without its head, as transformers
+        saves an `AutoModel`, lack the first part of the causal model's, `model.`; a subclass may unpack weights."""
+        prefix, _, bare = self.embedding.partition(".")
+        if source.has(self.embedding) or not source.has(bare):
+            return source
+        return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
 
     def spec(self, index: int = 0) -> Any:
         """The spec of layer `index`: what a layer hook sees."""

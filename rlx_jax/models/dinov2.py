@@ -23,7 +23,8 @@ HF = VisionLayout(
     cls="embeddings.cls_token",
     registers="embeddings.register_tokens",
     after="layernorm",
-    left=("embeddings.mask_token", "classifier."),
+    left=("embeddings.mask_token",),
+    heads=("classifier.",),
 )
 ORIGINAL = VisionLayout(
     patch="patch_embed.proj",
@@ -33,7 +34,8 @@ ORIGINAL = VisionLayout(
     cls="cls_token",
     registers="register_tokens",
     after="norm",
-    left=("mask_token", "head."),
+    left=("mask_token",),
+    heads=("head.",),
 )
 
 

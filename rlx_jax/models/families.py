@@ -47,9 +47,10 @@ from rlx_jax.models import (
 )
 from rlx_jax.models.checked import checked
 from rlx_jax.models.config import Fields, architecture, read_config
-from rlx_jax.models.decoder import CausalFlow
+from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.beside import MarkedSource
 from rlx_jax.weights.directory import refuse_without_config
@@ -59,13 +60,15 @@ from rlx_jax.weights.source import WeightSource, open_weights
 @dataclass(frozen=True)
 class Pretrained:
     """A checkpoint as a recipe bound to its weights: what it is for, how many ids and positions it knows, if it reads
-    tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`."""
+    tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`. `head`:
+    the keys of a task's head, which the checkpoint has and the recipe does not read."""
 
     recipe: ModelRecipe
     kind: Literal["causal", "encoder", "denoiser", "vision", "dual"]
     vocab_size: int = 0
     max_positions: int | None = None
     images: str = ""
+    head: tuple[str, ...] = ()
 
 
 Opener = Callable[[Fields, WeightSource], Pretrained]
@@ -73,22 +76,47 @@ Opener = Callable[[Fields, WeightSource], Pretrained]
 
 @dataclass(frozen=True)
 class Family:
-    """What serves a `model_type`: how its checkpoints open, and the architectures that they may name."""
+    """What serves a `model_type`: how its checkpoints open, and the architectures that they may name. `headless`: the
+    same for the model without its head, of a family whose models have one."""
 
     open: Opener
     architectures: tuple[str, ...]
+    headless: Family | None = None
 
     @staticmethod
-    def decoder(recipe: type[CausalFlow[Any]], *architectures: str) -> Family:
-        """A decoder-only family."""
+    def decoder(recipe: type[CausalFlow[Any]], causal: str, bare: str = "") -> Family:
+        """A decoder-only family: its architectures with a head and, if it has one, without."""
+        architectures = (causal, bare) if bare else (causal,)
+
+        def without_head(config: Fields, source: WeightSource) -> Pretrained:
+            return opened(config, source, hidden_only=True)
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            made = recipe(recipe.config_type.from_hf(config)).stored_in(source)
-            c = made.config
-            bound = replace(made, weights=checked(made.reads(source), made.shapes(), made))
-            return Pretrained(bound, "causal", c.vocab_size, c.max_position_embeddings)
+            return opened(config, source, hidden_only=architecture(config)[1] in architectures[1:])
 
-        return Family(opener, architectures)
+        def opened(config: Fields, source: WeightSource, hidden_only: bool) -> Pretrained:
+            made = recipe(recipe.config_type.from_hf(config), hidden_only=hidden_only).stored_in(source)
+            c = made.config
+            specs = {key: spec for key, spec in made.shapes().items() if key != HEAD or not hidden_only}
+            bound = replace(made, weights=checked(made.reads(source), specs, made))
+            kind: Literal["encoder", "causal"] = "encoder" if hidden_only else "causal"
+            head = (HEAD,) * (hidden_only and source.has(HEAD))
+            return Pretrained(bound, kind, c.vocab_size, c.max_position_embeddings, head=head)
+
+        return Family(opener, architectures, Family(without_head, architectures))
+
+    @staticmethod
+    def with_images(part: TextPart, *architectures: str) -> Family:
+        """A decoder that reads images too: its text model, which is all that is built."""
+
+        def opener(config: Fields, source: WeightSource) -> Pretrained:
+            return FAMILIES[part.inner].open(*part.of(config, source))
+
+        def without_head(config: Fields, source: WeightSource) -> Pretrained:
+            inner = FAMILIES[part.inner]
+            return (inner.headless or inner).open(*part.of(config, source))
+
+        return Family(opener, architectures, Family(without_head, architectures))
 
     @staticmethod
     def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
@@ -96,7 +124,8 @@ class Family:
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             made = recipe.for_prefill(recipe.config_type.from_hf(config)).stored_in(source)
-            return Pretrained(replace(made, weights=checked(source, made.shapes(), made)), "vision", images=images)
+            bound = replace(made, weights=checked(source, made.shapes(), made))
+            return Pretrained(bound, "vision", images=images, head=head_keys(made.layout.heads, source))
 
         return Family(opener, architectures)
 
@@ -130,19 +159,17 @@ class Family:
             c: Any = recipe.config_type.from_hf(config)
             made = recipe(c).stored_in(source)
             bound = replace(made, weights=checked(source, made.shapes(), made))
-            return Pretrained(bound, "encoder", c.vocab_size, made.max_positions)
+            head = head_keys(made.heads, source)
+            return Pretrained(bound, "encoder", c.vocab_size, made.max_positions, head=head)
 
         return Family(opener, architectures)
 
 
-def _gemma3(config: Fields, source: WeightSource) -> Pretrained:
-    """Gemma 3 with images: its text model, which is all that is built."""
-    return FAMILIES["gemma3_text"].open(*gemma.TEXT.of(config, source))
-
-
-def _qwen35(config: Fields, source: WeightSource) -> Pretrained:
-    """Qwen 3.5 with images: its text model, which is all that is built."""
-    return FAMILIES["qwen3_5_text"].open(*qwen35.TEXT.of(config, source))
+def head_keys(heads: tuple[str, ...], source: WeightSource) -> tuple[str, ...]:
+    """Return the keys of a task's head in a checkpoint, which begin with one of `heads`, and of its pooler."""
+    if not any(key.startswith(heads) for key in source.keys()):
+        return ()
+    return tuple(key for key in source.keys() if key.startswith((*heads, "pooler.")) or ".pooler." in key)
 
 
 def _flux2(config: Fields, source: WeightSource) -> Pretrained:
@@ -159,21 +186,21 @@ def tasks(name: str, *others: str) -> tuple[str, ...]:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM"),
-    "mistral": Family.decoder(mistral.MistralFlow, "MistralForCausalLM"),
-    "mixtral": Family.decoder(mixtral.MixtralFlow, "MixtralForCausalLM"),
-    "qwen2": Family.decoder(qwen2.Qwen2Flow, "Qwen2ForCausalLM"),
-    "qwen3": Family.decoder(qwen3.Qwen3Flow, "Qwen3ForCausalLM"),
-    "qwen3_moe": Family.decoder(qwen3_moe.Qwen3MoeFlow, "Qwen3MoeForCausalLM"),
-    "qwen3_5_text": Family.decoder(qwen35.Qwen35Flow, "Qwen3_5ForCausalLM"),
-    "qwen3_5": Family(_qwen35, ("Qwen3_5ForConditionalGeneration",)),
-    "gemma": Family.decoder(gemma.GemmaFlow, "GemmaForCausalLM"),
-    "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM"),
-    "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM"),
-    "gemma3": Family(_gemma3, ("Gemma3ForConditionalGeneration",)),
-    "mamba2": Family.decoder(mamba2.Mamba2Flow, "Mamba2ForCausalLM"),
-    "gpt_oss": Family.decoder(gpt_oss.GptOssFlow, "GptOssForCausalLM"),
-    "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel"),
+    "llama": Family.decoder(llama.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
+    "mistral": Family.decoder(mistral.MistralFlow, "MistralForCausalLM", "MistralModel"),
+    "mixtral": Family.decoder(mixtral.MixtralFlow, "MixtralForCausalLM", "MixtralModel"),
+    "qwen2": Family.decoder(qwen2.Qwen2Flow, "Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": Family.decoder(qwen3.Qwen3Flow, "Qwen3ForCausalLM", "Qwen3Model"),
+    "qwen3_moe": Family.decoder(qwen3_moe.Qwen3MoeFlow, "Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    "qwen3_5_text": Family.decoder(qwen35.Qwen35Flow, "Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
+    "qwen3_5": Family.with_images(qwen35.TEXT, "Qwen3_5ForConditionalGeneration"),
+    "gemma": Family.decoder(gemma.GemmaFlow, "GemmaForCausalLM", "GemmaModel"),
+    "gemma2": Family.decoder(gemma.GemmaFlow, "Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": Family.decoder(gemma.GemmaFlow, "Gemma3ForCausalLM", "Gemma3TextModel"),
+    "gemma3": Family.with_images(gemma.TEXT, "Gemma3ForConditionalGeneration"),
+    "mamba2": Family.decoder(mamba2.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
+    "gpt_oss": Family.decoder(gpt_oss.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
+    "gpt2": Family.decoder(gpt2.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
     "bert": Family.encoder(bert.BertFlow, *tasks("Bert", "PreTraining", "NextSentencePrediction")),
     "roberta": Family.encoder(roberta.RobertaFlow, *tasks("Roberta")),
     "xlm-roberta": Family.encoder(roberta.RobertaFlow, *tasks("XLMRoberta")),
@@ -223,24 +250,26 @@ def open_pretrained(
     token: str | bool | None = None,
     subfolder: str = "",
     lacking: bool = False,
+    headless: bool = False,
     **options: Any,
 ) -> Pretrained:
     """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
     `config.json` is fetched before it is known to be built. With `lacking` weights may be missing, which are to be
-    drawn.
+    drawn. `headless`: without the head of a causal model, whatever the config says.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
     folder = open_folder(path, revision, token, subfolder=subfolder)
-    config, family = family_of(folder)
+    config, family = family_of(folder, headless)
     source = open_weights(folder, **options)
     return bound(folder, config, family, MarkedSource(source, "lacking") if lacking else source)
 
 
-def family_of(folder: Folder) -> tuple[Fields, Family | plugins.Opens]:
-    """The config of a checkpoint, and the family that it names.
+def family_of(folder: Folder, headless: bool = False) -> tuple[Fields, Family | plugins.Opens]:
+    """The config of a checkpoint, and the family that it names; `headless`: as it opens without a causal model's head,
+    where it can.
 
     Raises:
         UnsupportedError: none that is built; or the directory is of another kind, such as GGUF files.
@@ -260,7 +289,7 @@ def family_of(folder: Folder) -> tuple[Fields, Family | plugins.Opens]:
     if name and name not in family.architectures:
         known = ", ".join(family.architectures)
         raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {known}")
-    return config, family
+    return config, (getattr(family, "headless", None) or family) if headless else family
 
 
 def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source: WeightSource) -> Pretrained:
@@ -301,7 +330,7 @@ def rebound(recipe: Any, own: Any) -> Any:
         raise ConfigError(
             f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
         )
-    stored = ("config", "layout", "prefix", "weights")
+    stored = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(own, "hidden_only", False)
     return replace(recipe, **{n: getattr(own, n) for n in stored if hasattr(recipe, n)})
 
 

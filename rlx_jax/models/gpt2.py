@@ -86,10 +86,14 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     config_type = Gpt2Config
     outer: ClassVar[str] = "transformer."
 
+    @property
+    def embedding(self) -> str:
+        return self._key("wte.weight")
+
     def stored_in(self, source: WeightSource) -> Self:
         made = super().stored_in(source)
         others = (replace(made, prefix=prefix) for prefix in ("transformer", ""))
-        return next((other for other in others if source.has(other._key("wte.weight"))), made)
+        return next((other for other in others if source.has(other.embedding)), made)
 
     def spec(self, index: int = 0) -> Gpt2LayerSpec:
         c = self.config
@@ -104,7 +108,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         c = self.config
         shapes: dict[str, tuple[int, ...]] = {
-            self._key("wte.weight"): (c.vocab_size, c.hidden_size),
+            self.embedding: (c.vocab_size, c.hidden_size),
             self._key("wpe.weight"): (c.max_position_embeddings, c.hidden_size),
         }
         for i in range(c.num_hidden_layers):
@@ -120,7 +124,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
             self,
             self.shapes(),
             self.stage,
-            keys=EndKeys(self._key("wte.weight")),
+            keys=EndKeys(self.embedding),
             embedded=[LearnedPositions(self._key("wpe.weight"))],
             norm=LayerNorm(self._key("ln_f.weight"), self._key("ln_f.bias"), self.config.layer_norm_epsilon),
             leave=[self._key(f"h.{i}.{buffer}") for i in layers for buffer in BUFFERS],

@@ -87,7 +87,7 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
 
     def reads(self, source: WeightSource) -> WeightSource:
         """The weights of a checkpoint as numbers: those of experts may be MXFP4."""
-        return unpacked(source)
+        return super().reads(unpacked(source))
 
 
 def check_packing(c: Fields) -> None:

@@ -66,6 +66,10 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
     config_type = Mamba2Config
 
+    @property
+    def embedding(self) -> str:
+        return KEYS.embedding
+
     def spec(self, index: int = 0) -> Mamba2Spec:
         return self.config.mixer
 
@@ -74,7 +78,7 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         c = self.config
-        shapes: dict[str, tuple[int, ...]] = {KEYS.embedding: (c.vocab_size, c.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (c.vocab_size, c.hidden_size)}
         for i in range(c.num_hidden_layers):
             layer = f"backbone.layers.{i}"
             shapes[f"{layer}.norm.weight"] = (c.hidden_size,)

@@ -29,7 +29,7 @@ class MixtureFlow(DecoderFlow[C]):
 
     def stored_in(self, source: WeightSource) -> Self:
         """Experts that are stored stacked, as transformers 5 holds them in memory."""
-        layers = range(self.config.num_hidden_layers)
+        layers, source = range(self.config.num_hidden_layers), self.reads(source)
         stacked = any(source.has(f"model.layers.{i}.{STACKED_KEYS.gate}") for i in layers)
         return replace(self, layout=STACKED_KEYS) if stacked else self
 

@@ -88,7 +88,8 @@ class VisionLayout:
     """Where a checkpoint keeps a vision tower: keys under a prefix, empty for what there is not.
 
     `layers` is the prefix of a layer, `{}` its number. With `flat` positions are stored `[T, H]` and the class token
-    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`.
+    `[H]`, else behind axes of 1; with `flat_patch` the weight of patches is `[H, C·P·Q]`, else `[H, C, P, Q]`. Not
+    read are `left` and, of the heads of tasks, `heads`.
     """
 
     patch: str
@@ -103,6 +104,7 @@ class VisionLayout:
     flat: bool = False
     flat_patch: bool = False
     left: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
 
 C = TypeVar("C", bound=VisionConfig)
@@ -238,7 +240,7 @@ class VisionFlow(HookMethods, Generic[C]):
         none = (
             () if self.config.registers or not self.layout.registers else (self.layout.registers,)
         )  # stored all the same
-        keys = self.layout.left + none
+        keys = self.layout.left + self.layout.heads + none
         return tuple(self.prefix + key for key in keys) + keys
 
 

@@ -17,7 +17,8 @@ HF = VisionLayout(
     keys=VIT_KEYS,
     cls="embeddings.cls_token",
     after="layernorm",
-    left=("embeddings.mask_token", "pooler.", "classifier.", "decoder."),
+    left=("embeddings.mask_token", "pooler."),
+    heads=("classifier.", "decoder."),
 )
 
 

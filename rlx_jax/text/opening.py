@@ -21,6 +21,7 @@ from rlx_jax.errors import (
     ShapeError,
     listing,
     number,
+    quote,
     shown,
 )
 from rlx_jax.io.folder import open_folder
@@ -124,6 +125,27 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
     dtype = built.hir.type(built.hir.outputs[0]).dtype
     if not is_float(dtype):
         raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
+
+
+def check_hidden(model: CompiledModel, vocab_size: int) -> None:
+    """The output of an encoder is hidden states, and not the logits of a causal model's head.
+
+    Raises:
+        GraphError: it is logits; names how to leave the head out.
+    """
+    if model.template().built.primary_shape[-1] != vocab_size:
+        return
+    name = model.output_names[0]
+    try:
+        has_head = name == "logits" or bool(model.template().head)
+    except GraphError:  # hidden states that are as wide as the embedding is high
+        return
+    if has_head:
+        raise GraphError(
+            f"{model.name}: the output {quote(name)} is logits [batch, seq, {vocab_size}], and an Encoder takes hidden "
+            "states [batch, seq, hidden]: leave the head out, rlx_jax.Encoder(dataclasses.replace(recipe, "
+            "hidden_only=True)) of a recipe, and without its LmHead of a flow of your own"
+        )
 
 
 def refuse_call(what: object, instead: str) -> NoReturn:

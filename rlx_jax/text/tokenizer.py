@@ -101,6 +101,11 @@ class Tokenizer:
         """Whether every token has the same id in both."""
         return self is other or bool(self._native.get_vocab() == other._native.get_vocab())
 
+    def is_special(self, token: int) -> bool:
+        """Whether a token has a role, such as the one that ends a text, or is left out of decoded text."""
+        roles = map(self._native.token_to_id, self.special_tokens.values())
+        return token in (*roles, *(added.id for added in self.added_tokens.values() if added.special))
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """The token ids of `text`.
 

@@ -106,7 +106,8 @@ def sentence_directory(
     `config_sentence_transformers.json`.
     """
     copy(source, target)
-    hidden = json.loads((source / "config.json").read_text("utf-8"))["hidden_size"]
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    hidden = config["n_embd" if config["model_type"] == "gpt2" else "hidden_size"]
     types = OLD_MODULES if spelling == "old" else NEW_MODULES
     names = [("Transformer", ""), ("Pooling", "1_Pooling")] + ([("Normalize", "2_Normalize")] if normalise else [])
     modules = [{"idx": i, "name": str(i), "path": p, "type": types[n]} for i, (n, p) in enumerate(names)]

@@ -1,0 +1,329 @@
+"""Encoders of decoders without their head, sentence-transformers over them, prompts, and heads of tasks left out.
+
+Hidden states are those that `transformers` recorded; the live comparisons are with `sentence-transformers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import cli, errors
+from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.models.families import FAMILIES, open_pretrained
+from tests.oracles import checkpoints, hugging_face, numpy_reference
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+UNTIED = FIXTURES / "llama" / "mha_linear_biases_v4"
+DECODERS = {
+    "llama": LLAMA, "llama, a head": UNTIED, "qwen3": FIXTURES / "qwen3" / "tied_v4",
+    "mamba2": FIXTURES / "mamba2" / "tied_v5", "mistral": FIXTURES / "mistral" / "window_v5",
+    "mixtral": FIXTURES / "mixtral" / "window_v5", "qwen2": FIXTURES / "qwen2" / "tied_v4",
+    "qwen3_moe": FIXTURES / "qwen3_moe" / "mixed_v5", "qwen3_5_text": FIXTURES / "qwen3_5_text" / "blocks_v5",
+    "gemma": FIXTURES / "gemma" / "tied_v4", "gemma2": FIXTURES / "gemma2" / "caps_v5",
+    "gemma3_text": FIXTURES / "gemma3_text" / "pattern_v4", "gpt_oss": FIXTURES / "gpt_oss" / "window_v5",
+    "gpt2": FIXTURES / "gpt2" / "scaled_v5",
+}  # fmt: skip
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (i > 3)) for i, name in enumerate(DECODERS)]
+SAME = 1e-6
+PROMPTS = {"prompts": {"query": "Find: ", "document": None}, "default_prompt_name": "query"}
+
+
+def without_head(source: Path, target: Path, name_the_class: bool) -> Path:
+    """A copy as transformers saves it from an `AutoModel`: bare keys, no head; or as some checkpoints have it, with the
+    class that has the head in their config."""
+    checkpoints.copy(source, target)
+    config = json.loads((source / "config.json").read_text())
+    if name_the_class:
+        row: Any = FAMILIES[config["model_type"]]
+        checkpoints.edit_json(target / "config.json", {"architectures": [row.architectures[1]]})
+    prefixes = ("model.", "backbone.", "transformer.")
+
+    def bare(key: str) -> str:
+        return next((key.removeprefix(p) for p in prefixes if key.startswith(p)), key)
+
+    checkpoints.edit_tensors(target, lambda t: {bare(k): v for k, v in t.items() if k != "lm_head.weight"})
+    return target
+
+
+def sentences(tmp_path: Path, modes: tuple[str, ...] = ("lasttoken",), **settings: Any) -> Path:
+    """A sentence-transformers directory over a Llama with a tokenizer, as Qwen3-Embedding is over a Qwen3."""
+    base = without_head(LLAMA, tmp_path / "base", name_the_class=False)
+    made = checkpoints.sentence_directory(
+        base, tmp_path / "st", modes=list(modes), normalise=True, sentence=settings.pop("sentence", PROMPTS),
+        tokenizer={"pad_token": "<|end_of_text|>", "padding_side": settings.pop("side", "left")},
+    )  # fmt: skip
+    checkpoints.edit_json(made / "1_Pooling" / "config.json", settings)
+    return made
+
+
+# -- a decoder without its head ----------------------------------------------------------------
+
+
+def test_logits_are_no_hidden_states() -> None:
+    """An Encoder of a flow with a head is refused, and the message says how to leave the head out."""
+    flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("table").linear("head")
+    weights = {"table": np.ones((9, 4), np.float32), "head": np.ones((9, 4), np.float32)}
+    tied = rlx.recipe_for(FIXTURES / "gpt2" / "scaled_v5")
+    for one, held in ((rlx.recipe_for(UNTIED), None), (tied, None), (flow, weights), (rlx.load(LLAMA).model, None)):
+        with pytest.raises(errors.GraphError, match=r"is logits \[batch, seq, \d+\].*hidden_only=True"):
+            rlx.Encoder(one, held)
+    square = {"table": np.eye(4, dtype=np.float32)}
+    plain = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("table")
+    np.testing.assert_array_equal(rlx.Encoder(plain, square).embed([[1, 1]]), [[0, 1, 0, 0]])  # as wide as high
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name_the_class", [True, False])
+def test_every_decoder(name: str, name_the_class: bool, tmp_path: Path) -> None:
+    """Without its head: the recorded hidden states, packed texts as alone, and a save that loads."""
+    directory, record = DECODERS[name], load_record(DECODERS[name])
+    if name_the_class:
+        made: Any = rlx.load(without_head(directory, tmp_path / "bare", name_the_class))
+        rlx.save(made, tmp_path / "saved")
+        again: Any = rlx.load(tmp_path / "saved")
+        np.testing.assert_array_equal(again.embed([[1, 2]]), made.embed([[1, 2]]))
+    else:
+        recipe = dataclasses.replace(rlx.recipe_for(directory), hidden_only=True)
+        made = rlx.load(directory, recipe=recipe)
+    assert isinstance(made, rlx.Encoder)
+    assert_close(made.hidden_states(record["tokens"]), record["hidden"])
+    ids, lengths = record["ragged_tokens"], record["ragged_lengths"]
+    texts = [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+    for modes in (("lasttoken",), ("mean", "weightedmean")):
+        encoder = rlx.Encoder(made.model, pipeline=SentencePipeline(pooling=modes, normalize=True))
+        want = [
+            numpy_reference.pool(row[:n].astype(np.float64), modes, True)
+            for row, n in zip(record["ragged_hidden"], lengths, strict=True)
+        ]
+        assert_close(encoder.embed(texts), np.array(want))
+        np.testing.assert_allclose(encoder.embed(texts[:1]), encoder.embed(texts)[:1], atol=SAME)
+
+
+def test_weights_of_a_bare_model_under_a_recipe(tmp_path: Path) -> None:
+    """A causal recipe reads them too, where its head is tied; else the missing head is named."""
+    bare = without_head(LLAMA, tmp_path / "tied", name_the_class=False)
+    record = load_record(LLAMA)
+    assert_close(rlx.load(bare).logits(record["tokens"]), record["logits"])
+    recipe = dataclasses.replace(rlx.recipe_for(LLAMA), weights=None)
+    model: Any = rlx.compile(recipe, rlx.open_weights(bare))
+    assert_close(model(record["tokens"]), record["logits"])
+    with pytest.raises(errors.MissingWeightError, match=r"'lm_head.weight'"):
+        rlx.load(without_head(UNTIED, tmp_path / "untied", name_the_class=False))
+
+
+# -- sentence-transformers over a decoder ------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", [("lasttoken",), ("mean", "cls")])
+def test_a_pipeline_over_a_decoder(modes: tuple[str, ...], tmp_path: Path) -> None:
+    """Is an Encoder that pools as its files say, over causal attention; it is saved with them."""
+    directory, record = sentences(tmp_path, modes), load_record(LLAMA)
+    encoder: Any = rlx.load(directory)
+    assert isinstance(encoder, rlx.Encoder) and encoder.packing == ""
+    texts = [row[:n].tolist() for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
+    order = sorted(modes, key=["cls", "max", "mean"].index) if len(modes) > 1 else modes
+    hidden = [h[:n].astype(np.float64) for h, n in zip(record["ragged_hidden"], record["ragged_lengths"], strict=True)]
+    assert_close(encoder.embed(texts), np.array([numpy_reference.pool(h, order, True) for h in hidden]))
+    rlx.save(encoder, tmp_path / "saved")
+    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").embed(["a text"]), encoder.embed(["a text"]))
+    hooked = rlx.load(directory, recipe=rlx.recipe_for(LLAMA))  # a recipe with a head loses it
+    np.testing.assert_array_equal(hooked.embed(texts), encoder.embed(texts))
+
+
+def test_a_pipeline_over_what_is_no_text_encoder(tmp_path: Path) -> None:
+    """Is refused, not dropped."""
+    for source in (FIXTURES / "vision" / "vit", FIXTURES / "vision" / "dual" / "clip"):
+        directory = tmp_path / source.name
+        checkpoints.copy(source, directory)
+        for file in sentences(tmp_path / f"{source.name} modules").glob("**/*"):
+            name = file.relative_to(tmp_path / f"{source.name} modules" / "st")
+            if file.is_file() and name.name in ("modules.json", "config.json") and str(name) != "config.json":
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_bytes(file.read_bytes())
+        with pytest.raises(errors.UnsupportedError, match=r"modules\.json lists modules .* of kind '(vision|dual)'"):
+            rlx.load(directory)
+
+
+def test_inspect_of_a_pipeline_over_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says what `load` makes of it."""
+    assert cli.main(["inspect", "--json", str(sentences(tmp_path))]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "encoder"
+
+
+# -- prompts -----------------------------------------------------------------------------------
+
+TEXTS = ["It was", "rivers of stone and a lantern", ""]
+
+
+def test_prompts(tmp_path: Path) -> None:
+    """A prompt is what stands in front of a text: the default one without a choice, none with `prompt=""`."""
+    encoder: Any = rlx.load(sentences(tmp_path))
+    plain = encoder.embed(TEXTS, prompt="")
+    for choice, prompt in [
+        ({}, "Find: "), ({"prompt_name": None, "prompt": None}, "Find: "), ({"prompt_name": "query"}, "Find: "),
+        ({"prompt_name": "document"}, ""), ({"prompt": "x y"}, "x y"),
+    ]:  # fmt: skip
+        want = encoder.embed([prompt + text for text in TEXTS], prompt="")
+        np.testing.assert_array_equal(encoder.embed(TEXTS, **choice), want)
+        np.testing.assert_allclose(encoder.embed(TEXTS[0], **choice), want[0], atol=SAME)
+        np.testing.assert_allclose(encoder.embed(iter(TEXTS), **choice), want, atol=SAME)
+        assert (prompt == "") == np.array_equal(want, plain)
+    ids = [encoder.tokenizer.encode(text) for text in TEXTS]
+    np.testing.assert_array_equal(encoder.embed(ids), plain)  # id lists get no default prompt
+    for choice, message in [
+        ({"prompt_name": "qury"}, "'qury'; the model has 'query', 'document'; did you mean 'query'"),
+        ({"prompt_name": "query", "prompt": ""}, "prompt_name and prompt both"),
+        ({"prompt_name": 3}, "prompt_name is 3; expected a str"),
+        ({"prompt": ["x"]}, "prompt is .* expected a str"),
+    ]:
+        with pytest.raises(errors.RequestError, match=message):
+            encoder.embed(TEXTS, **choice)
+    for asked in (ids, iter(ids)):
+        with pytest.raises(errors.RequestError, match="prompt_name is for strings, and these are token ids"):
+            encoder.embed(asked, prompt_name="query")
+    assert encoder.embed([], prompt_name="query").shape == (0, 32)
+
+
+def test_prompts_of_a_pipeline_of_your_own() -> None:
+    """Are a mapping; a default that is not in it is refused, and a model without any takes `prompt=` alone."""
+    with pytest.raises(errors.ConfigError, match="default_prompt_name is 'q'; prompts has none"):
+        SentencePipeline(default_prompt_name="q")
+    encoder: Any = rlx.load(FIXTURES / "sentence" / "base")
+    np.testing.assert_array_equal(encoder.embed(["b"], prompt="a "), encoder.embed(["a b"]))
+    with pytest.raises(errors.RequestError, match="there is no prompt_name 'query'; the model has no prompts"):
+        encoder.embed(["b"], prompt_name="query")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_prompt_that_pooling_leaves_out(packed: bool, tmp_path: Path) -> None:
+    """`include_prompt: false`: the transformer reads the prompt and pooling does not; one program for all prompts."""
+    modes = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
+    encoder: Any = rlx.load(sentences(tmp_path, include_prompt=False))
+    encoder.pipeline = dataclasses.replace(encoder.pipeline, pooling=modes, normalize=False)
+    if not packed:
+        encoder.packing = "requested by the test"
+    encoder.embed(TEXTS)
+    compiled = encoder.report().compiles
+    for prompt in ("Find: ", "In other words: ", ""):
+        got = encoder.embed(TEXTS, prompt=prompt)
+        skip = len(encoder.tokenizer.encode(prompt)) if prompt else 0  # the begin token counts, there is no end token
+        for text, vector in zip(TEXTS, got, strict=True):
+            ids = encoder.tokenizer.encode(prompt + text)
+            hidden = np.asarray(encoder.hidden_states([ids]))[0].astype(np.float64)
+            kept, ramp = hidden[skip:], np.arange(1, len(ids) + 1)[skip:, None]
+            if not len(kept):
+                np.testing.assert_array_equal(vector, 0)
+                continue
+            parts = [kept[0], kept.max(0), kept.mean(0), kept.sum(0) / len(kept) ** 0.5]
+            parts += [(kept * ramp).sum(0) / ramp.sum(), kept[-1]]
+            assert_close(vector, np.concatenate(parts))
+    assert encoder.report().compiles - compiled <= len({len(encoder.tokenizer.encode(t)) for t in TEXTS}) + 6
+
+
+def test_prompts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """`embed --prompt-name` and `--prompt` are the arguments of `Encoder.embed`."""
+    encoder: Any = rlx.load(sentences(tmp_path))
+    monkeypatch.setattr(rlx, "load", lambda *given, **named: encoder)
+    for words, choice in (([], {}), (["--prompt-name", "document"], {"prompt_name": "document"}),
+                          (["--prompt", ""], {"prompt": ""})):  # fmt: skip
+        assert cli.main(["embed", "--json", str(tmp_path), "a b", *words]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        np.testing.assert_array_equal(np.array([json.loads(line)["embedding"]], "f4"), encoder.embed(["a b"], **choice))
+    assert cli.main(["embed", str(tmp_path), "a", "--prompt-name", "qury"]) == 1
+    assert "did you mean 'query'" in capsys.readouterr().err
+
+
+# -- heads of tasks ----------------------------------------------------------------------------
+
+TASKS = [
+    ("bert/masked_lm_v4", 5, "'cls.predictions.bias'"), ("bert/classifier_v4", 4, "'bert.pooler.dense.bias'"),
+    ("bert/bf16_pretraining_v5", 0, "'cls.seq_relationship.weight'"), ("roberta/xlm_v4", 5, "'lm_head.dense.weight'"),
+    ("mpnet/masked_lm_v4", 5, "'lm_head.layer_norm.bias'"), ("nomic_bert/first_v1", 5, "'cls.predictions"),
+    ("vision/vit_classifier", 2, "'classifier.bias', 'classifier.weight'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count", "key"), TASKS)
+@pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
+def test_the_head_of_a_task_is_left_out_with_a_warning(name: str, count: int, key: str) -> None:
+    """One warning names its weights; the recipe, and what has no head in its files, warn of nothing."""
+    with pytest.warns(errors.RlxWarning, match=f"the head of its task.*: {count or ''}.*weights are left out.*{key}"):
+        rlx.load(FIXTURES / name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*head of its task")
+        rlx.recipe_for(FIXTURES / name)
+
+
+def test_a_head_that_the_class_has_not(tmp_path: Path) -> None:
+    """The config names the class without a head, and the files have one."""
+    with pytest.warns(errors.RlxWarning, match="1 weights are left out, 'lm_head.weight'"):
+        rlx.load(checkpoints.edited(UNTIED, tmp_path / "m", {"architectures": ["LlamaModel"]}))
+
+
+@pytest.mark.parametrize("key", ["qa_outputs.weight", "classifier.weight"])
+@pytest.mark.parametrize("name", ["bert/bare_v5", "roberta/bare_v5", "mpnet/bare_v5", "nomic_bert/bare_v5"])
+def test_heads_of_every_encoder(name: str, key: str, tmp_path: Path) -> None:
+    """Question answering and token classification among them; a pipeline says itself that the head is not for it."""
+    directory = checkpoints.copy(FIXTURES / name, tmp_path / "m")
+    checkpoints.edit_tensors(directory, lambda t: t | {key: np.ones((2, 24), np.float32)})
+    assert key in open_pretrained(directory).head
+    with_pipeline = checkpoints.sentence_directory(directory, tmp_path / "st", modes=["mean"], normalise=False)
+    rlx.load(with_pipeline)  # warnings are errors
+
+
+# -- live --------------------------------------------------------------------------------------
+
+BARE = {name: family.architectures[1] for name, family in FAMILIES.items() if name in hugging_face.RANDOM}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("headed", [False, True])
+@pytest.mark.parametrize("family", hugging_face.RANDOM)
+def test_live_pipelines(family: str, headed: bool, tmp_path: Path) -> None:
+    """Fresh random decoders of every family, saved with their head and without, embed as sentence-transformers has it:
+    each text alone there, and among others here, with prompts, which pooling reads or not."""
+    seed = 500 + headed
+    made = hugging_face.RANDOM[family](seed)
+    made = dataclasses.replace(
+        made, config=made.config | {"vocab_size": 400}, shard=None, buffers={}, bare=False,
+        architecture=made.architecture if headed else BARE[family],
+    )  # fmt: skip
+    base = tmp_path / "base"
+    hugging_face.write(made, base)
+    end = "<|end_of_text|>"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).write_bytes((LLAMA / name).read_bytes())
+    added = json.loads((base / "tokenizer.json").read_text())
+    template = added["post_processor"]  # as Qwen3-Embedding, which pools the end token
+    template["single"].append({"SpecialToken": {"id": end, "type_id": 0}})
+    template["special_tokens"][end] = {"id": end, "ids": [1], "tokens": [end]}
+    (base / "tokenizer.json").write_text(json.dumps(added))
+    other = ("mean", "right", False) if headed else ("weightedmean", "left", False)
+    for number, (mode, side, includes) in enumerate([("lasttoken", "left", True), other]):
+        directory = checkpoints.sentence_directory(
+            base, tmp_path / str(number), modes=[mode], normalise=mode != "mean", sentence=PROMPTS,
+            tokenizer={"pad_token": end, "padding_side": side, "model_max_length": 30},
+        )  # fmt: skip
+        checkpoints.edit_json(directory / "1_Pooling" / "config.json", {"include_prompt": includes})
+        theirs = importlib.import_module("sentence_transformers").SentenceTransformer(
+            str(directory), device="cpu", model_kwargs={"dtype": "float32", "attn_implementation": "eager"}
+        )
+        theirs[0].model.set_experts_implementation("eager")
+        ours: Any = rlx.load(directory)
+        texts = [*TEXTS, "a word that is much too long " * 4]
+        for choice in ({}, {"prompt": ""}, {"prompt": "Another one: "}):
+            alone: Any = [theirs.encode([text], show_progress_bar=False, **choice)[0] for text in texts]
+            assert_close(ours.embed(texts, **choice), np.array(alone))
