@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -18,7 +19,7 @@ from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound
+from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound, with_ignored
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
@@ -48,6 +49,7 @@ def load(
     recipe: ModelRecipe | None = None,
     missing: Literal["error", "init"] = "error",
     key: jax.Array | int | None = None,
+    ignore_fields: Iterable[str] = (),
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
@@ -68,6 +70,9 @@ def load(
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
         missing, key: as `rlx_jax.compile` has them: what the checkpoint has not, such as the weights of new blocks of
             `recipe`, is an error, or drawn.
+        ignore_fields: fields of `config.json` that are refused, since they may change the computation and are not
+            handled, and that you know do not: `["router_scale"]`, of nested objects `["rope_scaling.finetuned"]`.
+            `report().ignored_fields` names them.
         progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
             `progress("download model.safetensors", bytes, bytes in all)`, of shards `"download 4 files"`, and
             `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
@@ -79,20 +84,22 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    names = "revision token subfolder profile mesh dtype strict recipe missing key progress".split()
+    names = "revision token subfolder profile mesh dtype strict recipe missing key ignore_fields progress".split()
     check_options("load", options, names)
     root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
     folder = root.below(inside)
-    pretrained = open_pretrained(folder, strict=strict, lacking=missing == "init", **options)
+    pretrained = open_pretrained(
+        folder, strict=strict, lacking=missing == "init", ignore_fields=ignore_fields, **options
+    )
     if pretrained.kind == "denoiser":
         raise UnsupportedError(
             f"{quote(folder.path)}: one step of a denoising model is a plain function: "
             "rlx_jax.compile(rlx_jax.from_pretrained(path))"
         )
     own = pretrained.recipe
-    used = own if recipe is None else rebound(recipe, own)
+    used = own if recipe is None else with_ignored(rebound(recipe, own), pretrained.ignored)
     if dtype is not None:
         profile = computing_in(dtype, ModelFlow.from_recipe(used).profile if profile is None else profile)
     common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)

@@ -83,7 +83,7 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
     ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     dropout = fields.real("lora_dropout", 0.0, above=False)
-    fields.finish(INERT, ONLY)
+    fields.finish_model(INERT, ONLY)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
     scales = {}
