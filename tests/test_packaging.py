@@ -94,7 +94,7 @@ def test_typed() -> None:
 
 
 def test_what_is_public() -> None:
-    """`dir` has the public names alone, which are all there; modules that take long to import are imported when used."""
+    """`dir` has the public names alone, which are all there; modules that import slowly are imported when used."""
     done = python("-c", "import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules)")
     listed, loaded = (line.split() for line in done.stdout.splitlines())
     assert {"train", "nnx", "eval", "load", "blocks", "errors", "losses", "plugins"} <= set(listed)

@@ -20,6 +20,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound, with_ignored
+from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
@@ -47,6 +48,7 @@ def load(
     dtype: Any = None,
     strict: bool = True,
     recipe: ModelRecipe | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     missing: Literal["error", "init"] = "error",
     key: jax.Array | int | None = None,
     ignore_fields: Iterable[str] = (),
@@ -68,6 +70,7 @@ def load(
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
+        adapter: a directory with a LoRA adapter of PEFT's, which the model computes with: see `rlx_jax.lora`.
         missing, key: as `rlx_jax.compile` has them: what the checkpoint has not, such as the weights of new blocks of
             `recipe`, is an error, or drawn.
         ignore_fields: fields of `config.json` that are refused, since they may change the computation and are not
@@ -84,7 +87,9 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    names = "revision token subfolder profile mesh dtype strict recipe missing key ignore_fields progress".split()
+    names = (
+        "revision token subfolder profile mesh dtype strict recipe adapter missing key ignore_fields progress".split()
+    )
     check_options("load", options, names)
     root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
@@ -100,11 +105,15 @@ def load(
         )
     own = pretrained.recipe
     used = own if recipe is None else with_ignored(rebound(recipe, own), pretrained.ignored)
+    if adapter is not None:
+        used = lora(used, adapter=adapter)
     if dtype is not None:
         profile = computing_in(dtype, ModelFlow.from_recipe(used).profile if profile is None else profile)
     common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
+    if adapter is not None:
+        differs = "the model was loaded with an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs, opened.model.built)
     return opened
 
