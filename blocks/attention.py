@@ -86,10 +86,10 @@ class SelfAttnPrefillSpec:
 
     With `q_norm_key` and `k_norm_key`, weights `[D]`, queries and keys go through an RMSNorm of each head before the
     rotation; `qk_norm_offset` is added to both weights. `rope_theta` is the base used when no RopeTables stage ran;
-    `rope` names the RopeTables to read, where a flow has several. `n_rot` columns of each head are rotated, all by
-    default. `gated`: q's weight is `[N·2D, H]`, for each head D rows of the query and then D of a gate, whose sigmoid
-    the context is multiplied with (Qiu et al., arXiv:2505.06708). `sinks_key`: a weight `[N]`, the sinks of
-    `emit.attention`.
+    `rope` names the RopeTables to read, where a flow has several. `n_rot` columns of each head are rotated: None is
+    all, 0 is none (NoPE). `gated`: q's weight is `[N·2D, H]`, for each head D rows of the query and then D of a gate;
+    the context is multiplied with its sigmoid (Qiu et al., arXiv:2505.06708). `sinks_key`: a weight `[N]`, the sinks
+    of `emit.attention`.
     """
 
     q_key: str
@@ -223,9 +223,12 @@ def projections(emit: Emit, x: FlowValue, spec: SelfAttnPrefillSpec, wanted: str
     for name, key in (("q", s.q_norm_key), ("k", s.k_norm_key)):
         if key is not None and name in made:
             made[name] = head_norm(emit, made[name], key, s.head_dim, s.qk_norm_eps, s.qk_norm_offset)
-    cos, sin = rope_tables_for(emit, x, s.n_rot or s.head_dim, s.rope_theta, s.rope, s.head_dim)
-    rope = hir.Rope(s.head_dim, s.n_rot or s.head_dim)
-    return [*(made[name] if name == "v" else emit.add_node(rope, made[name], cos, sin) for name in wanted), *gate]
+    n_rot = s.head_dim if s.n_rot is None else s.n_rot
+    if n_rot != 0:
+        cos, sin = rope_tables_for(emit, x, n_rot, s.rope_theta, s.rope, s.head_dim)
+        rope = hir.Rope(s.head_dim, n_rot)
+        made |= {name: emit.add_node(rope, made[name], cos, sin) for name in wanted if name != "v"}
+    return [*(made[name] for name in wanted), *gate]
 
 
 def _query_and_gate(emit: Emit, q: FlowValue, spec: SelfAttnPrefillSpec) -> tuple[FlowValue, FlowValue]:

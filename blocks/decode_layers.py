@@ -247,8 +247,9 @@ class GemmaDecodeLayerSpec:
         Raises:
             GraphError: no layer of Gemma has what `attention` has.
         """
-        norms = () if style is GemmaStyle.GEMMA3 else ("q_norm_key", "k_norm_key")
-        if lost := [name for name in ("sinks_key", "gated", "n_rot", *norms) if getattr(attention, name)]:
+        norms: tuple[str, ...] = () if style is GemmaStyle.GEMMA3 else ("q_norm_key", "k_norm_key")
+        plain = {"sinks_key": None, "gated": False, "n_rot": None} | dict.fromkeys(norms)
+        if lost := [name for name, value in plain.items() if getattr(attention, name) != value]:
             raise GraphError(f"GemmaDecodeLayerSpec has no {', '.join(lost)}: make the layer with decoder_layer")
         return GemmaDecodeLayerSpec(
             style=style, **common(attention, GemmaDecodeLayerSpec), eps=eps, use_custom_mask=use_custom_mask,

@@ -102,7 +102,7 @@ class DecoderLayerSpec:
         mask: causal, or a sliding window of the last keys.
         rope: the name of the RopeTables to read, where a flow has several.
         rope_theta: the base of the rotation when no RopeTables stage ran.
-        n_rot: columns of each head that are rotated, all by default.
+        n_rot: columns of each head that are rotated; None is all, 0 is none (NoPE).
         gated: a sigmoid gate of each head of the context, beside its query in q's weight `[N·2D, H]`.
         sinks: a score of each head in the softmax of its attention, `self_attn.sinks` `[N]`; see `emit.attention`.
         score_scale: what q kᵀ is multiplied with; None is D^(−1/2).

@@ -114,7 +114,7 @@ def rope_tables_for(
     cos, sin = emit.state.rope_cos, emit.state.rope_sin
     if cos is not None and sin is not None:
         cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))  # a custom stage's [S, D/2]
-        made, width = emit.builder.nodes[cos.value.node].op, head_dim or n_rot
+        made, width = emit.builder.nodes[cos.value.node].op, n_rot if head_dim is None else head_dim
         if isinstance(made, hir.RopeAngles) and 2 * len(made.inv_freq) > width:
             raise ShapeError(
                 f"{emit.path}: the tables of the stage RopeTables are of heads of width {2 * len(made.inv_freq)}, and "

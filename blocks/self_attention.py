@@ -36,8 +36,9 @@ class SelfAttention:
             of an `AttnMask` stage before is read, if there is one.
         sinks: the key of a score of each head `[N]` that takes part in the softmax, as in `emit.attention`.
         bias: the name of a registered value (`emit.set_named`) that is added to the scores.
-        rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head, as `rope_style`
-            says. `rope`: by the RopeTables of that name instead, "" for those without a name.
+        rope_theta: turn q and k at the tokens' positions, by this base; `n_rot` columns of each head (None
+            is all, 0 is none), as `rope_style` says. `rope`: by the RopeTables of that name instead, "" for those
+            without a name.
         name: the block path of the whole.
         init: how the matrices are drawn where no source has them, as `emit.param` takes it.
 
@@ -84,16 +85,18 @@ class SelfAttention:
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """What it keeps for an input `[B, S, H]`."""
-        return KvCacheContract.packed(hidden, (self.kv_heads or self.heads) * self._width(emit, hidden))
+        return KvCacheContract.packed(hidden, self.key_heads * self._width(emit, hidden))
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
+            if self.kv_heads is not None and self.kv_heads < 1:
+                raise GraphError(f"{emit.path}: SelfAttention: kv_heads is {self.kv_heads}; expected at least 1")
             width = self._width(emit, x.type)
             q, k, v = self._projections(emit, x, width)
             bias = None if self.bias is None else emit.named(self.bias)
             context = emit.attention(
-                q, k, v, heads=self.heads, kv_heads=self.kv_heads or self.heads, causal=self.causal, window=self.window,
+                q, k, v, heads=self.heads, kv_heads=self.key_heads, causal=self.causal, window=self.window,
                 mask=self._mask(emit), bias=bias, scale=self.scale, softcap=self.softcap,
                 rope=self._rotary(emit, x, width), sinks=self.sinks,
             )  # fmt: skip
@@ -102,6 +105,11 @@ class SelfAttention:
                     raise GraphError(f"{emit.path}: SelfAttention has out_bias={self.out_bias!r} and no out=")
                 return context
             return self._linear(emit, context, self.out, self.out_bias, ("hidden", "heads"), back=x.type.shape[-1])
+
+    @property
+    def key_heads(self) -> int:
+        """The number of key and value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     # -- the parts ---------------------------------------------------------------------------
 
@@ -114,7 +122,7 @@ class SelfAttention:
         return int(size) // self.heads
 
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:
-        kv = (self.kv_heads or self.heads) * width
+        kv = self.key_heads * width
         columns = (self.heads * width, kv, kv)
         if isinstance(self.qkv, str):
             if self.qkv_bias is not None and not isinstance(self.qkv_bias, str):
@@ -185,7 +193,7 @@ class SelfAttention:
         hint = f"; of fewer key heads say so: kv_heads={kv}" if fits else ""
         raise WeightShapeError(
             f"{emit.path}: SelfAttention: weight {quote(str(key))} gives {stored} columns; expected {columns} for "
-            f"{self.heads} query and {self.kv_heads or self.heads} key heads of {width}{hint}"
+            f"{self.heads} query and {self.key_heads} key heads of {width}{hint}"
         )
 
     def _mask(self, emit: Emit) -> FlowValue | None:
@@ -196,6 +204,8 @@ class SelfAttention:
     def _rotary(self, emit: Emit, x: FlowValue, width: int) -> Rotary[FlowValue] | None:
         if self.rope_theta is not None and self.rope is not None:
             raise GraphError(f"{emit.path}: SelfAttention: rope_theta makes tables, rope={self.rope!r} names some; one")
+        if self.n_rot == 0:
+            return None
         if self.rope_theta is not None:
             with emit.scope("rotary_emb"):
                 at = positions_of(emit, x)

@@ -45,6 +45,8 @@ PRESETS = (
     "llama32_prefill",
     "qwen3_decode",
     "qwen3_prefill",
+    "qwen35_decode",
+    "qwen35_prefill",
     "train_bf16",
     "train_mixed",
 )
@@ -52,8 +54,6 @@ PRESETS = (
 
 LATER_PRESETS = (
     "llada2_diffusion",
-    "qwen35_decode",
-    "qwen35_prefill",
     "sam2",
     "sam2_memory_attention",
     "sam3",
@@ -476,6 +476,8 @@ class CompileProfile(_Table):
     llama32_prefill = staticmethod(partial(_preset, "llama32_prefill"))
     qwen3_decode = staticmethod(partial(_preset, "qwen3_decode"))
     qwen3_prefill = staticmethod(partial(_preset, "qwen3_prefill"))
+    qwen35_decode = staticmethod(partial(_preset, "qwen35_decode"))
+    qwen35_prefill = staticmethod(partial(_preset, "qwen35_prefill"))
     train_bf16 = staticmethod(partial(_preset, "train_bf16"))
     train_mixed = staticmethod(partial(_preset, "train_mixed"))
 

@@ -4,7 +4,10 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rlx_jax import blocks as blocks
+from rlx_jax import errors as errors
 from rlx_jax import losses as losses
+from rlx_jax import profiles as profiles
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
 from rlx_jax.encode.dual import DualEncoder as DualEncoder
@@ -68,6 +71,75 @@ Graph = GraphModule
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "BertFlow",
+    "BuiltModel",
+    "CausalLM",
+    "ClipFlow",
+    "ClipTextFlow",
+    "CompileProfile",
+    "CompiledModel",
+    "Completion",
+    "Dinov2Flow",
+    "DualEncoder",
+    "Emit",
+    "Encoder",
+    "FlowExtensionPlan",
+    "FlowValue",
+    "Flux2Flow",
+    "GemmaFlow",
+    "Gpt2Flow",
+    "GptOssFlow",
+    "Graph",
+    "GraphModule",
+    "GraphStage",
+    "ImageProcessor",
+    "LayerStack",
+    "Llama32Flow",
+    "MPNetFlow",
+    "Mamba2Flow",
+    "MistralFlow",
+    "MixtralFlow",
+    "ModelFlow",
+    "NomicFlow",
+    "NomicVisionFlow",
+    "Packed",
+    "Parts",
+    "Plugin",
+    "Qwen2Flow",
+    "Qwen35Flow",
+    "Qwen3Flow",
+    "Qwen3MoeFlow",
+    "RlxError",
+    "RobertaFlow",
+    "Sampler",
+    "Score",
+    "SiglipFlow",
+    "SiglipTextFlow",
+    "ViTFlow",
+    "VisionEncoder",
+    "blocks",
+    "compile",
+    "errors",
+    "eval",
+    "from_pretrained",
+    "init",
+    "load",
+    "lora",
+    "losses",
+    "merge_lora",
+    "nnx",
+    "open_weights",
+    "ops",
+    "plugins",
+    "profiles",
+    "recipe_for",
+    "save",
+    "save_lora",
+    "train",
+    "unmerge_lora",
+]
+
 if TYPE_CHECKING:
     from rlx_jax import eval as eval
     from rlx_jax import nnx as nnx
@@ -75,7 +147,12 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """`nnx` needs flax, `eval` lm_eval, and who runs a model needs no `train`: imported when first used."""
+        """Import `nnx`, which needs flax, `eval`, which needs lm_eval, and `train` at their first use."""
         if name in ("eval", "nnx", "train"):
             return importlib.import_module(f"rlx_jax.{name}")
         raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names: neither helpers of this file nor submodules that happen to be imported."""
+    return [*__all__, "__version__"]

@@ -98,6 +98,7 @@ class ModelFlow(Stages):
     max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     no_training: str = ""  # why it cannot be trained as it was, where it cannot
     elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
+    ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # of the config, by the caller's `ignore_fields`
     mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -215,41 +215,6 @@ def test_refused(field: str, changes: dict[str, Any], tmp_path: Path) -> None:
         rlx.from_pretrained(directory)
 
 
-def test_inert_fields(bare: Case, tmp_path: Path) -> None:
-    """Fields that do not touch the forward computation are accepted, whatever they say."""
-    inert = {
-        "_name_or_path": "somewhere/else",
-        "add_cross_attention": False,
-        "attention_probs_dropout_prob": 0.9,
-        "bos_token_id": 1,
-        "chunk_size_feed_forward": 0,
-        "classifier_dropout": 0.5,
-        "directionality": "bidi",
-        "eos_token_id": 2,
-        "gradient_checkpointing": False,
-        "hidden_dropout_prob": 0.9,
-        "id2label": {"0": "a"},
-        "initializer_range": 0.5,
-        "is_decoder": False,
-        "is_encoder_decoder": False,
-        "label2id": {"a": 0},
-        "output_past": True,
-        "pad_token_id": 7,
-        "pooler_fc_size": 768,
-        "pooler_num_attention_heads": 12,
-        "pooler_num_fc_layers": 3,
-        "pooler_size_per_head": 128,
-        "pooler_type": "first_token_transform",
-        "position_embedding_type": "absolute",
-        "problem_type": "single_label_classification",
-        "tie_word_embeddings": False,
-        "transformers_version": "4.8.2",
-        "use_cache": True,
-    }
-    encoder = rlx.load(checkpoints.edited(BARE, tmp_path / "inert", inert))
-    assert_close(encoder.hidden_states(bare.record["tokens"]), bare.record["plain"])
-
-
 @pytest.mark.parametrize(
     "changes",
     [

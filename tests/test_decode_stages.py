@@ -592,7 +592,7 @@ def test_sums_of_dimensions() -> None:
             rlx.ModelFlow("s").input("a", (wrong,))
 
 
-@pytest.mark.parametrize("lost", [{"sinks_key": "sinks"}, {"gated": True}, {"n_rot": 2}], ids=str)
+@pytest.mark.parametrize("lost", [{"sinks_key": "sinks"}, {"gated": True}, {"n_rot": 2}, {"n_rot": 0}], ids=str)
 def test_what_gemmas_decode_form_has_not(lost: Any) -> None:
     """Attention with more than a layer of Gemma has is refused, where its decode form would drop it."""
     attention = replace(blocks.gemma_attn_spec(0, 2, 4, 1, "causal"), **lost)

@@ -463,16 +463,6 @@ def test_positions_that_gpt2_knows() -> None:
         lm.generate([[1] * 40], max_new_tokens=9)
 
 
-def test_harmless_fields(tmp_path: Path) -> None:
-    """What real configs of the families carry beside what is read."""
-    extra: dict[str, Any] = {"_num_labels": 1, "task_specific_params": {"text-generation": {"max_length": 50}}}
-    assert rlx.recipe_for(checkpoints.edited(CONV, tmp_path / "c", extra)).config == rlx.recipe_for(CONV).config
-    extra = {"use_mrope": False, "attention_dropout": 0.0, "max_window_layers": 1, "tokenizer_class": "Qwen2Tokenizer"}
-    assert rlx.recipe_for(checkpoints.edited(LATE, tmp_path / "a", extra)).config == rlx.recipe_for(LATE).config
-    extra = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    assert rlx.recipe_for(checkpoints.edited(SLIDING, tmp_path / "b", extra)).config == rlx.recipe_for(SLIDING).config
-
-
 @pytest.mark.parametrize(
     "directory, key, block",
     [

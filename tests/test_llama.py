@@ -217,45 +217,6 @@ def test_refused(field: str, changes: dict[str, Any], tmp_path: Path) -> None:
         rlx.load(directory)
 
 
-INERT: dict[str, Any] = {
-    "_name_or_path": "somewhere/else",
-    "_attn_implementation_autoset": True,
-    "attention_dropout": 0.1,
-    "attn_implementation": None,
-    "bos_token_id": 3,
-    "chunk_size_feed_forward": 0,
-    "eos_token_id": [4, 5],
-    "finetuning_task": None,
-    "gradient_checkpointing": False,
-    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
-    "initializer_range": 0.5,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "pad_token_id": 0,
-    "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
-    "problem_type": None,
-    "quantization_config": None,
-    "return_dict": True,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "task_specific_params": None,
-    "tokenizer_class": None,
-    "transformers_version": "4.31.0",
-    "use_cache": False,
-}
-
-
-def test_inert_fields(tmp_path: Path) -> None:
-    """Fields that do not touch the forward computation are accepted, whatever they say."""
-    directory = checkpoints.edited(PLAIN, tmp_path / "inert", INERT)
-    record = load_record(PLAIN)
-    assert_close(rlx.load(directory).logits(record["tokens"]), record["logits"])
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -47,6 +47,43 @@ def test_an_adapter_of_peft_loads(adapted: rlx.CompiledModel) -> None:
     assert ["layer 1" in refusal for refusal in adapted.report().refusals] == [True]
 
 
+def test_load_with_an_adapter(tmp_path: Path) -> None:
+    """The logits of PEFT from `load`, also on top of a recipe; a save would lose the adapter, and is refused."""
+    want = load_record(adapters.ADAPTER)["logits"]
+    for options in ({}, {"recipe": rlx.recipe_for(adapters.BASE).after_layers([])}):
+        lm = rlx.load(adapters.BASE, adapter=adapters.ADAPTER, **options)
+        assert_close(lm.logits(TOKENS), want)
+        _, state = lm.prefill(TOKENS[:, :4])
+        assert_close(lm.extend(state, TOKENS[:, 4:])[0], want[:, 4:])
+    with pytest.raises(errors.UnsupportedError, match=r"loaded with an adapter \(rlx_jax.merge_lora"):
+        rlx.save(lm, tmp_path / "whole")
+    with pytest.raises(errors.MissingFileError, match="nowhere"):
+        rlx.load(adapters.BASE, adapter=tmp_path / "nowhere")
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.mark.parametrize(
+    ("place", "base"),
+    [("base", ("base", None)), (f"models--org--some--m/snapshots/{COMMIT}", ("org/some--m", COMMIT))],
+    ids=["directory", "hub"],
+)
+def test_saved_with_the_base_model(place: str, base: tuple[str, str | None], tmp_path: Path) -> None:
+    """The files name the checkpoint that the weights were read from, or another one, and what the model does."""
+    directory = checkpoints.copy(adapters.BASE, tmp_path / place)
+    model = rlx.compile(rlx.lora(rlx.recipe_for(directory), adapter=adapters.ADAPTER))
+    rlx.save_lora(model, tmp_path / "mine")
+    rlx.save_lora(model, tmp_path / "other", base_model="org/other")
+    written, other = (json.loads((tmp_path / name / CONFIG).read_text()) for name in ("mine", "other"))
+    name = os.fspath(tmp_path / base[0]) if base[0] == "base" else base[0]
+    assert (written["base_model_name_or_path"], written["revision"]) == (name, base[1])
+    assert (other["base_model_name_or_path"], other["revision"]) == ("org/other", None)
+    assert written["task_type"] == other["task_type"] == "CAUSAL_LM"
+    with pytest.raises(errors.RequestError, match="base_model is 3; expected"):
+        rlx.save_lora(model, tmp_path / "no", base_model=3)  # type: ignore[arg-type]
+
+
 def test_merged_and_unmerged(adapted: rlx.CompiledModel) -> None:
     """W + s B A in float64, under the keys of the base model; and back."""
     base, merged = numpy_reference.read_weights(adapters.BASE), rlx.merge_lora(adapted)
@@ -436,5 +473,9 @@ def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path
     rlx.save_lora(model, tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(hugging_face.load(directory, kind), tmp_path / "ours")
     assert_close(adapters.first_output(again.eval(), tokens), want)
+    if "pixels" not in record:
+        auto = "AutoPeftModelForCausalLM" if kind == "AutoModelForCausalLM" else "AutoPeftModelForFeatureExtraction"
+        opened = getattr(peft, auto).from_pretrained(tmp_path / "ours", dtype="float32")
+        assert_close(adapters.first_output(opened.eval(), tokens), want)
     merged = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
     assert_close(first(merged, tokens), adapters.first_output(theirs.merge_and_unload(), tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,15 +11,21 @@ import tomllib
 import zipfile
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import rlx_jax
 from tests.wheels import build_wheel
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 HEAVY = {"flax", "lm_eval", "optax", "orbax", "safetensors", "tensorstore", "tokenizers", "torch", "transformers"}
+
+
+OPTIONAL = {"lm_eval"}
+"""Imported where somebody uses them, and installed by an extra."""
 
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +73,37 @@ def test_presets_are_package_data() -> None:
 def test_core_dependencies_have_a_lower_bound_and_no_upper_one() -> None:
     for requirement in PYPROJECT["project"]["dependencies"]:
         assert re.fullmatch(r"[\w-]+>=[\d.]+", requirement), requirement
+
+
+def test_core_dependencies_are_what_is_imported() -> None:
+    """The other packages that modules import at some place are those of an extra."""
+    modules = [path for d in ("rlx_jax", *WHEEL["force-include"]) for path in (ROOT / d).rglob("*.py")]
+    nodes = [node for path in set(modules) for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    imported = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "rlx_jax"}
+    declared = {re.split(r"[>=]", r)[0].replace("-", "_") for r in PYPROJECT["project"]["dependencies"]}
+    declared = declared - {"orbax_checkpoint"} | {"orbax"}
+    assert imported - declared == OPTIONAL
+    assert declared - imported == {"jaxlib"}
+
+
+def test_typed() -> None:
+    """Type checkers read the annotations of an installed package that has this file."""
+    assert files("rlx_jax").joinpath("py.typed").is_file()
+
+
+def test_what_is_public() -> None:
+    """`dir` has the public names alone, which are all there; modules that import slowly are imported when used."""
+    done = python("-c", "import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules)")
+    listed, loaded = (line.split() for line in done.stdout.splitlines())
+    assert {"train", "nnx", "eval", "load", "blocks", "errors", "losses", "plugins"} <= set(listed)
+    assert not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
+    assert set(listed) == {*rlx_jax.__all__, "__version__"} and len(set(listed)) == len(listed)
+    assert rlx_jax.__all__ == sorted(rlx_jax.__all__)
+    found = {name: getattr(rlx_jax, name) for name in rlx_jax.__all__ if name != "eval"}  # which imports lm_eval
+    modules = {name for name, value in found.items() if isinstance(value, ModuleType)}
+    assert modules == {"blocks", "errors", "losses", "nnx", "ops", "plugins", "profiles", "train"}
 
 
 def test_import_is_light() -> None:

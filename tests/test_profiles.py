@@ -257,7 +257,7 @@ def test_toml_shows_every_setting() -> None:
 def test_presets_are_the_files() -> None:
     folder = Path(text.__file__).parent
     assert {p.name.removesuffix(".rlx.toml") for p in folder.glob("*.rlx.toml")} == set(PRESETS)
-    assert len(PRESETS) == len(set(PRESETS)) == 11
+    assert len(PRESETS) == len(set(PRESETS)) == 13
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -106,6 +106,24 @@ def test_equal_layers_of_a_hook_still_roll() -> None:
     assert "repeat(count=3" in model.text("hir")
 
 
+@pytest.mark.parametrize("nope", [(1,), (0, 1, 2)], ids=str)
+def test_layers_without_rope(nope: tuple[int, ...]) -> None:
+    """`n_rot=0` rotates no column: forward and decode are those of SmolLM3's `no_rope_layers`."""
+
+    def layer(ctx: LayerContext[LlamaDecoderSpec]) -> BlockStage:
+        spec = ctx.spec.layer()
+        return blocks.decoder_layer(ctx.index, dataclasses.replace(spec, n_rot=0 if ctx.index in nope else None))
+
+    lm = rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA).layer(layer))
+    config = numpy_reference.read_config(LLAMA) | {"no_rope_layers": [int(i not in nope) for i in range(LAYERS)]}
+    tokens = np.array(load_record(LLAMA)["tokens"])[:, :6]
+    weights = numpy_reference.read_weights(LLAMA)
+    want = np.stack([numpy_reference.llama_row(config, weights, row)[1] for row in tokens])
+    assert_close(lm.logits(tokens), want)
+    _, state = lm.prefill(tokens[:, :3])
+    assert_close(lm.extend(state, tokens[:, 3:])[0], want[:, 3:])
+
+
 # -- hidden states -----------------------------------------------------------------------------
 
 

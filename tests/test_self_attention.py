@@ -93,6 +93,16 @@ def test_named_tables_and_the_context_alone() -> None:
     np.testing.assert_allclose(got, want, atol=3e-5)
 
 
+def test_no_column_is_rotated() -> None:
+    """`n_rot=0` is attention without positions, under a base, under tables and without either."""
+    for rotation in ({"rope_theta": 50.0}, {"rope": ""}, {}):
+        stage = SelfAttention(("a.q.weight",) * 3, None, N, head_dim=D, causal=True, n_rot=0, **rotation)
+        q = X.astype(float) @ WIDE["a.q.weight"].T
+        want = formula.attention(q, q, q, heads=N, kv_heads=N, causal=True)
+        made = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(blocks.RopeTables.theta(D)).attention(stage)
+        np.testing.assert_allclose(rlx.compile(made, {"a.q.weight": WEIGHTS["a.q.weight"]})(X), want, atol=3e-5)
+
+
 def test_a_causal_one_generates() -> None:
     """Prefill and extend, ragged, are the forward program."""
     made = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
@@ -143,6 +153,7 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="far"), "nothing is registered as 'rope.far.cos'"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="", rope_theta=1.0), "one"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, n_rot=2), "go with rope_theta or rope"),
+        (SelfAttention(A, None, N, kv_heads=0, head_dim=D), "kv_heads is 0; expected at least 1"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, mask_input="mine"), "no input 'mine'"),
         (SelfAttention(A, None, N, kv_heads=K, head_dim=D, bias="mine"), "nothing is registered as 'mine'"),
     ],

@@ -62,6 +62,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint directory: config.json, safetensors ...; or, where there is none, a model of the Hub, "
         "which is fetched (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT are heeded)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ignore-field", action="append", default=[], metavar="NAME",
+        help="a field of config.json that is refused and that does not change the model; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
 
 
@@ -114,11 +118,11 @@ def device_count(text: str) -> int | str:
 
 def open_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> Any:
     """What the directory of a command holds, or another one, to call."""
-    revision = args.revision if directory is None else None
+    own = {"revision": args.revision, "ignore_fields": args.ignore_field} if directory is None else {}
     return rlx.load(
         args.directory if directory is None else directory,
         profile=args.profile, mesh=mesh_of(args.devices, args.tensor), dtype=args.dtype, progress=session.status,
-        revision=revision,
+        **own,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     folder = open_folder(args.directory, args.revision, progress=session.status)
     pipeline = load_pipeline(folder)
     folder = folder.below(pipeline.transformer) if pipeline else folder
-    config_json, family = family_of(folder, headless=pipeline is not None)
+    config_json, family = family_of(folder, args.ignore_field, headless=pipeline is not None)
     source = open_headers(folder)
     pretrained = bound(folder, config_json, family, source)
     recipe: Any = pretrained.recipe

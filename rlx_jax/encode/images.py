@@ -368,7 +368,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     )
     unused = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
     off = [name for name, values in OFF.items() if c.values.get(name) in values]
-    c.finish(inert=(*INERT, *unused, *off))
+    c.finish_model((*INERT, *unused, *off))
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -19,7 +20,8 @@ from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.folder import Folder, open_folder
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound
+from rlx_jax.models.families import Pretrained, check_options, open_pretrained, rebound, with_ignored
+from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.loaded_from import LoadedFrom
 from rlx_jax.text.tokenizer import Tokenizer, configured_ids, load_tokenizer
@@ -47,8 +49,10 @@ def load(
     dtype: Any = None,
     strict: bool = True,
     recipe: ModelRecipe | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     missing: Literal["error", "init"] = "error",
     key: jax.Array | int | None = None,
+    ignore_fields: Iterable[str] = (),
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
@@ -67,8 +71,12 @@ def load(
         strict: weights that nothing reads are an error, not a warning.
         recipe: to use in place of the checkpoint's own: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are those of `path`.
+        adapter: a directory with a LoRA adapter of PEFT's, which the model computes with: see `rlx_jax.lora`.
         missing, key: as `rlx_jax.compile` has them: what the checkpoint has not, such as the weights of new blocks of
             `recipe`, is an error, or drawn.
+        ignore_fields: fields of `config.json` that are refused, since they may change the computation and are not
+            handled, and that you know do not: `["router_scale"]`, of nested objects `["rope_scaling.finetuned"]`.
+            `report().ignored_fields` names them.
         progress: told how far loading and compiling are: `progress("load", bytes read, bytes in all)`,
             `progress("download model.safetensors", bytes, bytes in all)`, of shards `"download 4 files"`, and
             `progress("compile prefill of batch 1, seq 16", 0, 1)`, then 1 of 1; see
@@ -80,23 +88,34 @@ def load(
         MissingFileError: neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: other bytes came than the commit has.
     """
-    names = "revision token subfolder profile mesh dtype strict recipe missing key progress".split()
+    names = (
+        "revision token subfolder profile mesh dtype strict recipe adapter missing key ignore_fields progress".split()
+    )
     check_options("load", options, names)
     root = open_folder(path, revision, token, progress, subfolder)
     pipeline = load_pipeline(root)
     inside = pipeline.transformer if pipeline else ""
     folder = root.below(inside)
     pretrained = open_pretrained(
-        folder, strict=strict, lacking=missing == "init", headless=pipeline is not None, **options
+        folder,
+        strict=strict,
+        lacking=missing == "init",
+        headless=pipeline is not None,
+        ignore_fields=ignore_fields,
+        **options,
     )
     check_kind(pretrained, folder, pipeline)
     own = pretrained.recipe
-    used = own if recipe is None else rebound(recipe, own)
+    used = own if recipe is None else with_ignored(rebound(recipe, own), pretrained.ignored)
+    if adapter is not None:
+        used = lora(used, adapter=adapter)
     if dtype is not None:
         profile = computing_in(dtype, ModelFlow.from_recipe(used).profile if profile is None else profile)
     common = Opening(profile=profile, mesh=mesh, strict=strict, progress=progress, missing=missing, key=key)
     opened = _opened(pretrained, used, folder, pipeline, common)
     differs = "the model was loaded with a recipe that differs from the checkpoint's"
+    if adapter is not None:
+        differs = "the model was loaded with an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     opened.loaded_from = LoadedFrom(root, inside, "" if used is own or used == own else differs, opened.model.built)
     return opened
 

@@ -1,18 +1,31 @@
 """Read a Hugging Face `config.json` field by field, and refuse what is left over.
 
 A field that changes the computation and that nothing reads would give wrong numbers in silence, so every field is
-either read by the family, or known to have no part in the forward computation (`INERT`), or refused by name.
+either read by the family, or known to have no part in the forward pass (`INERT`), or refused by name, unless the caller
+names it in `ignore_fields`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self, TypedDict
 
-from rlx_jax.errors import ConfigError, GraphError, LimitError, RlxWarning, UnsupportedError, did_you_mean, quote, shown
+from rlx_jax.errors import (
+    ConfigError,
+    GraphError,
+    LimitError,
+    RequestError,
+    RlxWarning,
+    UnsupportedError,
+    did_you_mean,
+    listing,
+    quote,
+    shown,
+)
 from rlx_jax.io.folder import CONFIG, Folder
 
 MAX_LAYERS = 1024
@@ -21,42 +34,118 @@ MAX_WIDTH = 2**24
 
 INERT = frozenset(
     """
-    _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures attention_dropout
-    attention_probs_dropout_prob attn_implementation bos_token_id classifier_dropout directionality
-    dtype embd_pdrop eos_token_id finetuning_task gradient_checkpointing hidden_dropout_prob id2label
-    initializer_factor initializer_range is_encoder_decoder label2id language max_length min_length model_type
-    num_labels output_attentions output_hidden_states output_past pad_token_id pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix problem_type
-    resid_pdrop return_dict sep_token_id task_specific_params tokenizer_class torch_dtype
-    transformers_version transformers.js_config unsloth_fixed unsloth_version use_cache use_return_dict
+    _commit_hash _from_auto _name_or_path _num_labels architectures base_model base_model_name_or_path finetuning_task
+    id2label is_training label2id language license model_name model_type name_or_path num_labels prefix problem_type
+    sbert_ce_default_activation_function sentence_transformers task_specific_params torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version
+
+    bf16 dtype fp16 fp32 torch_dtype use_bfloat16
+
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _experts_implementation
+    _experts_implementation_internal _flash_attn_2_enabled attn_implementation chunk_size_feed_forward
+    experts_implementation flash_attn flash_attention fuse_cross_entropy fuse_norm fused_bias_fc fused_dropout_add_ln
+    output_attentions output_hidden_states output_past output_router_logits return_dict use_cache
+    use_flash_attention use_flash_attention_2 use_flash_attn use_fused_cross_entropy use_kernels use_liger_kernel
+    use_memory_efficient_attention use_return_dict use_sdpa use_xentropy
+
+    activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
+    classifier_dropout_prob decoder_layerdrop drop_path_rate dropout dropout_rate embd_dropout embd_pdrop
+    embedding_dropout encoder_layerdrop ffn_dropout ffn_pdrop gradient_checkpointing gradient_checkpointing_kwargs
+    head_dropout hidden_dropout hidden_dropout_prob ignore_index init_std label_smoothing label_smoothing_factor
+    layerdrop loss_type mlp_dropout neftune_noise_alpha pooler_dropout resid_dropout resid_pdrop residual_dropout
+    router_aux_loss_coef router_jitter_noise router_z_loss_coef use_reentrant
+
+    classifier_activation directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+    pooler_size_per_head pooler_type
+
+    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id max_model_length max_seq_len
+    max_seq_length max_sequence_length model_max_length pad_token_id padding_side sep_token_id tokenizer_class
+    tokenizer_model_max_length tokenizer_name tokenizer_padding_side unk_token_id
+
+    assistant_confidence_threshold assistant_early_exit bad_words_ids begin_suppress_tokens cache_implementation
+    constraints diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids
+    forced_bos_token_id forced_eos_token_id generation_config guidance_scale length_penalty low_memory max_length
+    max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits output_scores
+    penalty_alpha prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty
+    return_dict_in_generate sequence_bias stop_strings suppress_tokens temperature tf_legacy_loss token_healing top_k
+    top_p typical_p watermarking_config
     """.split()
 )
-"""Fields without a part in the forward computation at inference."""
+"""Fields without a part in the forward pass: where the model is from, its dtype, how and not what is computed, dropout
+and training, task heads, special tokens and the tokenizer, generation."""
+
+INERT_PREFIXES = ("freeze_", "initializer_", "summary_", "unsloth_")
+"""What other such fields begin with: training, how weights are initialized, and GPT-2's classifier."""
 
 NULLABLE = frozenset({"head_dim", "num_key_value_heads", "rope_theta"})
 """Sizes that a config may give as null, for the default."""
 
-# Fields of every config that are harmless at one value and change the computation at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "alibi": (False,),
     "attention_bias": (False,),
-    "chunk_size_feed_forward": (0,),
-    "cross_attention_hidden_size": (None,),
+    "embedding_multiplier": (1, 1.0),
     "is_decoder": (False,),
-    "layer_types": (None,),
+    "is_encoder_decoder": (False,),
+    "logits_scaling": (1, 1.0),
     "mlp_bias": (False,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "pretraining_tp": (None, 1),
-    "pruned_heads": (None, {}),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
+    "partial_rotary_factor": (1, 1.0),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "residual_multiplier": (1, 1.0),
+    "rope_scaling": ({},),
     "tie_encoder_decoder": (False,),
-    "torchscript": (False,),
-    "use_bfloat16": (False,),
-    "use_bidirectional_attention": (None, False),
+    "use_alibi": (False,),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
+    "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
+"""Fields that are harmless at these values, and change the computation at others. Null is harmless of every field that
+nobody reads: it is a field that is not set."""
+
+IGNORE = "ignore_fields"
+"""The option of `rlx_jax.load`, `recipe_for` and `from_pretrained`."""
+
+LOG = logging.getLogger("rlx_jax")
+
+
+@dataclass
+class IgnoredFields:
+    """The fields of a config that the caller wants ignored, `sliding_window` or `text_config.rope_scaling.beta`; `used`
+    are those of them that would be refused otherwise."""
+
+    names: tuple[str, ...] = ()
+    used: list[str] = field(default_factory=list)
+
+    def check_present(self, values: Mapping[str, Any], where: str) -> None:
+        """Refuse a name that no field of `values` has.
+
+        Raises:
+            ConfigError: names it, and one close to it.
+        """
+        for name in self.names:
+            (*groups, last), inner = name.split("."), values
+            for group in groups:
+                nested = inner.get(group)
+                inner = nested if isinstance(nested, Mapping) else {}
+            if last not in inner:
+                near = did_you_mean(last, list(map(str, inner)), alike=0.7)
+                raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{near}")
+
+    def check_used(self, where: str) -> None:
+        """Refuse a name that ignores nothing, after the config was read.
+
+        Raises:
+            ConfigError: names a field that is handled.
+        """
+        if idle := [name for name in self.names if name not in self.used]:
+            raise ConfigError(
+                f"{where}: {IGNORE}: field {quote(idle[0])} is handled: it is read, or it has no part in the forward "
+                "pass in any case; leave it out"
+            )
 
 
 @dataclass
@@ -66,6 +155,8 @@ class Fields:
     values: Mapping[str, Any]
     where: str
     seen: set[str] = field(default_factory=set)
+    ignored: IgnoredFields | None = None  # None: these fields are not those of a config.json that is being opened
+    inside: str = ""  # of a nested object, what the names of its fields begin with: `text_config.`
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
@@ -173,30 +264,66 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: field {quote(name)} is {quote(value)}; expected an object")
-        return Fields(value, f"{self.where}, {name}")
+        return Fields(value, f"{self.where}, {name}", ignored=self.ignored, inside=f"{self.inside}{name}.")
 
-    def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """Refuse every field that was not read and is not known to be harmless: the family's `inert` ones, and its
-        `only` at some values.
+    def finish_model(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """`finish` of a model's own fields, of which `INERT` and `NEUTRAL` are harmless too.
 
         Raises:
-            UnsupportedError: names the field and its value.
+            UnsupportedError: names the fields.
         """
         if self.raw("auto_map") is not None:
             warnings.warn(
                 f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
             )
-        harmless, neutral = INERT | set(inert), NEUTRAL | dict(only or {})
+        harmless = {*INERT, *inert, *(name for name in self.values if name.startswith(INERT_PREFIXES))}
+        self.finish(harmless | self._without_window(), NEUTRAL | dict(only or {}))
+
+    def _without_window(self) -> set[str]:
+        """The fields of a sliding window that no layer has."""
+        unread = "sliding_window" in self.seen and "use_sliding_window" not in self.seen  # the window holds in any case
+        off = self.values.get("use_sliding_window") is False and not unread
+        if not off and self.values.get("sliding_window") is not None:
+            return set()
+        kinds, layers = self.values.get("layer_types"), self.values.get("num_hidden_layers")
+        full = isinstance(kinds, list) and set(kinds) == {"full_attention"} and len(kinds) == layers
+        return {"max_window_layers", "sliding_window"} | ({"layer_types"} if full else set())
+
+    def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """Refuse every field that was not read and is not known to be harmless: `inert` at any value, `only` at some,
+        and null.
+
+        Raises:
+            UnsupportedError: names the fields.
+        """
+        harmless, neutral = set(inert), only or {}
+        passed, refused = [], []
         for name, value in self.values.items():
-            if name in self.seen or name in harmless:
+            if name in self.seen:
                 continue
-            if any(value == v and type(value) is type(v) for v in neutral.get(name, ())):
-                continue
-            advice = ": take the checkpoint that is not quantised" if name == "quantization_config" else ""
-            raise UnsupportedError(
-                f"{self.where}: field {quote(name)} is {quote(value)}; it may change the computation and is not "
-                f"handled{advice}"
-            )
+            same = any(value == v and type(value) is type(v) for v in neutral.get(name, ()))
+            (passed if value is None or name in harmless or same else refused).append(name)
+        if self.ignored is not None:
+            chosen = [name for name in refused if f"{self.inside}{name}" in self.ignored.names]
+            self.ignored.used += [f"{self.inside}{name}" for name in chosen]
+            refused = [name for name in refused if name not in chosen]
+        if refused:
+            raise UnsupportedError(self._refusal(refused))
+        if passed:
+            LOG.debug("%s: fields without a part in the forward pass: %s", self.where, ", ".join(map(quote, passed)))
+
+    def _refusal(self, names: Sequence[str]) -> str:
+        """The message about fields that nobody reads."""
+        first, *others = names
+        also = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
+        said = (
+            f"{self.where}: field {quote(first)} is {quote(self.values[first])}; it may change the computation and is "
+            f"not handled{also}"
+        )
+        if first == "quantization_config":
+            return f"{said}: take the checkpoint that is not quantised"
+        name = f"{self.inside}{first}"
+        return said if self.ignored is None else f"{said}; if it does not change the forward pass: {IGNORE}=[{name!r}]"
 
 
 class ModelConfig:
@@ -221,7 +348,7 @@ class ModelConfig:
         """
         c = config if isinstance(config, Fields) else Fields(config, "config")
         made = cls.read(c)
-        c.finish(cls.inert, cls.only)
+        c.finish_model(cls.inert, cls.only)
         return made
 
 
@@ -335,13 +462,20 @@ def check_recipe(recipe: Any) -> None:
             raise GraphError(f"{name}: {option.name} is {shown(value)}; expected True or False")
 
 
-def read_config(folder: Folder) -> Fields:
-    """`config.json` of a model directory.
+def read_config(folder: Folder, ignore_fields: Iterable[str] = ()) -> Fields:
+    """`config.json` of a model directory; fields that `ignore_fields` names are not refused.
 
     Raises:
         ConfigError: not one strict JSON object. MissingFileError: there is none.
+        RequestError: `ignore_fields` is no list of names.
     """
-    return Fields(folder.needed(CONFIG), folder.where(CONFIG))
+    is_list = isinstance(ignore_fields, list | tuple | set | frozenset)
+    if not is_list or not all(isinstance(name, str) for name in ignore_fields):
+        raise RequestError(f"{IGNORE} is {shown(ignore_fields)}; expected a list of the names of fields")
+    ignored = IgnoredFields(tuple(ignore_fields))
+    config = Fields(folder.needed(CONFIG), folder.where(CONFIG), ignored=ignored)
+    ignored.check_present(config.values, config.where)
+    return config
 
 
 def architecture(config: Fields) -> tuple[str, str]:

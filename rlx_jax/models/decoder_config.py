@@ -6,9 +6,9 @@ A family's own file adds its fields to `DecoderConfig`, reads them, and says how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import numpy as np
 
@@ -68,6 +68,8 @@ class DecoderConfig(ModelConfig):
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = field(default=False, kw_only=True)
     rope_factor: float = field(default=1.0, kw_only=True)
+
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # it is one
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -278,7 +280,7 @@ def scaled_frequencies(
     else:
         known = ["default", "linear", "llama3"] + ["yarn"] * (max_positions is not None)
         raise UnsupportedError(f"{c.where}: rope_parameters: rope type {quote(kind)}; supported are {', '.join(known)}")
-    group.finish()
+    group.finish(only={"partial_rotary_factor": (1, 1.0)})
     return out
 
 

@@ -44,7 +44,7 @@ class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
     inert: ClassVar[tuple[str, ...]] = (
-        "apply_layernorm", "drop_path_rate", "layerscale_value", "out_features", "out_indices", "reshape_hidden_states",
+        "apply_layernorm", "layerscale_value", "out_features", "out_indices", "reshape_hidden_states",
         "stage_names", "use_mask_token",
     )  # fmt: skip
 

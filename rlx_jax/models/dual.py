@@ -53,22 +53,13 @@ def tower_group(c: Fields, name: str) -> Fields:
     if again is None:
         return group or Fields({}, f"{c.where}, {name}")
     values = {k: v for k, v in again.values.items() if v is not None}
-    return Fields({**(group.values if group else {}), **values}, f"{c.where}, {name}_dict")
-
-
-GENERATION = """
-    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample dropout early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
-    repetition_penalty return_dict_in_generate suppress_tokens temperature tf_legacy_loss top_k top_p typical_p
-""".split()
-"""Fields of text generation, which old files write for every tower."""
+    return replace(again, values={**(group.values if group else {}), **values})
 
 
 def finish_towers(*groups: Fields) -> None:
     """Refuse what was not read of the towers' fields."""
     for group in groups:
-        group.finish(inert=(*GENERATION, *TOWER_INERT))
+        group.finish_model(TOWER_INERT)
 
 
 C = TypeVar("C", bound=DualConfig[Any, Any])

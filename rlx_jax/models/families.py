@@ -50,6 +50,7 @@ from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import HEAD, CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.hooks import WithIgnored, add_patch
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.weights.beside import MarkedSource
@@ -61,7 +62,8 @@ from rlx_jax.weights.source import WeightSource, open_weights
 class Pretrained:
     """A checkpoint as a recipe bound to its weights: what it is for, how many ids and positions it knows, if it reads
     tokens, and whose image processor is its own, if it reads images: `images` is `ViT` for `ViTImageProcessor`. `head`:
-    the keys of a task's head, which the checkpoint has and the recipe does not read."""
+    the keys of a task's head, which the checkpoint has and the recipe does not read. `ignored`: the fields of the
+    config that the caller ignored."""
 
     recipe: ModelRecipe
     kind: Literal["causal", "encoder", "denoiser", "vision", "dual"]
@@ -69,6 +71,7 @@ class Pretrained:
     max_positions: int | None = None
     images: str = ""
     head: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 Opener = Callable[[Fields, WeightSource], Pretrained]
@@ -249,25 +252,29 @@ def open_pretrained(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    ignore_fields: Iterable[str] = (),
     lacking: bool = False,
     headless: bool = False,
     **options: Any,
 ) -> Pretrained:
     """A Hugging Face directory, or a model of the Hub, as a recipe; `options` are those of `open_weights`. Nothing but
     `config.json` is fetched before it is known to be built. With `lacking` weights may be missing, which are to be
-    drawn. `headless`: without the head of a causal model, whatever the config says.
+    drawn. `headless`: without the head of a causal model, whatever the config says. `ignore_fields`: as `rlx_jax.load`
+    has it.
 
     Raises:
         ConfigError, UnsupportedError: config.json is absurd or asks for what is not handled.
         MissingWeightError, WeightShapeError: the weights contradict it.
     """
     folder = open_folder(path, revision, token, subfolder=subfolder)
-    config, family = family_of(folder, headless)
+    config, family = family_of(folder, ignore_fields, headless)
     source = open_weights(folder, **options)
     return bound(folder, config, family, MarkedSource(source, "lacking") if lacking else source)
 
 
-def family_of(folder: Folder, headless: bool = False) -> tuple[Fields, Family | plugins.Opens]:
+def family_of(
+    folder: Folder, ignore_fields: Iterable[str] = (), headless: bool = False
+) -> tuple[Fields, Family | plugins.Opens]:
     """The config of a checkpoint, and the family that it names; `headless`: as it opens without a causal model's head,
     where it can.
 
@@ -276,7 +283,7 @@ def family_of(folder: Folder, headless: bool = False) -> tuple[Fields, Family | 
         ConfigError: config.json is malformed. MissingFileError: there is none.
     """
     refuse_without_config(folder)
-    config = read_config(folder)
+    config = read_config(folder, ignore_fields)
     kind, name = architecture(config)
     family = FAMILIES.get(kind) or _of_plugins().get(kind)
     if family is None:
@@ -300,10 +307,21 @@ def bound(folder: Folder, config: Fields, family: Family | plugins.Opens, source
     """
     try:
         opened: Pretrained = family.open(config, source)
-        return opened
     except WeightError as error:
         error.locate(quote(folder.path))
         raise
+    if config.ignored is None or not config.ignored.names:
+        return opened
+    config.ignored.check_used(config.where)
+    return replace(opened, recipe=with_ignored(opened.recipe, config.ignored.names), ignored=config.ignored.names)
+
+
+def with_ignored(recipe: Any, names: tuple[str, ...]) -> Any:
+    """The recipe, whose models report these ignored fields; of a plugin's recipe without hooks, the recipe as it is."""
+    edit = WithIgnored(names)
+    if not names or not hasattr(recipe, "hooks") or edit in recipe.hooks.edits:
+        return recipe
+    return add_patch(recipe, edit)
 
 
 def rebound(recipe: Any, own: Any) -> Any:
@@ -334,6 +352,10 @@ def rebound(recipe: Any, own: Any) -> Any:
     return replace(recipe, **{n: getattr(own, n) for n in stored if hasattr(recipe, n)})
 
 
+OPENING = ("revision", "token", "subfolder", "ignore_fields")
+"""The options of `from_pretrained` and `recipe_for` besides those of `open_weights`."""
+
+
 def check_options(caller: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
     """Options of `open_weights` that another function hands on are checked in that function's name.
 
@@ -350,12 +372,17 @@ def from_pretrained(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> ModelFlow:
     """The flow of a Hugging Face directory or of a model of the Hub, bound to its weights: edit it, then
-    `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`: as `rlx_jax.load` has them."""
-    check_options("from_pretrained", options, ("revision", "token", "subfolder"))
-    return open_pretrained(path, revision=revision, token=token, subfolder=subfolder, **options).recipe.assemble()
+    `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them."""
+    check_options("from_pretrained", options, OPENING)
+    recipe = recipe_for(
+        path, revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields, **options
+    )
+    flow: ModelFlow = recipe.assemble()
+    return flow
 
 
 def recipe_for(
@@ -364,14 +391,17 @@ def recipe_for(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> Any:
     """The recipe of a Hugging Face directory (`Llama32Flow`, `Qwen3Flow` …) or of a model of the Hub, bound to its
-    weights. `revision`, `token`, `subfolder`: as `rlx_jax.load` has them.
+    weights. `revision`, `token`, `subfolder`, `ignore_fields`: as `rlx_jax.load` has them.
 
     Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or `load(path, recipe=recipe)`
     for the tokenizer as well. `load` takes the weights of its own `path`, which may be another checkpoint of the same
     config.
     """
-    check_options("recipe_for", options, ("revision", "token", "subfolder"))
-    return open_pretrained(path, revision=revision, token=token, subfolder=subfolder, **options).recipe
+    check_options("recipe_for", options, OPENING)
+    return open_pretrained(
+        path, revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields, **options
+    ).recipe

@@ -47,7 +47,7 @@ SOFTCAPS = {GemmaStyle.GEMMA2: (50.0, 30.0)}
 LOCAL = "local"
 """The name of the rope tables of Gemma 3's sliding layers."""
 
-INERT = ("cache_implementation", "_sliding_window_pattern")
+INERT = ("_sliding_window_pattern",)
 
 TEXT = TextPart(
     outer="gemma3",

@@ -14,12 +14,6 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Field
 from rlx_jax.models.decoder import HEAD, CausalFlow, EndKeys, decoder_flow
 from rlx_jax.weights.source import WeightSource
 
-INERT = (
-    "attn_pdrop", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj",
-)  # fmt: skip
-"""Dropout, `n_positions` under its first name, and the classifier that GPT2DoubleHeadsModel has besides."""
-
 BUFFERS = ("attn.bias", "attn.masked_bias")
 """The causal mask, which old checkpoints carry in every layer."""
 
@@ -44,7 +38,7 @@ class Gpt2Config(ModelConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
 
-    inert: ClassVar[tuple[str, ...]] = INERT
+    inert: ClassVar[tuple[str, ...]] = ("n_ctx",)  # `n_positions` under its first name
 
     @classmethod
     def read(cls, c: Fields) -> Self:

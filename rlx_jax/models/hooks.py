@@ -174,6 +174,16 @@ def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
 
 
 @dataclass(frozen=True)
+class WithIgnored:
+    """The edit of a flow that records for its report which fields of the config the caller ignored."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, flow: ModelFlow) -> ModelFlow:
+        return replace(flow, ignored_fields=tuple(dict.fromkeys((*flow.ignored_fields, *self.names))))
+
+
+@dataclass(frozen=True)
 class WithParam:
     """The edit of a flow that says of weights what their stages do not. A class, so that a recipe with it can be
     pickled."""

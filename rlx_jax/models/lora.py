@@ -20,7 +20,16 @@ from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.hooks import Edit, WithBlocks, add_patch
-from rlx_jax.models.lora_files import PARTS, AdapterSizes, as_stored, open_adapter, write_adapter
+from rlx_jax.models.lora_files import (
+    PARTS,
+    TASKS,
+    AdapterSizes,
+    BaseModel,
+    as_stored,
+    base_of,
+    open_adapter,
+    write_adapter,
+)
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.editing import BlockEdit, Inner
@@ -212,16 +221,19 @@ def _merged(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int
     return {key: value for key, value in found.items() if key not in left}
 
 
-def save_lora(model: Any, path: Any, *, overwrite: bool = False) -> None:
-    """Write the model's adapters, and nothing else, to a directory as PEFT does: `lora(recipe, adapter=path)` and
-    `PeftModel.from_pretrained` load them.
+def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite: bool = False) -> None:
+    """Write the model's adapters, and nothing else, to a directory as PEFT does: `rlx_jax.load(base, adapter=path)`,
+    `PeftModel.from_pretrained` and `AutoPeftModelForCausalLM.from_pretrained` load them.
 
     Args:
         model: a `CompiledModel`, or what has one as its `model`: a `CausalLM`, an `Encoder`.
         path: a directory; those around it are made where they are missing.
+        base_model: the checkpoint that the files name as the base model: a path or `"org/name"`. By default the
+            directory that the weights were read from, or the model of the Hub with its commit.
         overwrite: replace the adapter that is there, in one step.
 
     Raises:
+        RequestError: the model has no adapter, or `base_model` is no text.
         TargetExistsError: `path` exists, and `overwrite` is false or something else than an adapter is there.
         NoSpaceError, SaveFailedError: the disk is full or refuses.
     """
@@ -236,4 +248,8 @@ def save_lora(model: Any, path: Any, *, overwrite: bool = False) -> None:
         for part, key in zip(PARTS, (adapter.a, adapter.b), strict=True)
     }
     turned = all(adapter.contract == 0 for adapter in adapters)
-    write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite)
+    if base_model is not None and not isinstance(base_model, str):
+        raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
+    base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
+    output = getattr(model.flow, "output_name", "")
+    write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))

@@ -19,7 +19,7 @@ from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.renamed import RenamedSource
-from rlx_jax.weights.safetensors_format import write_file
+from rlx_jax.weights.safetensors_format import SafetensorsSource, write_file
 from rlx_jax.weights.source import WeightSource, open_weights
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -83,7 +83,8 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     rank, alpha, rslora = fields.whole("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
     ranks, alphas = (_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     dropout = fields.real("lora_dropout", 0.0, above=False)
-    fields.finish(INERT, ONLY)
+    fields.finish_model(INERT, ONLY)
+    folder.bring(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     found, where = _ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
     scales = {}
@@ -158,8 +159,35 @@ def _ranks(source: WeightSource, where: str) -> dict[str, int]:
 
 # -- writing -----------------------------------------------------------------------------------
 
+TASKS = {"logits": "CAUSAL_LM", "hidden_states": "FEATURE_EXTRACTION"}
+"""PEFT's name of what a model does, by the name of its output."""
 
-def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], overwrite: bool) -> None:
+SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
+"""The directory of a model of the Hub in the cache."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that an adapter is of, as PEFT opens it: a path or the name of a model of the Hub, its commit, and
+    what it does. None: not known."""
+
+    name: str | None = None
+    revision: str | None = None
+    task: str | None = None
+
+
+def base_of(source: Any) -> BaseModel:
+    """Return the checkpoint that a source of weights reads, without its task; of several sources, the first's."""
+    while source is not None and not isinstance(source, SafetensorsSource):
+        source = getattr(source, "source", None)
+    directory = "" if source is None else os.path.abspath(source.directory) if source.directory else ""
+    if snapshot := SNAPSHOT.fullmatch(directory):
+        organisation, name, commit = snapshot.groups()
+        return BaseModel(f"{organisation}/{name}", commit)
+    return BaseModel(directory if os.path.isfile(os.path.join(directory, "config.json")) else None)
+
+
+def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], overwrite: bool, base: BaseModel) -> None:
     """A directory with both files. Arguments and errors as `rlx_jax.models.lora.save_lora`."""
     if not isinstance(path, str | os.PathLike):
         raise RequestError(f"save_lora: path is {shown(path)}; expected the path of a directory")
@@ -168,8 +196,9 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
     (alpha, _), *_ = Counter(alphas.values()).most_common()
     config = {
         "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
+        "task_type": base.task,
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _whole(alpha),

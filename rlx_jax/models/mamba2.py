@@ -54,7 +54,7 @@ class Mamba2Config:
             mixer=_mixer(c, hidden),
             tie_word_embeddings=c.flag("tie_word_embeddings", False),
         )
-        c.finish(INERT)
+        c.finish_model(INERT)
         return result
 
 

@@ -16,9 +16,6 @@ from rlx_jax.weights.source import WeightSource
 
 C = TypeVar("C", bound=DecoderConfig)
 
-INERT = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""Fields of the router that have a part in its own training alone."""
-
 
 @dataclass(frozen=True)
 class MixtureFlow(DecoderFlow[C]):
@@ -60,5 +57,4 @@ def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
     count = counts.pop()
     if chosen > count:
         raise ConfigError(f"{c.where}: num_experts_per_tok is {chosen}, and there are {count} experts")
-    c.seen.update(INERT)
     return count, chosen

@@ -22,11 +22,11 @@ from rlx_jax.models.decoder_config import frequencies_of, scaled_frequencies
 from rlx_jax.models.encoder import EMBEDDING, EncoderFlow, StoredShapes
 
 INERT = (
-    "attn_pdrop", "classifier_dropout", "dense_seq_output", "embd_pdrop", "fused_bias_fc", "fused_dropout_add_ln",
-    "last_layer_subset", "max_trained_positions", "resid_pdrop", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "tie_word_embeddings", "use_flash_attn",
-    "use_xentropy",
-)  # fmt: skip
+    "dense_seq_output",
+    "last_layer_subset",
+    "max_trained_positions",
+    "tie_word_embeddings",
+)
 """How the first implementation computes, not what. (`max_trained_positions` is read by a scaling of the rope alone.)"""
 
 ONLY: dict[str, tuple[Any, ...]] = {

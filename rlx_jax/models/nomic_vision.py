@@ -39,7 +39,7 @@ class NomicVisionConfig(VisionConfig):
     reference: tuple[int, int] | None = None
 
     inert: ClassVar[tuple[str, ...]] = (
-        *nomic.INERT, "drop_path_rate", "eva_qkv_bias", "hidden_features_scaling_factor", "layer_scale_init",
+        *nomic.INERT, "eva_qkv_bias", "hidden_features_scaling_factor", "layer_scale_init",
         "mask_token", "n_positions", "pad_vocab_size_multiple", "patch_dropout", "reorder_and_upcast_attn",
         "rotary_emb_base", "rotary_emb_interleaved", "type_vocab_size", "vocab_size",
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
@@ -47,7 +47,7 @@ class TextPart:
                 f"{text.where}: model_type {quote(kind)}; the text model of a {self.outer} is a {self.inner}"
             )
         head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.tied)}  # the outer model has the head
-        config.finish(self.others)
+        config.finish_model(self.others)
         names = {}
         for key in source.keys():
             for stored, own in self.keys.items():
@@ -61,4 +61,4 @@ class TextPart:
             stacklevel=2,
         )
         values = {**self.defaults, "model_type": self.inner, **dict(text.values), **head}
-        return Fields(values, text.where), RenamedSource(source, names)
+        return replace(text, values=values, seen=set()), RenamedSource(source, names)

@@ -64,7 +64,7 @@ class VisionConfig(TowerConfig):
         return height // p, width // q
 
 
-TOWER_INERT = ("initializer_factor", "tie_word_embeddings")
+TOWER_INERT = ("tie_word_embeddings",)
 """Fields of the towers of CLIP and SigLIP that have no part in what is computed."""
 
 

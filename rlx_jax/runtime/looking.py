@@ -133,6 +133,9 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         evicted=sum(one.executables.evicted for one in every),
         recompiles=sum(one.recompiles for one in every),
         initialised=programs.initialised,
+        ignored_fields=tuple(
+            dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "ignored_fields", ()))
+        ),
         recompiled=tuple(programs.surprises),
         programs=programs_of(programs),
         refusals=template.built.refusals,

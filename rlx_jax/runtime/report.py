@@ -148,7 +148,8 @@ class Report:
     `recompiled` names the last of these, and why. `embedding`: how an encoder lays texts out, or why not otherwise.
     `request`: how fast the last one was. `speculative`: of the last request that drafted, so far. `seed`: that the last
     request drew its tokens from, its own or one made for it; None where it drew none, or from a key. `initialised`: the
-    keys of the weights that were drawn, as no source had them (`missing="init"`).
+    keys of the weights that were drawn, as no source had them (`missing="init"`). `ignored_fields`: the fields of
+    the config that may change the computation and that the caller ignored (`ignore_fields=`).
 
     Over a mesh: `mesh` are its axes, `leaf_bytes` what one device has of the parameters, `shardings` how leaves are
     divided and how many are, `whole` the leaves of more than one axis that every device has whole, `collectives` what
@@ -185,6 +186,7 @@ class Report:
     speculative: Speculated | None = None
     seed: int | None = None
     initialised: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
     programs: tuple[ProgramReport, ...] = ()
     cache_bytes: int | None = None
     request: RequestReport | None = None
@@ -219,6 +221,7 @@ class Report:
         rows += [_row("seed", self.seed)] if self.seed is not None else []
         if self.initialised:
             rows.append(_row("initialised", f"{len(self.initialised)} weights: {listing(self.initialised, 8)}"))
+        rows += [_row("ignored fields", listing(self.ignored_fields, 8))] if self.ignored_fields else []
         rows += self._on_mesh() if self.mesh else []
         rows += [_row("not rolled:", r) for r in self.refusals]
         return "\n".join([*rows, *self._programs()])

@@ -140,7 +140,7 @@ def refuse_without_config(folder: Folder) -> None:
     if ADAPTER in names:
         raise UnsupportedError(
             f"{folder.where('')}: an adapter of PEFT ({ADAPTER}) and no model: load the model that it was trained on, "
-            "and give this directory to rlx_jax.lora(recipe, adapter=)"
+            "and give this directory as adapter=: rlx_jax.load(path, adapter=), or rlx_jax.lora(recipe, adapter=)"
         )
     for suffix, advice in _OTHER_FORMATS.items():
         if found := [name for name in names if name.lower().endswith(suffix)]:

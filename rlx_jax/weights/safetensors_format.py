@@ -65,8 +65,15 @@ class SafetensorsSource:
         LimitError: more than `limits.MAX_TENSORS` tensors.
     """
 
-    def __init__(self, files: Sequence[SafetensorsFile | HeaderAlone], *, on_nonfinite: OnNonfinite = "error") -> None:
+    def __init__(
+        self,
+        files: Sequence[SafetensorsFile | HeaderAlone],
+        *,
+        on_nonfinite: OnNonfinite = "error",
+        directory: str = "",
+    ) -> None:
         self.files = tuple(files)
+        self.directory = directory  # that was opened; "" for files
         self._on_nonfinite = on_nonfinite
         self._file_of: dict[str, SafetensorsFile | HeaderAlone] = {}
         for file in self.files:
@@ -139,7 +146,8 @@ def _read(path: str, options: OpenOptions) -> SafetensorsSource:
     """The source of the files at `path`."""
     files = _files(path, options.strict, options.links)
     try:
-        return SafetensorsSource(files, on_nonfinite=options.on_nonfinite)
+        directory = path if os.path.isdir(path) else ""
+        return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
     except BaseException:
         for file in files:
             file.close()

@@ -190,13 +190,15 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
     cos, sin = (rope_factor(config) * table for table in (np.cos(angles), np.sin(angles)))
     behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
     windows = layer_windows(config)
+    turns = config.get("no_rope_layers") or [1] * len(windows)  # as SmolLM3 writes it: 0 is a layer without rope
     x = w["model.embed_tokens.weight"][ids]
     states = []
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}"
         states.append(x)
         h = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
-        query, key = (rotate(queries_or_keys(w, f"{p}.self_attn.{name}", h, d, eps), cos, sin) for name in ("q", "k"))
+        query, key = (queries_or_keys(w, f"{p}.self_attn.{name}", h, d, eps) for name in ("q", "k"))
+        query, key = (rotate(heads, cos, sin) for heads in (query, key)) if turns[i] else (query, key)
         hidden = (behind < 0) | (behind >= (windows[i] or len(ids)))
         value = linear(w, f"{p}.self_attn.v_proj", h).reshape(-1, k, d)
         heads = []

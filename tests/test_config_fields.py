@@ -1,0 +1,190 @@
+"""Fields of `config.json` that no family reads: ignored, refused by name, or ignored because the caller says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.cli import main
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError
+from tests.oracles.checkpoints import FIXTURES, edited
+from tests.oracles.comparing import assert_close
+from tests.oracles.recorded import load_record
+
+LLAMA, BERT = FIXTURES / "llama" / "gqa_tied_llama3_v5", FIXTURES / "bert" / "bare_v5"
+FAMILIES = sorted({file.parent.parent: file.parent for file in FIXTURES.rglob("config.json")}.values())
+CLIP = FIXTURES / "vision" / "dual" / "clip"
+TOKENS = load_record(LLAMA)["tokens"]
+
+HARMLESS: dict[str, Any] = {
+    **{
+        name: 0.1
+        for name in """
+        activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
+        dropout embd_pdrop embedding_dropout hidden_dropout hidden_dropout_prob initializer_cutoff_factor
+        initializer_factor initializer_range layerdrop mlp_dropout neftune_noise_alpha resid_dropout resid_pdrop
+        residual_dropout router_aux_loss_coef router_jitter_noise summary_first_dropout
+        """.split()
+    },
+    **{
+        name: True
+        for name in """
+        _attn_implementation_autoset _flash_attn_2_enabled do_sample flash_attn freeze_backbone freeze_word_embeddings
+        fp16 gradient_checkpointing output_router_logits output_past return_dict return_dict_in_generate torchscript
+        unsloth_fixed use_cache use_flash_attention use_flash_attn use_flash_attention_2 use_return_dict
+        """.split()
+    },
+    **{
+        name: False
+        for name in """
+        add_cross_attention alibi early_stopping is_decoder is_encoder_decoder output_attentions output_hidden_states
+        tie_encoder_decoder use_bidirectional_attention use_mrope use_sliding_window
+        """.split()
+    },
+    **{
+        name: None
+        for name in """
+        a_field_that_is_not_set attn_logit_softcapping cross_attention_hidden_size problem_type pruned_heads
+        quantization_config rope_scaling task_specific_params
+        """.split()
+    },
+    **{
+        name: "somewhere"
+        for name in """
+        _commit_hash _name_or_path _attn_implementation attn_implementation base_model_name_or_path directionality
+        dtype finetuning_task loss_type summary_type tokenizer_class tokenizer_name tokenizer_padding_side torch_dtype
+        transformers_version unsloth_version
+        """.split()
+    },
+    **{
+        name: 2
+        for name in """
+        bos_token_id cls_token_id max_length max_new_tokens max_sequence_length model_max_length
+        num_beams num_return_sequences sep_token_id temperature top_k unk_token_id
+        """.split()
+    },
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "sentence_transformers": {"version": "5.0.0"},
+    "suppress_tokens": [1],
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+}
+
+
+@pytest.mark.parametrize("directory", FAMILIES, ids=lambda p: p.parent.name)
+def test_harmless_fields(directory: Path, tmp_path: Path) -> None:
+    """They change nothing in any family."""
+    own = json.loads((directory / "config.json").read_text())
+    made = edited(directory, tmp_path / "m", {k: v for k, v in HARMLESS.items() if k not in own})
+    if "Flux2" not in str(own.get("_class_name")):
+        assert rlx.recipe_for(made).config == rlx.recipe_for(directory).config
+    else:  # the fields of diffusers are others
+        with pytest.raises(UnsupportedError, match="may change the computation"):
+            rlx.recipe_for(edited(directory, tmp_path / "n", {"use_guidance": 3}))
+
+
+LAYERS = json.loads((LLAMA / "config.json").read_text())["num_hidden_layers"]
+FULL, SLIDING = ["full_attention"] * LAYERS, ["sliding_attention"] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("directory", "changes"),
+    [
+        (LLAMA, {"layer_types": FULL}),
+        (LLAMA, {"layer_types": FULL, "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}),
+        (LLAMA, {"is_decoder": True}),
+        (LLAMA, {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "beta": None}}),
+        (BERT, {"position_embedding_type": "absolute", "tie_word_embeddings": False, "pad_token_id": 7}),
+    ],
+    ids=str,
+)
+def test_fields_that_are_harmless_at_some_values(directory: Path, changes: dict[str, Any], tmp_path: Path) -> None:
+    same = {"config": rlx.recipe_for(directory).config} if "rope_theta" not in changes else {}
+    recipe = rlx.recipe_for(edited(directory, tmp_path / "m", changes))
+    assert {name: getattr(recipe, name) for name in same} == same
+
+
+REFUSED: list[tuple[Path, dict[str, Any], str]] = [
+    (LLAMA, {"router_scale": 2.0}, "router_scale"),
+    (LLAMA, {"layer_types": SLIDING}, "layer_types"),
+    (LLAMA, {"layer_types": FULL[1:]}, "layer_types"),
+    (LLAMA, {"sliding_window": 8}, "sliding_window"),
+    (LLAMA, {"token_dropout": True}, "token_dropout"),
+    (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "dtype": 1}}, "rope_parameters.dtype"),
+    (BERT, {"is_decoder": True}, "is_decoder"),
+    (CLIP, {"text_config": {"rope": 1}}, "text_config.rope"),
+]
+
+
+@pytest.mark.parametrize(("directory", "changes", "name"), REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_fields_that_may_change_the_computation(
+    directory: Path, changes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """Refused by name; the message names the option that opens the checkpoint all the same."""
+    if directory == CLIP:
+        changes = {"text_config": json.loads((CLIP / "config.json").read_text())["text_config"] | {"rope": 1}}
+    made = edited(directory, tmp_path / "m", changes)
+    with pytest.raises(UnsupportedError, match=rf"field '{name.split('.')[-1]}' is .*ignore_fields=\['{name}'\]"):
+        rlx.recipe_for(made)
+    rlx.recipe_for(made, ignore_fields=[name])
+    rlx.from_pretrained(made, ignore_fields=(name,))
+
+
+def test_every_refused_field_is_named(tmp_path: Path) -> None:
+    made = edited(LLAMA, tmp_path / "m", {"one": 1, "two": 2, "three": 3})
+    with pytest.raises(UnsupportedError, match="'one' is '1'; .* not handled; nor are 'two', 'three'; if it does not"):
+        rlx.load(made)
+
+
+def test_ignored_fields_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers are those without the field; every way to open reports which were ignored."""
+    made = edited(LLAMA, tmp_path / "m", {"one": 1, "two": {"deep": 2}})
+    lm = rlx.load(made, ignore_fields=["one", "two"])
+    assert_close(lm.logits(TOKENS), load_record(LLAMA)["logits"])
+    recipe = rlx.recipe_for(made, ignore_fields=["one", "two"])
+    again = rlx.load(made, recipe=recipe, ignore_fields=["two", "one"])
+    for model in (lm, rlx.compile(recipe), again):
+        assert sorted(model.report().ignored_fields) == ["one", "two"]
+        assert "ignored fields     'one', 'two'" in str(model.report())
+    assert rlx.load(LLAMA).report().ignored_fields == () and "ignored" not in str(rlx.load(LLAMA).report())
+    assert main(["inspect", str(made), "--ignore-field", "one", "--ignore-field", "two"]) == 0
+    assert main(["inspect", str(made), "--ignore-field", "one"]) == 1
+    assert "ignore_fields=['two']" in capsys.readouterr().err
+    dual = rlx.load(edited(CLIP, tmp_path / "clip", {"three": 3}), ignore_fields=["three"])
+    assert dual.report().ignored_fields == dual.images.report().ignored_fields == ("three",)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["ones"], ConfigError, "no field 'ones'; did you mean 'one'"),
+        (["one", "rope.far.away"], ConfigError, "no field 'rope.far.away'"),
+        (["hidden_size", "one"], ConfigError, "'hidden_size' is handled"),
+        (["one", "use_cache"], ConfigError, "'use_cache' is handled"),
+        ("one", RequestError, "ignore_fields is 'one'; expected a list"),
+        ([1], RequestError, r"ignore_fields is \[1\]; expected a list"),
+        (7, RequestError, "ignore_fields is 7; expected a list"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_ignored(names: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    made = edited(LLAMA, tmp_path / "m", {"one": 1})
+    with pytest.raises(error, match=message):
+        rlx.load(made, ignore_fields=names)
+
+
+def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At level debug, with the names of the fields that were passed over."""
+    made = edited(LLAMA, tmp_path / "m", {"neftune_noise_alpha": 5, "model_max_length": 77, "unset": None})
+    with caplog.at_level(logging.DEBUG, "rlx_jax"):
+        rlx.recipe_for(made)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "rlx_jax"]
+    assert all(name in line for name in ("neftune_noise_alpha", "model_max_length", "unset")) and "hidden" not in line
