@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rlx_jax import losses as losses
+from rlx_jax.compiler.compile_cache import compile_cache as compile_cache
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
 from rlx_jax.encode.dual import DualEncoder as DualEncoder

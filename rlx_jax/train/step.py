@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax import losses
+from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown, suggests
 from rlx_jax.ir.captured import is_consumed
@@ -51,6 +52,7 @@ class TrainStep:
     loss: Loss
     microbatches: int
     jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+    programs: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
     tree: Any = field(default=None, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -67,13 +69,13 @@ class TrainStep:
                 divided. Else as the loss; of `losses.cross_entropy` in its docstring.
         """
         arrays = self._arrays(state, batch)
-        made: tuple[TrainState, Metrics] = self._function(state)(state, arrays)
+        made: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
         return made
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for these arguments, which may be `ShapeDtypeStruct`s."""
         named = batch if isinstance(batch, Mapping) else {"tokens": batch}
-        lowered: jax.stages.Lowered = self._function(state).lower(state, named)
+        lowered: jax.stages.Lowered = self._function(state)[0].lower(state, named)
         return lowered
 
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
@@ -106,15 +108,23 @@ class TrainStep:
                 "optimizer) and make_step(model, optimizer)"
             )
 
-    def _function(self, state: Any) -> Any:
-        """The jitted step, whose new state lies on the devices as the old one does."""
+    def _program(self, state: TrainState, arrays: Arrays) -> Callable[..., Any]:
+        """Return the step for batches of these types, whose program is in the compile cache of this machine."""
+        jitted, options = self._function(state)
+        types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
+        if (jitted, types) not in self.programs:
+            self.programs[jitted, types] = from_cache(jitted, (state, arrays), options)[0]
+        return self.programs[jitted, types]
+
+    def _function(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the jitted step, whose new state lies on the devices as the old one does, and its options."""
         places: Any = jax.tree.map(lambda a: getattr(a, "sharding", None), state)
         leaves = [p for p in jax.tree.leaves(places) if len(p.device_set) > 1]
         key = tuple(jax.tree.leaves(places)) if leaves else ()
         if key not in self.jitted:
             options: dict[str, Any] = {"out_shardings": (places, None)} if leaves else {}
             options["compiler_options"] = dict(self.model.settings.plan.compiler_options) or None
-            self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options)
+            self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options), options
         return self.jitted[key]
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
