@@ -75,7 +75,7 @@ class TrainStep:
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for these arguments, which may be `ShapeDtypeStruct`s."""
         named = batch if isinstance(batch, Mapping) else {"tokens": batch}
-        lowered: jax.stages.Lowered = self._function(state)[0].lower(state, named)
+        lowered: jax.stages.Lowered = self._function(state).lower(state, named)
         return lowered
 
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
@@ -110,21 +110,21 @@ class TrainStep:
 
     def _program(self, state: TrainState, arrays: Arrays) -> Callable[..., Any]:
         """Return the step for batches of these types, whose program is in the compile cache of this machine."""
-        jitted, options = self._function(state)
+        jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
         types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
         if (jitted, types) not in self.programs:
             self.programs[jitted, types] = from_cache(jitted, (state, arrays), options)[0]
         return self.programs[jitted, types]
 
-    def _function(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the jitted step, whose new state lies on the devices as the old one does, and its options."""
+    def _function(self, state: Any) -> Any:
+        """The jitted step, whose new state lies on the devices as the old one does."""
         places: Any = jax.tree.map(lambda a: getattr(a, "sharding", None), state)
         leaves = [p for p in jax.tree.leaves(places) if len(p.device_set) > 1]
         key = tuple(jax.tree.leaves(places)) if leaves else ()
         if key not in self.jitted:
             options: dict[str, Any] = {"out_shardings": (places, None)} if leaves else {}
             options["compiler_options"] = dict(self.model.settings.plan.compiler_options) or None
-            self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options), options
+            self.jitted[key] = jax.jit(self._step, donate_argnums=0, **options)
         return self.jitted[key]
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
