@@ -139,7 +139,7 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatc
     else:
         (tmp_path / "cache").chmod(0o770)
     for call in (lambda: store.read(KEY), lambda: store.write(KEY, b"y")):
-        with pytest.raises(StorageError, match="chmod 700"):
+        with pytest.raises(StorageError, match="others can write it|belongs to user"):
             call()
 
 
@@ -190,7 +190,7 @@ def test_a_cache_that_cannot_be_used_is_a_warning(cache: Path, monkeypatch: Any,
         cache.chmod(0o777)
     with pytest.warns(RlxCacheWarning, match="compile cache") as warned:
         assert [program(scale)[1] for scale in (2.0, 3.0, 2.0)] == [False, False, False]
-    assert len({str(w.message) for w in warned}) == len(warned) <= 2
+    assert len(warned) == 1
 
 
 def test_the_key_has_all_that_the_result_depends_on(cache: Path, monkeypatch: Any) -> None:
@@ -340,7 +340,7 @@ def test_a_second_model_compiles_nothing(cache: Path, mesh: int | None) -> None:
     cold, warm = reports
     assert answers[0] == answers[1] and texts[0] == texts[1] and compiled == []
     assert (cold.loaded, warm.compiles, warm.loaded) == (0, 0, cold.compiles) and cold.compiles >= 2
-    assert warm.request.compiled == 0 < cold.request.compiled and "from cache" in str(warm)
+    assert warm.request.compiled == 0 < cold.request.compiled and "from the compile cache" in str(warm)
     assert {p.donated_bytes for p in cold.programs} == {p.donated_bytes for p in warm.programs} != {0}
     count = len(entries(cache))
     jax.jit(lambda x: x * 7 - 3)(np.float32(2))
@@ -455,11 +455,10 @@ for i in itertools.count():
     store.write("0" * 64, bytes([i % 256]) * 2_000_000)
 """
     store = EntryStore(str(tmp_path / "cache"), 10**8)
-    for number in range(20):
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.05 + number / 400)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for number in range(10):
+        with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.05 + number / 200)
+            process.send_signal(signal.SIGKILL)
         payload = store.read(KEY)
         assert payload is not None and payload == payload[:1] * 2_000_000

@@ -127,25 +127,7 @@ def compile_lowered(
     Returns:
         The compiled program, and whether it was loaded. A fault of the cache is a warning, and the program is compiled.
     """
-    settings = cache_settings()
-    key = program_key(lowered, arguments, options) if settings.directory else None
-    if settings.directory is None or key is None:
-        return lowered.compile(), False
-    store, writable = EntryStore(settings.directory, settings.max_bytes), True
-    try:
-        payload = store.read(key)
-        if payload is not None:
-            return _deserialize(payload, lowered), True
-    except StorageError as error:  # others can write the directory
-        writable = False
-        _warn(f"compile cache off: {error}, or set {VARIABLE}")
-    except Exception as error:  # an unpickled payload may fail in any way; so does a runtime that refuses it
-        what = str(error) if isinstance(error, IntegrityError) else first_line(error)
-        _warn(f"compile cache: an entry cannot be used, the program is compiled again and the entry replaced: {what}")
-    compiled = lowered.compile()
-    if writable:
-        _write(store, key, compiled)
-    return compiled, False
+    return _load_or_compile(lowered, arguments, options) or (lowered.compile(), False)
 
 
 def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
@@ -157,7 +139,10 @@ def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> 
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
     if traced or cache_settings().directory is None or _debugged():
         return jitted, False
-    compiled, loaded = compile_lowered(jitted.lower(*arguments), arguments, options)
+    program = _load_or_compile(jitted.lower(*arguments), arguments, options)
+    if program is None:
+        return jitted, False
+    compiled, loaded = program
 
     def call(*arrays: Any) -> Any:
         if _debugged():
@@ -170,12 +155,43 @@ def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> 
     return call, loaded
 
 
+def _load_or_compile(
+    lowered: jax.stages.Lowered, arguments: Any, options: Any
+) -> tuple[jax.stages.Compiled, bool] | None:
+    """Return what `compile_lowered` does, or None where the cache does not apply."""
+    settings = cache_settings()
+    if settings.directory is None:
+        return None
+    try:
+        key = program_key(lowered, arguments, options)
+    except Exception as error:  # a release of JAX that shows its programs in another form
+        _warn(f"compile cache off: a program has no key: {first_line(error)}")
+        return None
+    if key is None:
+        return None
+    store, writable = EntryStore(settings.directory, settings.max_bytes), True
+    try:
+        payload = store.read(key)
+        if payload is not None:
+            return _deserialize(payload, lowered), True
+    except StorageError as error:  # of the directory
+        writable = False
+        _warn(f"compile cache off: {error}; repair it, or set {VARIABLE} to another directory or to off")
+    except Exception as error:  # an unpickled payload may fail in any way; so does a runtime that refuses it
+        what = str(error) if isinstance(error, IntegrityError) else first_line(error)
+        _warn(f"compile cache: an entry cannot be used, the program is compiled again and the entry replaced: {what}")
+    compiled = lowered.compile()
+    if writable:
+        _write(store, key, compiled)
+    return compiled, False
+
+
 def program_key(lowered: jax.stages.Lowered, arguments: Any, options: Any) -> str | None:
     """Return the SHA-256 of all that a compiled program depends on, or None if it cannot be cached."""
-    text = lowered.as_text()
     if jax.process_count() > 1:
         logger.debug("compile cache: a program of several processes is not cached")
         return None
+    text = lowered.as_text()
     if found := _NOT_PORTABLE.search(text):
         logger.debug("compile cache: a program with %s is not cached", found[0])
         return None

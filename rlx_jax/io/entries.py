@@ -44,7 +44,8 @@ class EntryStore:
 
         Raises:
             IntegrityError: the entry is damaged, or others may have written it.
-            OSError: the system refuses to read the directory or the entry (`StorageError`: it is not private).
+            StorageError: the directory cannot be made, or others can write it. Other OSError: the system refuses to
+                read the entry.
         """
         self._check_directory()
         path = self._path(key)
@@ -80,7 +81,7 @@ class EntryStore:
 
         Raises:
             LimitError: the payload alone is over the limit.
-            OSError: the system refuses (`StorageError`: the directory is not private).
+            OSError: the system refuses (`StorageError`: as `read`).
         """
         if len(payload) > self.max_bytes:
             raise LimitError(f"{len(payload)} bytes to cache, the limit is {self.max_bytes}")
@@ -106,11 +107,15 @@ class EntryStore:
         """Make the directory if it is missing, and refuse one that others can write.
 
         Raises:
-            StorageError: it belongs to another user, or others can write it. OSError: it cannot be made.
+            StorageError: it cannot be made, it belongs to another user, or others can write it.
         """
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        if reason := _not_private(os.stat(self.directory)):
-            raise StorageError(f"{quote(self.directory)}: {reason}; give it to this user alone: chmod 700")
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            reason = _not_private(os.stat(self.directory))
+        except OSError as error:
+            raise StorageError(f"{quote(self.directory)}: {error.strerror}") from error
+        if reason:
+            raise StorageError(f"{quote(self.directory)}: {reason}")
 
     def _prune(self) -> None:
         """Remove the entries used least recently until the others fit, and temporary files of killed processes."""

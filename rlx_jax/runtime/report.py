@@ -198,7 +198,7 @@ class Report:
             _row("parameters", f"{self.parameter_bytes:,} bytes"),
             _row("compiles", self.compiles),
         ]
-        rows += [_row("from cache", self.loaded)] if self.loaded else []
+        rows += [_row("loaded", f"{self.loaded} from the compile cache")] if self.loaded else []
         rows += [_row("evicted", self.evicted)] if self.evicted else []
         rows += [_row("recompiles", self.recompiles)] if self.recompiles else []
         rows += [_row("compiled late", told) for told in self.recompiled]
