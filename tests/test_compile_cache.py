@@ -258,6 +258,7 @@ def test_a_setting_that_is_no_directory_is_named(cache: Path, monkeypatch: Any, 
 
 
 def test_the_limit_is_a_number(cache: Path, monkeypatch: Any) -> None:
+    wrong: Any
     for wrong in (0, -1, True, 1.5, "1"):
         with pytest.raises(RequestError, match="max_bytes is a number of bytes, at least 1, got"):
             rlx.compile_cache(max_bytes=wrong)
@@ -315,7 +316,7 @@ def compiles_of(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     """What a call returns, and the names of the programs that XLA compiled for it."""
     names: list[str] = []
 
-    def listen(event: str, _: float, **named: Any) -> None:
+    def listen(event: str, duration_secs: float, **named: Any) -> None:
         if event.endswith("backend_compile_duration"):
             names.append(str(named.get("fun_name")))
 
@@ -333,7 +334,7 @@ def test_a_second_model_compiles_nothing(cache: Path, mesh: int | None) -> None:
     reports, texts, answers = [], [], []
     for _ in range(2):
         lm = rlx.load(LLAMA, mesh=mesh)
-        answer, compiled = compiles_of(lambda lm=lm: lm.generate(PROMPTS, max_new_tokens=8))
+        answer, compiled = compiles_of(functools.partial(lm.generate, PROMPTS, max_new_tokens=8))
         reports.append(lm.report())
         answers.append(answer)
         texts.append(re.findall(r"%\S+ = .*?\)|op_name=\S+", lm.model.text("hlo", np.ones((1, 4), np.int32))))

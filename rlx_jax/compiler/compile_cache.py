@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, Sharding
 
@@ -213,7 +213,7 @@ def _read_arguments(lowered: jax.stages.Lowered) -> str | None:
     module: Any = lowered.compiler_ir("stablehlo")
     (main,) = (op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
     names = [str(argument.location) for argument in main.arguments]
-    if len(names) == lowered.in_tree.num_leaves:
+    if len(names) == len(jax.tree.leaves(lowered.args_info)):
         return "all"
     return None if len({*names, "loc(unknown)"}) <= len(names) else "\n".join(names)
 
@@ -240,7 +240,7 @@ def _placements(tree: Any) -> Iterator[str]:
 def _environment() -> Iterator[str]:
     """Versions, hardware and settings: what XLA's result depends on besides the program."""
     config, devices = jax.config, jax.devices()
-    yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     yield f"python {sys.version_info[:2]}, {devices[0].platform} {devices[0].client.platform_version}"
     yield f"{sorted({device.device_kind for device in devices})}, {_host()}"
     yield from ([] if devices[0].platform == "cpu" else [_cudnn()])
@@ -296,9 +296,10 @@ def _deserialize(payload: bytes, lowered: jax.stages.Lowered) -> jax.stages.Comp
     by_id = {device.id: device for device in jax.devices(place["platform"])}
     devices = [by_id[i] for i in place["devices"]]
     in_tree = jax.tree.structure(lowered.args_info)
-    return serialize_executable.deserialize_and_load(
+    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, lowered.out_tree, devices[0].client, devices
     )
+    return compiled
 
 
 def _debugged() -> bool:
