@@ -7,13 +7,10 @@ read only from a directory that nobody else can write.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
 import sys
 import warnings
@@ -27,6 +24,7 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, Sharding
 
+from rlx_jax.device import devices_of, fingerprint
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
 from rlx_jax.io.entries import EntryStore
 
@@ -37,11 +35,6 @@ _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
 _NOT_PORTABLE = re.compile(r"custom_call @\w*(?:callback|CustomSPMDPartitioning)|stablehlo\.(?:send|recv)\b")
 """Calls back into this process: their targets are addresses or indices that mean nothing in another one."""
-_CPU_FIELDS = re.compile(
-    r"(?:vendor_id|cpu family|model|stepping|flags|Features|isa|CPU (?:implementer|architecture|variant|part))\s*:.*"
-)
-_CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-
 logger = logging.getLogger(__name__)
 
 
@@ -239,32 +232,13 @@ def _placements(tree: Any) -> Iterator[str]:
 
 def _environment() -> Iterator[str]:
     """Versions, hardware and settings: what XLA's result depends on besides the program."""
-    config, devices = jax.config, jax.devices()
+    config = jax.config
     yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
-    yield f"python {sys.version_info[:2]}, {devices[0].platform} {devices[0].client.platform_version}"
-    yield f"{sorted({device.device_kind for device in devices})}, {_host()}"
-    yield from ([] if devices[0].platform == "cpu" else [_cudnn()])
+    yield f"python {sys.version_info[:2]}"
+    yield fingerprint()
     yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     # Every setting of JAX: some change how XLA compiles and leave no trace in the StableHLO, and releases add more.
     yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
-
-
-@functools.cache
-def _host() -> str:
-    """Return the processor, as far as machine code depends on it."""
-    found = [platform.system(), platform.machine(), platform.processor()]
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            found += _CPU_FIELDS.findall(file.read().partition("\n\n")[0])
-    except OSError:  # not Linux
-        pass
-    return "\n".join(found)
-
-
-@functools.cache
-def _cudnn() -> str:
-    """Return the installed versions of cuDNN, which the runtime's own version does not show."""
-    return ", ".join(f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name in _CUDNN)
 
 
 def _write(store: EntryStore, key: str, compiled: jax.stages.Compiled) -> None:
@@ -293,8 +267,7 @@ def _deserialize(payload: bytes, lowered: jax.stages.Lowered) -> jax.stages.Comp
     """Return the program of a payload that `_serialize` made of the same lowered program."""
     head, _, content = payload.partition(b"\n")
     place = json.loads(head)
-    by_id = {device.id: device for device in jax.devices(place["platform"])}
-    devices = [by_id[i] for i in place["devices"]]
+    devices = devices_of(place["platform"], place["devices"])
     in_tree = jax.tree.structure(lowered.args_info)
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, lowered.out_tree, devices[0].client, devices
