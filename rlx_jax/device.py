@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
+import platform
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -141,6 +143,50 @@ def _running(chosen: Any) -> Device:
     if isinstance(chosen, str):  # the name of a platform
         return described(jax.local_devices(backend=chosen)[0])
     return described(jax.local_devices()[0] if chosen is None else chosen)
+
+
+_CPU_FIELDS = re.compile(
+    r"(?:vendor_id|cpu family|model|stepping|flags|Features|isa|CPU (?:implementer|architecture|variant|part))\s*:.*"
+)
+_CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+def fingerprint() -> str:
+    """Return what compiled programs depend on of the running backend, its devices and the host."""
+    devices = jax.devices()
+    backend = f"{devices[0].platform} {devices[0].client.platform_version}"
+    cudnn = "" if devices[0].platform == "cpu" else _cudnn_versions()
+    return f"{backend}, {sorted({device.device_kind for device in devices})}, {cudnn}, {_processor()}"
+
+
+def devices_of(kind: str, ids: list[int]) -> list[Any]:
+    """Return the running devices of a platform with these ids, in their order.
+
+    Raises:
+        KeyError: there is none with such an id.
+    """
+    by_id = {device.id: device for device in jax.devices(kind)}
+    return [by_id[i] for i in ids]
+
+
+@functools.cache
+def _processor() -> str:
+    """Return the host's processor, as far as machine code depends on it."""
+    facts = [platform.system(), platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):  # not Linux
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            facts += _CPU_FIELDS.findall(file.read().partition("\n\n")[0])
+    return "\n".join(facts)
+
+
+@functools.cache
+def _cudnn_versions() -> str:
+    """Return the installed versions of cuDNN, which the runtime's own version does not show."""
+    versions = []
+    for name in _CUDNN:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(versions)
 
 
 def described(device: Any) -> Device:

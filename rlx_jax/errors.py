@@ -284,6 +284,10 @@ class SessionStateError(RlxError, RuntimeError):
     """A state was already consumed by an earlier call, or belongs to another model."""
 
 
+class RlxCacheWarning(UserWarning):
+    """The persistent compile cache has a fault; the program is compiled, and its result is the same."""
+
+
 class RlxNumericsWarning(UserWarning):
     """Suspicious numbers."""
 

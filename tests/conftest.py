@@ -1,4 +1,5 @@
-"""Settings of every test: CPU, no silent promotion of dtypes or ranks, examples that repeat in CI."""
+"""Settings of every test: an environment of its own, CPU, no silent promotion of dtypes or ranks, examples that repeat
+in CI."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported, hence before it
+import tests.environment  # noqa: F401 -- before jax and huggingface_hub, which read the environment when imported
 
+# isort: split
 import huggingface_hub
 import jax
 import pytest

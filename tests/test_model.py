@@ -507,7 +507,7 @@ def test_text_is_the_same_in_every_process() -> None:
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu", "PATH": ""},
+            env={"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu", "PATH": "", "RLX_JAX_CACHE": "off"},
         )
         for seed in (1, 2)
     ]  # fmt: skip

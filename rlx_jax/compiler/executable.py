@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from rlx_jax.compiler.compile_cache import compile_lowered
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, RlxWarning, first_line
 from rlx_jax.lowering.inspect.costs import Cost, cost
@@ -81,6 +82,7 @@ class Executable:
     donation: DonationProof | None = None
     consumed: tuple[str, ...] = ()
     placement: tuple[Any, ...] = ()
+    loaded: bool = False  # from the compile cache
 
     @functools.cached_property
     def needs(self) -> Cost:
@@ -183,18 +185,19 @@ def compile_program(
     donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
     options = dict(lir.plan.compiler_options) or None
     # An array of the state that is written and not read, as in prefill, is an argument too: it gives its memory.
-    jitted = jax.jit(
-        called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state,
-        **places(shardings, state, consumed),
-    )  # fmt: skip
+    at = places(shardings, state, consumed)
+    jitted = jax.jit(called, donate_argnums=donated, compiler_options=options, keep_unused=donates_state, **at)
     start = time.perf_counter()
     arguments = (params, state, *parted(inputs, consumed))
     with without_deprecation(lir.plan.choices):
-        lowered = jitted.lower(*(arguments if shardings is None else jax.tree.map(anywhere, arguments)))
+        arguments = arguments if shardings is None else jax.tree.map(anywhere, arguments)
+        lowered = jitted.lower(*arguments)
     traced = time.perf_counter()
     try:
+        # Block paths are in the HLO that `profile()` reads, and not in the StableHLO that the cache compares.
+        paths = "\n".join(str(node.origin.path) for _, node in lir.graph.walk())
         with out_of_memory(f"compiling {name}"):
-            compiled = lowered.compile()
+            compiled, loaded = compile_lowered(lowered, arguments, (options, at, paths))
     except jax.errors.JaxRuntimeError as error:
         if not any(f"{wrong} option" in str(error) for wrong in ("compile", "setting")):
             raise
@@ -206,7 +209,7 @@ def compile_program(
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement)
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, loaded)
 
 
 def prove_donation(

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import (
     Around,
     Arrays,
@@ -179,6 +180,7 @@ class Programs:
         self.warm = False  # warm-up is over
         self.warming: set[ProgramKey] | None = None  # what it has run so far
         self.recompiles = 0  # programs compiled since
+        self.loaded = self.loaded_small = 0  # programs and small functions that came from the compile cache
         self.surprises: deque[str] = deque(maxlen=SURPRISES)  # the last of them, and why
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -275,6 +277,7 @@ class Programs:
                 at = self.shardings(key, inputs)
                 made = compile_program(program.lir, program.run, params, state, inputs, at, beside, key.text)
             made.seconds = {"plan": program.seconds, **made.seconds}
+            self.loaded += made.loaded
             self.tell(what, 1, 1)
             return made
 
@@ -347,7 +350,10 @@ class Programs:
                 why = lacked or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
                 self.surprise(f"{named_function(function)}, a function beside the programs: {why}")
             # one of its own, that goes with its one program
-            return jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
+            jitted = jax.jit(lambda *arrays: function(*arrays), out_shardings=at)
+            call, loaded = from_cache(jitted, moved, at)
+            self.loaded_small += loaded
+            return call
 
         types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with own_mesh(self.division):
@@ -435,9 +441,14 @@ class Programs:
             self.surprise(f"{key.text}: {self.refusal(key)[0]}")
 
     def clock(self) -> Callable[[], tuple[float, int]]:
-        """A function that says how many seconds ago this was, and how many programs and small functions were made."""
-        start, before = time.perf_counter(), self.executables.made + self.small.made
-        return lambda: (time.perf_counter() - start, self.executables.made + self.small.made - before)
+        """Return a function that returns the seconds since now, and how many programs and small functions were compiled
+        in them."""
+
+        def compiled() -> int:
+            return self.executables.made - self.loaded + self.small.made - self.loaded_small
+
+        start, before = time.perf_counter(), compiled()
+        return lambda: (time.perf_counter() - start, compiled() - before)
 
     def surprise(self, what: str) -> None:
         """Count what is compiled after warm-up, and keep it for the report."""

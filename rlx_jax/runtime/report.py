@@ -143,9 +143,10 @@ class Report:
     """What compiling cost and what the program needs. Times in seconds, sizes in bytes.
 
     `program` is the one that ran last, with its sizes; what depends on sizes is of it, `cache_bytes` what its state
-    takes. `programs` are all that are kept. `compiles` counts compiled programs, `evicted` those of them that are not
-    kept any more (`buckets.programs`), `recompiles` those made after warm-up, small functions beside them included;
-    `recompiled` names the last of these, and why. `embedding`: how an encoder lays texts out, or why not otherwise.
+    takes. `programs` are all that are kept. `compiles` counts programs that XLA compiled, `loaded` those that came from
+    the compile cache (`rlx_jax.compile_cache`) instead, `evicted` those of both that are not kept any more
+    (`buckets.programs`), `recompiles` those made after warm-up, small functions beside them included; `recompiled`
+    names the last of these, and why. `embedding`: how an encoder lays texts out, or why not otherwise.
     `request`: how fast the last one was. `speculative`: of the last request that drafted, so far. `seed`: that the last
     request drew its tokens from, its own or one made for it; None where it drew none, or from a key. `initialised`: the
     keys of the weights that were drawn, as no source had them (`missing="init"`). `ignored_fields`: the fields of
@@ -191,6 +192,7 @@ class Report:
     cache_bytes: int | None = None
     request: RequestReport | None = None
     recompiled: tuple[str, ...] = ()
+    loaded: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -198,6 +200,7 @@ class Report:
             _row("parameters", f"{self.parameter_bytes:,} bytes"),
             _row("compiles", self.compiles),
         ]
+        rows += [_row("loaded", f"{self.loaded} from the compile cache")] if self.loaded else []
         rows += [_row("evicted", self.evicted)] if self.evicted else []
         rows += [_row("recompiles", self.recompiles)] if self.recompiles else []
         rows += [_row("compiled late", told) for told in self.recompiled]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import RequestError, WeightDTypeError, quote, shown
 from rlx_jax.ir.types import is_float, short_name
@@ -101,10 +102,10 @@ def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
     """`optimizer.init(params)`, each array made where it belongs."""
     with promoting():
         if not divided(params):
-            return jax.jit(optimizer.init)(params)
+            return from_cache(jax.jit(optimizer.init), (params,))[0](params)
         shapes = jax.eval_shape(optimizer.init, params)
         places = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
-        return jax.jit(optimizer.init, out_shardings=places)(params)
+        return from_cache(jax.jit(optimizer.init, out_shardings=places), (params,), places)[0](params)
 
 
 def divided(params: Arrays) -> bool:

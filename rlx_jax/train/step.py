@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax import losses
+from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown, suggests
@@ -56,6 +57,7 @@ class TrainStep:
     loss: Loss
     microbatches: int
     jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+    programs: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
     tree: Any = field(default=None, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -74,7 +76,7 @@ class TrainStep:
         arrays = self._arrays(state, batch)
         shape = " x ".join(str(n) for n in np.shape(arrays["tokens"]))
         with out_of_memory(f"step of {shape} tokens", self._memory_advice(len(arrays["tokens"]))):
-            made: tuple[TrainState, Metrics] = self._function(state)(state, arrays)
+            made: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
         return made
 
     def _memory_advice(self, rows: int) -> str:
@@ -120,6 +122,14 @@ class TrainStep:
                 "step: the state is of another optimizer than this step: give the same one to train.init(model, "
                 "optimizer) and make_step(model, optimizer)"
             )
+
+    def _program(self, state: TrainState, arrays: Arrays) -> Callable[..., Any]:
+        """Return the step for batches of these types, whose program is in the compile cache of this machine."""
+        jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
+        types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
+        if (jitted, types) not in self.programs:
+            self.programs[jitted, types] = from_cache(jitted, (state, arrays), options)[0]
+        return self.programs[jitted, types]
 
     def _function(self, state: Any) -> Any:
         """The jitted step, whose new state lies on the devices as the old one does."""

@@ -1,0 +1,325 @@
+"""The persistent compile cache: compiled programs on disk, so that the next process with the same ones compiles none.
+
+It holds the programs of this package alone and changes no setting of JAX. Where the user has configured JAX's own
+cache, that one is used and this one is off. An entry is a pickle (`jax.experimental.serialize_executable`), so it is
+read only from a directory that nobody else can write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding, Sharding
+
+from rlx_jax.device import devices_of, fingerprint
+from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
+from rlx_jax.io.entries import EntryStore
+
+VARIABLE, SIZE_VARIABLE = "RLX_JAX_CACHE", "RLX_JAX_CACHE_MAX_BYTES"
+MAX_BYTES = 2**31
+"""Limit of all entries together. A program takes 0.1 MB on a CPU, and some MB on a GPU."""
+_OFF = ("off", "0", "false", "no")
+_ON = ("", "on", "1", "true", "yes")
+_NOT_PORTABLE = re.compile(r"custom_call @\w*(?:callback|CustomSPMDPartitioning)|stablehlo\.(?:send|recv)\b")
+"""Calls back into this process: their targets are addresses or indices that mean nothing in another one."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Settings of the compile cache in effect.
+
+    Attributes:
+        directory: where entries are; None if the cache is off.
+        max_bytes: of all entries together.
+        reason: why it is off; empty if it is on.
+    """
+
+    directory: str | None
+    max_bytes: int
+    reason: str = ""
+
+
+@dataclass
+class _Choice:
+    """Arguments of `compile_cache`, which come before the environment."""
+
+    directory: str | None = None
+    max_bytes: int | None = None
+
+
+_choice = _Choice()
+_warned: set[str] = set()
+
+
+def compile_cache(directory: str | os.PathLike[str] | None = None, *, max_bytes: int | None = None) -> CacheSettings:
+    """Choose where compiled programs are cached from now on in this process, and return the settings in effect.
+
+    Args:
+        directory: an absolute path, "on" for the default directory, "off"; None changes nothing. It comes before the
+            environment variable `RLX_JAX_CACHE`, which takes the same values.
+        max_bytes: the limit of all entries together, else that of `RLX_JAX_CACHE_MAX_BYTES`, else 2 GiB. Entries that
+            were not used for longest are removed first.
+
+    Raises:
+        RequestError: the directory is no absolute path, or the limit no positive number.
+    """
+    if directory is not None:
+        text = os.fspath(directory)
+        _directory(text)
+        _choice.directory = text
+    if max_bytes is not None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise RequestError(f"compile_cache: max_bytes is a number of bytes, at least 1, got {shown(max_bytes)}")
+        _choice.max_bytes = max_bytes
+    return cache_settings()
+
+
+def cache_settings() -> CacheSettings:
+    """Return the settings in effect: of `compile_cache`, else of the environment, unless JAX's own say otherwise."""
+    config: Any = jax.config
+    try:
+        max_bytes = _choice.max_bytes or _size(os.environ.get(SIZE_VARIABLE, ""))
+        directory = _directory(os.environ.get(VARIABLE, "") if _choice.directory is None else _choice.directory)
+    except RequestError as error:
+        _warn(f"compile cache off: {error}")
+        return CacheSettings(None, MAX_BYTES, str(error))
+    reason = "" if directory else "switched off"
+    if config.jax_compilation_cache_dir:
+        reason = "JAX's own cache is used: jax_compilation_cache_dir is set"
+    elif not config.jax_enable_compilation_cache:
+        reason = "jax_enable_compilation_cache is false"
+    return CacheSettings(None if reason else directory, max_bytes, reason)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, arguments: Any, options: Any = None
+) -> tuple[jax.stages.Compiled, bool]:
+    """Compile a program, or load it from the cache.
+
+    Args:
+        lowered: the program.
+        arguments: the pytree of arguments that it was lowered for, arrays or their types: where they are is part of
+            the key.
+        options: a pytree of shardings, strings and numbers: options of `jax.jit`, and what else the compiled
+            program depends on but its StableHLO does not show.
+
+    Returns:
+        The compiled program, and whether it was loaded. A fault of the cache is a warning, and the program is compiled.
+    """
+    return _load_or_compile(lowered, arguments, options) or (lowered.compile(), False)
+
+
+def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
+    """Return a jitted function with its program for these arguments from the cache, and whether it was loaded.
+
+    Calls with other types or placements go to `jitted`, which compiles them without the cache. So does every call while
+    a debug mode of JAX needs the function itself.
+    """
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    if traced or cache_settings().directory is None or _debugged():
+        return jitted, False
+    program = _load_or_compile(jitted.lower(*arguments), arguments, options)
+    if program is None:
+        return jitted, False
+    compiled, loaded = program
+
+    def call(*arrays: Any) -> Any:
+        if _debugged():
+            return jitted(*arrays)
+        try:
+            return compiled(*arrays)
+        except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
+            return jitted(*arrays)
+
+    return call, loaded
+
+
+def _load_or_compile(
+    lowered: jax.stages.Lowered, arguments: Any, options: Any
+) -> tuple[jax.stages.Compiled, bool] | None:
+    """Return what `compile_lowered` does, or None where the cache does not apply."""
+    settings = cache_settings()
+    if settings.directory is None:
+        return None
+    try:
+        key = program_key(lowered, arguments, options)
+    except Exception as error:  # a release of JAX that shows its programs in another form
+        _warn(f"compile cache off: a program has no key: {first_line(error)}")
+        return None
+    if key is None:
+        return None
+    store, writable = EntryStore(settings.directory, settings.max_bytes), True
+    try:
+        payload = store.read(key)
+        if payload is not None:
+            return _deserialize(payload, lowered), True
+    except StorageError as error:  # of the directory
+        writable = False
+        _warn(f"compile cache off: {error}; repair it, or set {VARIABLE} to another directory or to off")
+    except Exception as error:  # an unpickled payload may fail in any way; so does a runtime that refuses it
+        what = str(error) if isinstance(error, IntegrityError) else first_line(error)
+        _warn(f"compile cache: an entry cannot be used, the program is compiled again and the entry replaced: {what}")
+    compiled = lowered.compile()
+    if writable:
+        _write(store, key, compiled)
+    return compiled, False
+
+
+def program_key(lowered: jax.stages.Lowered, arguments: Any, options: Any) -> str | None:
+    """Return the SHA-256 of all that a compiled program depends on, or None if it cannot be cached."""
+    if jax.process_count() > 1:
+        logger.debug("compile cache: a program of several processes is not cached")
+        return None
+    text = lowered.as_text()
+    if found := _NOT_PORTABLE.search(text):
+        logger.debug("compile cache: a program with %s is not cached", found[0])
+        return None
+    if (read := _read_arguments(lowered)) is None:
+        logger.debug("compile cache: arguments without names are not cached")
+        return None
+    digest = hashlib.sha256()
+    for part in (text, read, *_types(lowered), *_placements((arguments, options)), *_environment()):
+        digest.update(f"{len(part)}:".encode())
+        digest.update(part.encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _read_arguments(lowered: jax.stages.Lowered) -> str | None:
+    """Return which of the arguments the program reads, as JAX drops the others from the StableHLO.
+
+    None if that cannot be determined: some are dropped, and the others have no names that differ.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    (main,) = (op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
+    names = [str(argument.location) for argument in main.arguments]
+    if len(names) == len(jax.tree.leaves(lowered.args_info)):
+        return "all"
+    return None if len({*names, "loc(unknown)"}) <= len(names) else "\n".join(names)
+
+
+def _types(lowered: jax.stages.Lowered) -> Iterator[str]:
+    """Types of arguments and results: StableHLO knows neither weak types nor arguments that are not read."""
+    yield from map(repr, jax.tree.leaves(lowered.args_info))
+    yield from (f"{info} {getattr(info, 'weak_type', '')}" for info in jax.tree.leaves(lowered.out_info))
+
+
+def _placements(tree: Any) -> Iterator[str]:
+    """Devices, in order, of each leaf with a placement; nothing of other arrays, and other leaves as text."""
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None):
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        if sharding is None or not getattr(leaf, "committed", True):
+            yield "" if hasattr(leaf, "shape") else repr(leaf)
+            continue
+        mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        devices = sharding.device_set if mesh is None else mesh.devices.flat
+        ids = [device.id for device in devices]
+        yield f"{sharding!r} on {sorted(ids) if mesh is None else ids}"
+
+
+def _environment() -> Iterator[str]:
+    """Versions, hardware and settings: what XLA's result depends on besides the program."""
+    config = jax.config
+    yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
+    yield f"python {sys.version_info[:2]}"
+    yield fingerprint()
+    yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    # Every setting of JAX: some change how XLA compiles and leave no trace in the StableHLO, and releases add more.
+    yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
+
+
+def _write(store: EntryStore, key: str, compiled: jax.stages.Compiled) -> None:
+    """Write a program to the cache; a fault is a warning."""
+    try:
+        payload = _serialize(compiled)
+    except Exception as error:  # depends on the backend: each refuses in its own way
+        logger.debug("compile cache: a program that cannot be serialized is not cached: %s", error)
+        return
+    try:
+        store.write(key, payload)
+    except LimitError as error:
+        _warn(f"compile cache: {error}; raise {SIZE_VARIABLE}")
+    except OSError as error:
+        _warn(f"compile cache: nothing can be written to {store.directory}: {error.strerror or error}")
+
+
+def _serialize(compiled: jax.stages.Compiled) -> bytes:
+    """Return a program as bytes: its devices in order, and the executable."""
+    devices: Any = compiled.runtime_executable().local_devices()  # type: ignore[union-attr]
+    head = json.dumps({"platform": devices[0].platform, "devices": [device.id for device in devices]})
+    return head.encode() + b"\n" + zlib.compress(serialize_executable.serialize(compiled)[0], 1)
+
+
+def _deserialize(payload: bytes, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Return the program of a payload that `_serialize` made of the same lowered program."""
+    head, _, content = payload.partition(b"\n")
+    place = json.loads(head)
+    devices = devices_of(place["platform"], place["devices"])
+    in_tree = jax.tree.structure(lowered.args_info)
+    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+        zlib.decompress(content), in_tree, lowered.out_tree, devices[0].client, devices
+    )
+    return compiled
+
+
+def _debugged() -> bool:
+    """Whether a debug mode is on in which `jax.jit` calls the function again, operation by operation."""
+    config: Any = jax.config
+    return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
+
+
+def _size(text: str) -> int:
+    """Return the limit that the environment gives.
+
+    Raises:
+        RequestError: it is no positive number.
+    """
+    if not text.strip():
+        return MAX_BYTES
+    if not text.strip().isdecimal() or not int(text):
+        raise RequestError(f"{SIZE_VARIABLE}: expected a number of bytes, at least 1, got {shown(text)}")
+    return int(text)
+
+
+def _directory(text: str) -> str:
+    """Return the directory that a setting names, the empty string for "off".
+
+    Raises:
+        RequestError: it is no absolute path.
+    """
+    if text.strip().lower() in _OFF:
+        return ""
+    path = os.path.expanduser(_default_directory() if text.strip().lower() in _ON else text)
+    if not os.path.isabs(path) or "\0" in path:
+        raise RequestError(f"{VARIABLE}: expected 'on', 'off' or an absolute path, got {shown(text)}")
+    return path
+
+
+def _default_directory() -> str:
+    """Return where programs of this user are cached, by the rules of the platform."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification ignores a relative path
+        base = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA", "~")}.get(
+            sys.platform, "~/.cache"
+        )
+    return os.path.join(base, "rlx_jax", "programs")
+
+
+def _warn(text: str) -> None:
+    """Warn once of a fault."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RlxCacheWarning, stacklevel=2)

@@ -1,0 +1,465 @@
+"""The persistent compile cache: a second process compiles nothing, and no fault of the cache changes a result."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import rlx_jax as rlx
+from rlx_jax import train
+from rlx_jax.compiler import compile_cache
+from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
+from rlx_jax.io.entries import EntryStore
+from tests.environment import environment_of_tests
+from tests.hub_server import LLAMA
+from tests.small import compiled, w
+
+ROOT = Path(__file__).parents[1]
+KEY = "0" * 64
+PROMPTS = [[3, 1, 4, 1], [5, 9]]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, switched on."""
+    monkeypatch.setattr(compile_cache, "_choice", compile_cache._Choice())
+    monkeypatch.setattr(compile_cache, "_warned", set())
+    monkeypatch.setenv("RLX_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def entries(directory: Path) -> list[Path]:
+    """Files of a cache in order of their names."""
+    return sorted(directory.glob("*")) if directory.exists() else []
+
+
+def write_at(path: Path, place: float, text: bytes) -> None:
+    """Overwrite a part of a file; `place` is a share of its length."""
+    with path.open("r+b") as file:
+        file.seek(int(place * (path.stat().st_size - len(text))))
+        file.write(text)
+
+
+def flip(path: Path, place: float) -> None:
+    """Flip the lowest bit of one byte."""
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_directory(path: Path, place: float) -> None:
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+def replace_by_link(path: Path, place: float) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def replace_by_fifo(path: Path, place: float) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path, float], object]] = {
+    "flipped": flip,
+    "truncated": lambda path, place: os.truncate(path, int(place * (path.stat().st_size - 1))),
+    "empty": lambda path, place: os.truncate(path, 0),
+    "zero run": lambda path, place: write_at(path, place, bytes(64)),
+    "longer": lambda path, place: path.write_bytes(path.read_bytes() + b"x"),
+    "foreign": lambda path, place: path.write_bytes(b"{}"),
+    "writable by all": lambda path, place: path.chmod(0o666),
+    "a directory": replace_by_directory,
+    "a link": replace_by_link,
+    "a FIFO": replace_by_fifo,
+}
+
+
+# -- entries on disk -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", [0.0, 0.3, 1.0])
+def test_a_damaged_entry_is_refused_and_replaced(tmp_path: Path, damage: str, place: float) -> None:
+    store, payload = EntryStore(str(tmp_path / "made" / "here"), 10_000), bytes(range(256)) * 4
+    assert store.read(KEY) is None
+    store.write(KEY, payload)
+    (path,) = entries(tmp_path / "made" / "here")
+    DAMAGES[damage](path, place)
+    with pytest.raises((IntegrityError, OSError)):
+        store.read(KEY)
+    store.write(KEY, payload)
+    assert store.read(KEY) == payload and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
+    """A read is a use; strangers' files stay; what killed processes left is removed after an hour."""
+    store = EntryStore(str(tmp_path), 3500)
+    stranger, old, new = (
+        tmp_path / name for name in ("mine.txt", f".{KEY}.entry.1-{'a' * 8}", f".{KEY}.entry.2-{'b' * 8}")
+    )
+    for path in (stranger, old, new):
+        path.write_bytes(bytes(5000))
+    os.utime(old, (0, 0))
+    for i in range(3):
+        store.write(f"{i:064x}", bytes(1000))
+        os.utime(tmp_path / f"{i:064x}.entry", (i, i))
+    assert store.read(f"{0:064x}") == bytes(1000)
+    store.write(f"{3:064x}", bytes(1000))
+    assert [store.read(f"{i:064x}") is None for i in range(4)] == [False, True, False, False]
+    assert (stranger.exists(), old.exists(), new.exists()) == (True, False, True)
+    with pytest.raises(LimitError, match="3501 bytes to cache, the limit is 3500"):
+        store.write(KEY, bytes(3501))
+
+
+@pytest.mark.parametrize("fault", ["writable by the group", "of another user"])
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: Any, fault: str) -> None:
+    """An entry is a pickle: whoever can write one runs code here."""
+    store = EntryStore(str(tmp_path / "cache"), 1000)
+    store.write(KEY, b"x")
+    if fault == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        (tmp_path / "cache").chmod(0o770)
+    for call in (lambda: store.read(KEY), lambda: store.write(KEY, b"y")):
+        with pytest.raises(StorageError, match="others can write it|belongs to user"):
+            call()
+
+
+# -- one program ---------------------------------------------------------------------------------------
+
+
+def program(scale: float = 3.0, donate: bool = False, **options: Any) -> tuple[Any, bool]:
+    """Result of a small program, and whether the program was loaded."""
+    jitted = jax.jit(
+        lambda x, y: (x * jnp.float32(scale) + 1, y.sum()), donate_argnums=(0,) if donate else (), **options
+    )
+    arguments = (jnp.arange(4.0), jnp.ones(3))
+    call, loaded = compile_cache.compile_lowered(jitted.lower(*arguments), arguments, options)
+    result, total = call(*arguments)
+    np.testing.assert_array_equal(result, np.arange(4) * scale + 1)
+    assert total == 3 and arguments[0].is_deleted() == donate
+    return result, loaded
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_program_is_compiled_again_and_replaced(cache: Path, damage: str) -> None:
+    """One warning, the right result; the next run finds a sound entry."""
+    assert [program()[1], program()[1]] == [False, True]
+    DAMAGES[damage](entries(cache)[0], 0.5)
+    with pytest.warns(RlxCacheWarning) as warned:
+        assert not program()[1]
+    assert len(warned) == 1 and program()[1]
+
+
+def test_an_entry_that_cannot_be_unpickled_is_replaced(cache: Path) -> None:
+    """Its digest is right: another program wrote it."""
+    program()
+    EntryStore(str(cache), 10**6).write(entries(cache)[0].name.partition(".")[0], b"{}\nnothing")
+    with pytest.warns(RlxCacheWarning, match="compiled again and the entry replaced: KeyError"):
+        assert not program()[1]
+    assert program()[1]
+
+
+@pytest.mark.parametrize("fault", ["others can write it", "a file", "full"])
+def test_a_cache_that_cannot_be_used_is_a_warning(cache: Path, monkeypatch: Any, fault: str) -> None:
+    """One for all programs."""
+    if fault == "a file":
+        cache.write_text("")
+    elif fault == "full":
+        monkeypatch.setattr("rlx_jax.io.entries.write_synced", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    else:
+        cache.mkdir()
+        cache.chmod(0o777)
+    with pytest.warns(RlxCacheWarning, match="compile cache") as warned:
+        assert [program(scale)[1] for scale in (2.0, 3.0, 2.0)] == [False, False, False]
+    assert len(warned) == 1
+
+
+def test_the_key_has_all_that_the_result_depends_on(cache: Path, monkeypatch: Any) -> None:
+    """StableHLO does not show which arguments were dropped, weak types, devices, or how XLA compiles."""
+
+    def run(function: Any, *arguments: Any, **options: Any) -> tuple[Any, bool]:
+        compiled, loaded = compile_cache.compile_lowered(jax.jit(function).lower(*arguments), arguments, options)
+        return compiled(*arguments), loaded
+
+    one, two = jnp.arange(3.0), jnp.arange(3.0) + 5
+    first, second = (run(f, one, two) for f in (lambda a, b: a * 2, lambda a, b: b * 2))
+    assert not first[1] and not second[1] and first[0][1] == 2 and second[0][1] == 12
+    weak, strong = run(lambda x: x * 2, 1.0), run(lambda x: x * 2, jnp.float32(1))
+    assert not strong[1] and (weak[0].weak_type, strong[0].weak_type) == (True, False)
+    there = jax.device_put(one, jax.devices()[2])
+    for expected in (False, True):
+        result, loaded = run(lambda a: a * 2, there)
+        assert result.devices() == {jax.devices()[2]} and result[2] == 4 and loaded == expected
+    assert not run(lambda a: a * 2, one)[1]
+    assert not program(donate=True)[1] and not program()[1] and program()[1] and program(donate=True)[1]
+    assert not program(compiler_options={"xla_cpu_enable_fast_min_max": True})[1]
+    with monkeypatch.context() as changed:
+        changed.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+        assert not program()[1]
+    with jax.default_matmul_precision("highest"):
+        assert not program()[1]
+    assert program()[1]
+
+
+def test_on_a_mesh(cache: Path) -> None:
+    """Devices in their order: a program of devices 1, 0 is none of 0, 1."""
+
+    def run(*devices: int) -> bool:
+        mesh = Mesh(np.array(jax.devices())[list(devices)], ("x",))
+        x = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec("x")))
+        call, loaded = compile_cache.compile_lowered(jax.jit(lambda a: a - a.sum()).lower(x), (x,))
+        result = call(x)
+        np.testing.assert_array_equal(result, np.arange(8.0) - 28)
+        assert [s.device.id for s in sorted(result.addressable_shards, key=lambda s: s.index[0].start)] == list(devices)
+        return loaded
+
+    assert [run(0, 1), run(1, 0), run(3, 2), run(0, 1), run(1, 0), run(3, 2)] == [False] * 3 + [True] * 3
+
+
+def test_what_calls_back_into_the_process_is_not_cached(cache: Path) -> None:
+    def doubled(x: Any) -> Any:
+        return jax.pure_callback(lambda a: np.asarray(a) * 2, jax.ShapeDtypeStruct((), np.float32), x)
+
+    lowered = jax.jit(doubled).lower(1.0)
+    assert compile_cache.compile_lowered(lowered, (1.0,))[0](1.0) == 2 and entries(cache) == []
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["cache", "of", "/\0"])
+def test_a_setting_that_is_no_directory_is_named(cache: Path, monkeypatch: Any, text: str) -> None:
+    """In the environment it is a warning and no cache, in a call an error."""
+    if "\0" not in text:  # which the environment cannot hold
+        monkeypatch.setenv("RLX_JAX_CACHE", text)
+        with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE: expected 'on', 'off' or an absolute path, got"):
+            assert not program()[1]
+    with pytest.raises(RequestError, match="expected 'on', 'off' or an absolute path, got"):
+        rlx.compile_cache(text)
+
+
+def test_the_limit_is_a_number(cache: Path, monkeypatch: Any) -> None:
+    wrong: Any
+    for wrong in (0, -1, True, 1.5, "1"):
+        with pytest.raises(RequestError, match="max_bytes is a number of bytes, at least 1, got"):
+            rlx.compile_cache(max_bytes=wrong)
+    monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "5000")
+    assert rlx.compile_cache().max_bytes == 5000 and rlx.compile_cache(max_bytes=7000).max_bytes == 7000
+    monkeypatch.setattr(compile_cache, "_choice", compile_cache._Choice())
+    monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "2 GB")
+    with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE_MAX_BYTES: expected a number of bytes"):
+        assert not program()[1]
+
+
+@pytest.mark.parametrize("switch", ["environment", "call", "jax_compilation_cache_dir", "jax_enable_compilation_cache"])
+def test_switched_off(cache: Path, tmp_path: Path, monkeypatch: Any, switch: str) -> None:
+    """Where the user has set up or switched off JAX's own cache, this one stays out."""
+    if switch == "environment":
+        monkeypatch.setenv("RLX_JAX_CACHE", "OFF")
+    elif switch == "call":
+        rlx.compile_cache("off")
+    else:
+        value = str(tmp_path / "jax") if switch.endswith("dir") else False
+        before = getattr(jax.config, switch)
+        jax.config.update(switch, value)
+    try:
+        assert rlx.compile_cache().directory is None and rlx.compile_cache().reason
+        assert [program()[1], program()[1]] == [False, False] and entries(cache) == []
+    finally:
+        if switch.startswith("jax"):
+            jax.config.update(switch, before)
+
+
+def test_the_default_directory(cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("RLX_JAX_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    for base, directory in (("/x", "/x"), ("", f"{tmp_path}/.cache"), ("relative", f"{tmp_path}/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert rlx.compile_cache() == compile_cache.CacheSettings(f"{directory}/rlx_jax/programs", 2**31)
+
+
+def test_tests_run_in_an_environment_of_their_own() -> None:
+    """What a developer has set reaches no test, but what `RLX_TEST_KEEP_ENV` names."""
+    here = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cuda", "XLA_FLAGS": "-", "XDG_CACHE_HOME": "/", "LC_ALL": "C"}
+    here |= {"RLX_JAX_CACHE_MAX_BYTES": "1", "PATH": "/bin", "RLX_FUZZ_SEED": "2"}
+    clean = {"PATH": "/bin", "RLX_FUZZ_SEED": "2", "JAX_PLATFORMS": "cpu", "LANG": "C.UTF-8", "RLX_JAX_CACHE": "off"}
+    assert environment_of_tests(here) == clean
+    keep = {"RLX_TEST_KEEP_ENV": "JAX_PLATFORMS, XLA_FLAGS"}
+    assert environment_of_tests(here | keep) == clean | keep | {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "-"}
+    assert os.environ["RLX_JAX_CACHE"] == "off" and "HF_HUB_OFFLINE" not in os.environ
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+def compiles_of(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, and the names of the programs that XLA compiled for it."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **named: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(str(named.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        return run(), names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("mesh", [None, 2])
+def test_a_second_model_compiles_nothing(cache: Path, mesh: int | None) -> None:
+    """Tokens, donation, HLO and report are those of the first; the user's own programs are not in the cache."""
+    settings = dict(jax.config.values)
+    reports, texts, answers = [], [], []
+    for _ in range(2):
+        lm = rlx.load(LLAMA, mesh=mesh)
+        answer, compiled = compiles_of(functools.partial(lm.generate, PROMPTS, max_new_tokens=8))
+        reports.append(lm.report())
+        answers.append(answer)
+        texts.append(re.findall(r"%\S+ = .*?\)|op_name=\S+", lm.model.text("hlo", np.ones((1, 4), np.int32))))
+    cold, warm = reports
+    assert answers[0] == answers[1] and texts[0] == texts[1] and compiled == []
+    assert (cold.loaded, warm.compiles, warm.loaded) == (0, 0, cold.compiles) and cold.compiles >= 2
+    assert warm.request.compiled == 0 < cold.request.compiled and "from the compile cache" in str(warm)
+    assert {p.donated_bytes for p in cold.programs} == {p.donated_bytes for p in warm.programs} != {0}
+    count = len(entries(cache))
+    jax.jit(lambda x: x * 7 - 3)(np.float32(2))
+    assert len(entries(cache)) == count and settings == dict(jax.config.values)
+
+
+def test_a_second_run_trains_the_same(cache: Path) -> None:
+    """The step's program is loaded; it consumes its state, and the numbers are the same to the bit."""
+    runs = []
+    for _ in range(2):
+        model = compiled(rlx.recipe_for(LLAMA), LLAMA, program="train")
+        optimizer = optax.adamw(1e-2)
+        step, state = train.make_step(model, optimizer), train.init(model, optimizer)
+        losses = []
+        for seed in range(3):
+            before = state
+            batch = np.random.default_rng(seed).integers(0, 97, (2, 8)).astype(np.int32)
+            (state, metrics), names = compiles_of(functools.partial(step, state, batch))
+            losses.append(float(metrics.loss))
+            assert all(array.is_deleted() for array in before.params.values())
+        runs.append((losses, {k: np.asarray(v) for k, v in state.params.items()}))
+        assert names == []
+        other, _ = step(state, batch[:1])  # another size
+        assert other.step == 4
+    assert runs[0][0] == runs[1][0]
+    for name, array in runs[0][1].items():
+        np.testing.assert_array_equal(array, runs[1][1][name])
+
+
+def test_steps_are_traced_and_debugged_as_without_a_cache(cache: Path) -> None:
+    """On a model that is quick without `jit`."""
+    flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("e").linear("w")
+    model, optimizer = compiled(flow, {"e": w(9, 8), "w": w(9, 8)}, program="train"), optax.sgd(1e-2)
+    step, state, batch = train.make_step(model, optimizer), train.init(model, optimizer), np.ones((2, 4), np.int32)
+    shapes = jax.eval_shape(step._program(state, {"tokens": batch}), state, {"tokens": batch})
+    assert shapes[1].loss.shape == ()
+    with jax.disable_jit():
+        plain = float(step(state, batch)[1].loss)
+    np.testing.assert_allclose(float(step(state, batch)[1].loss), plain, rtol=1e-5)
+
+
+# -- several processes -------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys, time, warnings
+start = time.perf_counter()
+import numpy as np, rlx_jax as rlx
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    lm = rlx.load(sys.argv[1])
+    opened = time.perf_counter()
+    tokens = [next(iter(lm.stream([3, 1, 4, 1], max_new_tokens=4)))]
+    first = time.perf_counter() - opened
+    answers = lm.generate([[3, 1, 4, 1], [5, 9]], max_new_tokens=8)
+report = lm.report()
+names = [str(w.message) for w in caught if w.category is rlx.errors.RlxCacheWarning]
+told = {"answers": answers, "compiles": report.compiles, "loaded": report.loaded, "warnings": names, "first": first}
+print(json.dumps(told))
+"""
+
+
+def children(cache: Path, count: int) -> list[dict[str, Any]]:
+    """What so many processes report that start at once."""
+    env = os.environ | {"RLX_JAX_CACHE": str(cache)}
+    command = [sys.executable, "-c", CHILD, str(LLAMA)]
+    started = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    outputs = [process.communicate(timeout=500)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count
+    return [json.loads(output) for output in outputs]
+
+
+@pytest.mark.slow
+def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
+    """Eight compile and write at once; a ninth compiles nothing. One finds an entry of each kind of damage."""
+    want = rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=8)
+    cold = children(tmp_path / "cache", 8)
+    assert all(child["answers"] == want and child["warnings"] == [] for child in cold)
+    (warm,) = children(tmp_path / "cache", 1)
+    assert (warm["answers"], warm["compiles"], warm["warnings"]) == (want, 0, []) and warm["loaded"] >= 2
+    files = entries(tmp_path / "cache")
+    for path, damage in zip(files, list(DAMAGES.values())[: len(files)], strict=False):
+        damage(path, 0.5)
+    (damaged,) = children(tmp_path / "cache", 1)
+    assert damaged["answers"] == want and damaged["compiles"] > 0 and 0 < len(damaged["warnings"]) <= len(files)
+    (healed,) = children(tmp_path / "cache", 1)
+    assert (healed["answers"], healed["compiles"], healed["warnings"]) == (want, 0, [])
+
+
+@pytest.mark.slow
+def test_a_hundred_damaged_programs(cache: Path) -> None:
+    """Right results and at most one warning each; the next run of each is a hit."""
+    rng = np.random.default_rng(0)
+    for number in range(100):
+        program(2.0 + number)
+        (path,) = (entry for entry in entries(cache) if entry.name.endswith(".entry"))
+        DAMAGES[list(DAMAGES)[number % len(DAMAGES)]](path, float(rng.random()))
+        with pytest.warns(RlxCacheWarning) as warned:
+            assert not program(2.0 + number)[1]
+        assert len(warned) == 1 and program(2.0 + number)[1]
+        path.unlink()
+
+
+@pytest.mark.slow
+def test_writers_that_are_killed(tmp_path: Path) -> None:
+    """An entry is the old one or the new one at every instant."""
+    code = f"""
+import itertools
+from rlx_jax.io.entries import EntryStore
+store = EntryStore({str(tmp_path / "cache")!r}, 10**8)
+print("ready", flush=True)
+for i in itertools.count():
+    store.write("0" * 64, bytes([i % 256]) * 2_000_000)
+"""
+    store = EntryStore(str(tmp_path / "cache"), 10**8)
+    for number in range(10):
+        with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.05 + number / 200)
+            process.send_signal(signal.SIGKILL)
+        payload = store.read(KEY)
+        assert payload is not None and payload == payload[:1] * 2_000_000
