@@ -38,7 +38,8 @@ class SelectedBlocks(Generic[T]):
     def wrap(self, fn: BlockWrapper) -> T:
         """Give `fn(emit, x, inner)` in the place of each block: x is what it reads, `inner(x)` what it gives.
 
-        x is the first value that the block reads from outside of it, weights aside; others stay as they were.
+        x is the block's active value, the one that the flow hands to its stage; other values stay as they are. A part
+        of a stage takes the value that it says, `emit.block_input(x)`, or the only one that it reads, weights aside.
         """
         if not callable(fn):
             raise GraphError(f"wrap: expected a function (emit, x, inner) → value, got {shown(fn)}")
@@ -76,10 +77,10 @@ class SelectedBlocks(Generic[T]):
         if heads is not None and (type(heads) is not int or heads < 1):
             raise GraphError(f"scale: heads is a number of heads, got {shown(heads)}")
         factor: str | Constant = as_name(by, "scale") if isinstance(by, str) else _numbers(by)
-        return self._edit(Scaled(factor, of == "input", heads))
+        return self._edit(Scaled(factor, of == "input", heads), takes_input=of == "input")
 
-    def _edit(self, wrapper: BlockWrapper) -> T:
-        return self.edited(BlockEdit(self.pattern, wrapper))
+    def _edit(self, wrapper: BlockWrapper, takes_input: bool = True) -> T:
+        return self.edited(BlockEdit(self.pattern, wrapper, takes_input))
 
 
 def _numbers(by: Any) -> Constant:

@@ -334,6 +334,7 @@ class ModelFlow(Stages):
         emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared)
         emit.parameters.draws_missing, emit.parameters.shapes = self.missing == "init", self.shapes
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
+        emit.builder.marks_blocks = bool(self.block_edits)
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self.stages:

@@ -313,6 +313,21 @@ class BodyInput(Leaf):
         return f"body_input({self.index})"
 
 
+@dataclass(frozen=True)
+class Boundary(Op):
+    """The active value of the block in whose path the node stands, as it enters (`input`) or leaves (`output`).
+
+    Only a flow with edits by path has them, and only while it is built. A block's value has a name of its own this
+    way: a residual or a stream that is the same value outside the block is not edited with it. An empty `role` marks
+    nothing.
+    """
+
+    role: str
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        return operands
+
+
 # -- graphs ------------------------------------------------------------------------------------
 
 
@@ -418,6 +433,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.inputs: list[Input] = []
         self.writes: list[tuple[StateLeaf, Value]] = []
+        self.marks_blocks = False  # whether `boundary` marks what enters and leaves a block
         self._leaves: dict[Op, Value] = {}
 
     @staticmethod
@@ -450,6 +466,15 @@ class Builder:
         if value is None:
             value = self._leaves[op] = self(op)
         return value
+
+    def boundary(self, role: str, value: Value) -> Value:
+        """Mark a value as the active one of the current block; the value itself where blocks are not marked."""
+        return self(Boundary(role), value) if self.marks_blocks else value
+
+    def cut(self, length: int) -> None:
+        """Remove the nodes after the first `length`."""
+        del self.nodes[length:]
+        self._leaves = {op: value for op, value in self._leaves.items() if value.node < length}
 
     def input(self, name: str, type: TensorType) -> Value:
         """Declare an input of the program."""
