@@ -89,6 +89,7 @@ class SelfAttention:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
+            x = emit.block_input(x)
             width = self._width(emit, x.type)
             q, k, v = self._projections(emit, x, width)
             bias = None if self.bias is None else emit.named(self.bias)

@@ -38,7 +38,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     builder = emit.builder
     if not builder.marks_blocks:
         return write(value)
-    start, before = len(builder.nodes), _copy_registers(emit.state)
+    start, before, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
     active = None if value is None else emit.wrap(builder.boundary("", emit.own(value)))
     outer, emit.opened = emit.opened, (builder.origin.path, {})
     try:
@@ -48,9 +48,10 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         if emit.stand_in is None or len(blocks) != 1:
             raise
         builder.cut(start + (value is not None))
-        emit.state, (block,) = before, blocks
+        emit.state, emit.repeating, (block,) = before, repeating, blocks
         with builder.at(Origin(block)), emit.stage():
             out = emit.stand_in(block, active, error)
+        emit.has_stand_ins = True
     finally:
         blocks, emit.opened = emit.opened[1], outer
     (block,) = blocks if len(blocks) == 1 else (None,)

@@ -7,12 +7,13 @@ path alone, so that an edit holds for layers that become a region and for those 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, listing, quote, shown
+from rlx_jax.errors import GraphError, MissingWeightError, NameCollisionError, ShapeError, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Origin, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
@@ -22,7 +23,7 @@ from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.heads import HeadsAround
-from rlx_jax.trace.selecting import BlockSelector, BlocksReading
+from rlx_jax.trace.selecting import BlockPattern, BlockSelector, BlocksReading
 
 Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
@@ -77,6 +78,8 @@ def edit_blocks(
     captures: list[tuple[str, Path]] = []
     for edit in edits:
         here = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
+        if emit.has_stand_ins and isinstance(here.blocks, BlockPattern) and not isinstance(edit.wrapper, CapturedBlock):
+            here = replace(here, blocks=replace(here.blocks, may_lack=True))  # of a block that is replaced later
         if isinstance(edit.wrapper, CapturedBlock):
             blocks = _in_order(here.blocks.among(emit.builder.nodes, where), emit.builder.nodes)
             captures += [(edit.wrapper.stacked, block) for block in blocks]
@@ -84,6 +87,27 @@ def edit_blocks(
             value = _Rewriting(emit, here, where).run(value)
     _capture(emit, captures, value, where)
     return _Rewriting(emit, NOTHING, where, marks_blocks=False).run(value)
+
+
+def run_stand_in(
+    emit: Emit, edits: Sequence[BlockEdit], block: Path, x: FlowValue | None, error: MissingWeightError
+) -> FlowValue:
+    """Write what replaces a block, one of whose weights is missing, so that the stages after it can run.
+
+    The edits are made later, in their order, as if the block itself had run.
+
+    Raises:
+        MissingWeightError: no edit replaces the block.
+    """
+
+    def inner(value: FlowValue | None) -> FlowValue:
+        raise error
+
+    for edit in edits:
+        if isinstance(edit.blocks, BlockPattern) and edit.blocks.matches(block):
+            with contextlib.suppress(MissingWeightError), emit.users_code():
+                return edit.wrapper(emit, x, inner)
+    raise error
 
 
 NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))

@@ -125,6 +125,7 @@ class Emit(Builders[FlowValue]):
         self.flat = False  # composites are written as the blocks that they stand for
         self.opened: tuple[Path, dict[Path, None]] = ((), {})  # where a stage started, and the blocks it opened there
         self.stand_in: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
+        self.has_stand_ins = False  # some stage could not run without its weights, and an edit replaces it
         self._stage = object()
         self._owners: dict[Path, object] = {}  # block path -> the stage that has it
         self._last: dict[Path, Path] = {}  # block path as it was asked for -> as it was last given
@@ -142,7 +143,7 @@ class Emit(Builders[FlowValue]):
         path = (*origin.path, *segments)
         own = self._last.get(path, path) if again else self._own_path(origin.path, segments)
         self._last[path] = own
-        if origin.path == self.opened[0]:
+        if segments and origin.path == self.opened[0]:
             self.opened[1][own] = None
         with self.builder.at(replace(origin, path=own)):
             yield
