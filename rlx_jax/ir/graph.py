@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError
-from rlx_jax.ir.inference import arity, kept_types, misfit, traced_types
+from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
@@ -390,7 +390,8 @@ class TypeCache:
     def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:
         """`question(self, op, operands, *more)`, asked once."""
         if not self.is_known(question, op, operands, *more):
-            self.tell(question(self, op, operands, *more), question, op, operands, *more)
+            with as_in_jit():
+                self.tell(question(self, op, operands, *more), question, op, operands, *more)
         answer: T = self._answers[question, op, operands, *more]
         return answer
 
@@ -415,7 +416,8 @@ class TypeCache:
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         try:
-            results = op.infer(self, *operands)
+            with as_in_jit():
+                results = op.infer(self, *operands)
         except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit

@@ -91,7 +91,7 @@ class Parameters:
             axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
             raise WeightShapeError(f"{path}: {self.at(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}")
         said = check_roles(roles, t, where)
-        self.roles[key] = agreed(self.roles.get(key, said), said, where)
+        self.roles[key] = agreed(self.roles.get(key, said), said)
 
     def at(self, key: str) -> str:
         """A weight as messages name it, with the file that has it, or what says its shape."""
