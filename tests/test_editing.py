@@ -371,7 +371,16 @@ MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
     "a dot too many": (lambda f: f.at("two..after").capture(), "the dotted path of a block"),
     "a brace": (lambda f: f.at("{a,b").capture(), "^at: '{a,b': a '{' has no partner"),
     "a brace of keys": (lambda f: f.param("{a,b", shape=(2,)), "^param: '{a,b': a '{' has no partner"),
-    "two values": (lambda f: f.at("first.cut").capture(), "cut gives 2 values that others read"),
+    "two values": (lambda f: f.at("first.cut").scale(2), "cut gives 2 values that others read"),
+    "two values stacked": (lambda f: f.at("first.cut").capture(stacked=True), "first.cut returns 2 values"),
+    "several inputs": (
+        lambda f: f.at("both.part").scale(2, of="input"),
+        "both.part has no single active value: it reads 2 values .*inside it that have one are 'both.part.one'; a scope n",
+    ),
+    "a block replaced later": (
+        lambda f: f.at("two.after").capture().at("two").replace(blocks.Custom(lambda emit, x: x[:, :4])),
+        r"at\('two\.after'\): a later edit replaced the block",
+    ),
     "no function": (lambda f: f.at("two").wrap(3), "wrap: expected a function"),  # type: ignore[arg-type]
     "no value": (lambda f: f.at("two").wrap(lambda emit, x, inner: None), "two: what changes a block returns"),  # type: ignore[arg-type,return-value]
     "no input": (lambda f: f.at("two").wrap(lambda emit, x, inner: inner(None)), "requires input"),
@@ -400,7 +409,15 @@ def test_misuse_is_told(case: str) -> None:
             a, b = emit.split(x, 2)
         return emit.concat([a, b], axis=-1)
 
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("first", cut).custom_named("two", two)
+    def both(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        doubled = 2 * x
+        with emit.scope("part"):
+            with emit.scope("one"):
+                x = emit.tanh(x)
+            return x + doubled
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("both", both)
+    flow = flow.custom_named("first", cut).custom_named("two", two)
     edit, message = MISUSE[case]
     with pytest.raises(errors.RlxError, match=message):
         edit(flow.relu().custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()
