@@ -48,7 +48,10 @@ class Conflict:
             yield from (role,) if isinstance(role, str) else (name for _, name in role.of if name is not None)
 
     def __str__(self) -> str:
-        return " and ".join(f"{str(role)!r} in {place} place" for role, place in zip(self.of, ("one", "another", "a third"), strict=False))
+        return " and ".join(
+            f"{str(role)!r} in {place} place"
+            for role, place in zip(self.of, ("one", "another", "a third"), strict=False)
+        )
 
 
 Role = str | Parts | Conflict | None

@@ -122,7 +122,9 @@ def _activation(node: Node) -> str:
 
 def _in_order(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
     """Sort blocks by where they end, inner ones first."""
-    last = {path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)}
+    last = {
+        path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)
+    }
     return sorted(blocks, key=lambda block: (last[block], -len(block)))
 
 
@@ -146,7 +148,9 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
             raise GraphError(f"{where}: at({path!r}): a later edit replaced the block around it; capture it after that")
         values = [emit.wrap(v) for v in ports.captured]
         if stacked and len(values) > 1:
-            raise ShapeError(f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked")
+            raise ShapeError(
+                f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked"
+            )
         name = stacked or path
         if name in own:
             raise NameCollisionError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
