@@ -46,7 +46,7 @@ class SelectedBlocks(Generic[T]):
         return self._edit(fn)
 
     def replace(self, stage: BlockStage) -> T:
-        """Put a stage in the place of each block. The weights of the blocks may stay in the checkpoint, or be missing."""
+        """Put a stage in the place of each block, whose weights may stay in the checkpoint, or be missing."""
         (found,) = check_stages([stage], "replace")
         return self._edit(Replaced(found))
 

@@ -290,15 +290,16 @@ FIXTURES = (
 def products_of(recipe: Any, weights: dict[str, Array]) -> list[tuple[str, tuple[str, ...], bool]]:
     """Return the path, the keys and whether the weight is `[in, out]` of each block that is one product of its own."""
     built, found = recipe.assemble().build(weights), list[tuple[str, tuple[str, ...], bool]]()
-    for graph, node in expand_composites(built.hir, built.types).walk():
-        leaves: list[Any] = [graph.nodes[v.node].op for v in node.inputs[1:]] if isinstance(node.op, hir.Linear) else [0]
-        if all(isinstance(leaf, Param) and type(leaf.programs[0]) is Key for leaf in leaves):
-            for i, programs in enumerate(zip(*(leaf.programs for leaf in leaves), strict=True)):
-                keys = tuple(program.key for program in programs)
-                found.append((path_text(bind_path(node.origin.path, i)), keys, not node.op.contract))
-    paths, keys = [p[0] for p in found], [key for p in found for key in p[1]]
-    own = [p for p in found if paths.count(p[0]) == 1 and all(keys.count(key) == 1 for key in p[1])]
-    return [p for p in own if "embed" not in p[1][0] and not p[0].endswith(("router", "attn", "_img", "_txt", "modulation"))]
+    walked = [(g, n) for g, n in expand_composites(built.hir, built.types).walk() if n.inputs]
+    for graph, node in walked:
+        path, leaves = node.origin.path, [graph.nodes[v.node].op for v in node.inputs[1:]]
+        alone = [n for _, n in walked if n.origin.path[: len(path)] == path] == [node]
+        if isinstance(node.op, hir.Linear) and alone and all(isinstance(leaf, Param) for leaf in leaves):
+            for i, programs in enumerate(zip(*(leaf.programs for leaf in leaves), strict=True)):  # type: ignore[attr-defined]
+                if all(type(program) is Key for program in programs):
+                    found.append((path_text(bind_path(path, i)), tuple(p.key for p in programs), not node.op.contract))
+    keys = [key for _, of, _ in found for key in of]
+    return [p for p in found if all(keys.count(key) == 1 for key in p[1]) and "embed" not in p[1][0]]
 
 
 def double(emit: rlx.Emit, x: rlx.FlowValue, inner: Any) -> Any:
@@ -337,7 +338,9 @@ def test_random_edits_of_a_family(fixture: str) -> None:
     for declared in (d for d in recipe.assemble().inputs if not d.optional):
         shape = [{"batch": 2}.get(str(d), 6) if not isinstance(d, int) else d for d in declared.type.shape]
         real = declared.type.dtype.kind == "f"
-        inputs[declared.name] = rng.uniform(0, 1, shape).astype("f4") if real else rng.integers(0, 9, shape).astype("i4")
+        inputs[declared.name] = (
+            rng.uniform(0, 1, shape).astype("f4") if real else rng.integers(0, 9, shape).astype("i4")
+        )
     stock, model = compiled(recipe, other), compiled(edited, weights)
     got, want = dict(model(**inputs)), named(stock(**inputs))
     weight, *bias = (other[key] for key in keys)

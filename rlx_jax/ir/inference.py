@@ -53,7 +53,7 @@ class Formula(Protocol):
 
 
 def as_in_jit() -> AbstractContextManager[None]:
-    """Trace as JAX does where `jax_disable_jit` is not set: loops then run in Python, over sizes that have no numbers."""
+    """Return a context that traces loops as loops, whatever `jax_disable_jit` is: symbolic sizes have no numbers."""
     return jax.disable_jit(False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, did_you_mean, listing, shown
 from rlx_jax.ir.param import Conflict, Key, Parts, Program, Role, Roles
 from rlx_jax.ir.types import TensorType, is_static
 

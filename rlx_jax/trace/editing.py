@@ -8,7 +8,7 @@ path alone, so that an edit holds for layers that become a region and for those 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -29,7 +29,7 @@ Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
 
 BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
-"""`(emit, x, inner) → y`: x is the block's active value, `inner(x)` what it returns, y what later blocks read instead."""
+"""`(emit, x, inner) → y`: x is what a block takes, `inner(x)` what it returns, y what later blocks read instead."""
 
 
 @runtime_checkable
