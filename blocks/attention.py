@@ -169,6 +169,7 @@ def self_attention(
 ) -> tuple[FlowValue, FlowValue, FlowValue]:
     """The context `[B,S,N·D]` of a normalised `x`, with the keys (rotated) and values `[B,S,K·D]` that it reads."""
     with emit.scope("self_attn"):
+        x = emit.block_input(x)
         q, k, v, *gate = projections(emit, x, spec)
         check_heads(emit, spec, stage, q, k, v)
         mask = mask_kind(spec.mask)

@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Node
+from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.trace.boundaries import run_as_block
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # -- what a stage leaves -------------------------------------------------------------------------
@@ -144,6 +145,11 @@ def run_stage(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue
     Raises:
         GraphError: it keeps or computes other shapes than it says; the message names it and both.
     """
+    return run_as_block(emit, lambda active: _run(stage, emit, active), value)
+
+
+def _run(stage: AnyStage, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+    """Run a stage and compare what it writes with what it promises."""
     promises = isinstance(stage, AttentionStage | FfnStage | NormStage) and value is not None
     start, listed = len(emit.builder.nodes), len(emit.state.contracts)
     with emit.stage():
@@ -183,7 +189,7 @@ def kept(emit: Emit, nodes: list[Node]) -> Iterator[KvCacheContract]:
 
 def _path(nodes: list[Node]) -> str:
     """The block path that most of the nodes share."""
-    paths = [node.origin.path for node in nodes if node.inputs]
+    paths = [node.origin.path for node in nodes if node.inputs and not isinstance(node.op, Boundary)]
     shared = paths[0] if paths else ()
     for path in paths:
         shared = shared[: next((i for i, (a, b) in enumerate(zip(shared, path, strict=False)) if a != b), len(path))]

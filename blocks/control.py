@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.types import tensor_type
+from rlx_jax.trace.boundaries import run_as_block
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -99,7 +101,7 @@ class Repeat:
         bounds = [len(emit.builder.nodes)]
         with emit.stage(), emit.scope(self.name):
             for index in range(self.count):
-                value = self._layer(index, emit, value)
+                value = run_as_block(emit, partial(self._layer, index, emit), value)
                 bounds.append(len(emit.builder.nodes))
         emit.repeating = nested
         if not nested:  # a repeat inside a repeat is part of the outer body

@@ -104,11 +104,16 @@ class BertEncoderLayer:
         emit.suppose(s.shapes(emit.size_of(f"{p}.intermediate.dense.weight", 0) or 0))
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         bias = None if s.position_bias is None else emit.named(s.position_bias)
-        q, k, v = (dense(emit, p, n, x, ("heads", "hidden")) for n in (keys.query, keys.key, keys.value))
-        with emit.scope(*keys.query.split(".")[:-1]):
+        block, output = (name.split(".")[:-1] for name in (keys.query, keys.output))
+        x = emit.block_input(x, "attention")
+        read = emit.block_input(x, *block)
+        q, k, v = (dense(emit, p, n, read, ("heads", "hidden")) for n in (keys.query, keys.key, keys.value))
+        with emit.scope(*block):
             context = attend(emit, s.num_heads, q, k, v, keep, bias)
+        context = context if output == block else emit.block_input(context, *output)
         h = add_norm(emit, p, keys.norm, dense(emit, p, keys.output, context, ("hidden", "heads")), x, s.eps)
         inner = dense(emit, p, "intermediate.dense", h, INTO, s.activation)
+        inner = emit.block_input(inner, "output")
         return add_norm(emit, p, "output.LayerNorm", dense(emit, p, "output.dense", inner, OUT_OF), h, s.eps)
 
 
@@ -125,9 +130,11 @@ def dense(
 
 
 def add_norm(emit: Emit, prefix: str, name: str, x: FlowValue, residual: FlowValue, eps: float) -> FlowValue:
-    """`ln(x + residual)` under `{prefix}.{name}`."""
-    with emit.scope(*name.split(".")):
+    """`ln(x + residual)` under `{prefix}.{name}`; the sum is part of the block around the norm."""
+    *around, norm = name.split(".")
+    with emit.scope(*around):
         total = emit.add_node(Binary("add"), x, residual)
+    with emit.scope(*around, norm):
         return emit.layer_norm(total, f"{prefix}.{name}.weight", f"{prefix}.{name}.bias", eps)
 
 

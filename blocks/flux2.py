@@ -202,9 +202,9 @@ class Flux2DoubleBlock:
 
         def fed(x: FlowValue, name: str, key: str) -> FlowValue:
             inner = linear(f"{self.prefix}.{key}.linear_in", modulated(emit, x, name, 3, s.eps), INTO)
-            return x + gated(
-                emit, linear(f"{self.prefix}.{key}.linear_out", swiglu(emit, inner, s.ffn), OUT_OF), name, 5
-            )
+            with emit.scope(key):
+                inner = swiglu(emit, inner, s.ffn)
+            return x + gated(emit, linear(f"{self.prefix}.{key}.linear_out", inner, OUT_OF), name, 5)
 
         of_img = heads(modulated(emit, img, "double_img", 0, s.eps), ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
         of_txt = heads(
@@ -235,7 +235,7 @@ class Flux2SingleBlock:
         x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
         emit.suppose(s.shapes(), self.prefix)
         with emit.scope("attn"):
-            wide = modulated(emit, x, "single", 0, s.eps)
+            wide = modulated(emit, emit.block_input(x), "single", 0, s.eps)
             packed = emit.linear(wide, f"{p}.to_qkv_mlp_proj.weight", roles=INTO)
             q, k, v, inner = emit.split(packed, (s.hidden,) * 3 + (2 * s.ffn,))
             q, k = (head_norm(emit, a, f"{p}.norm_{n}.weight", s.head_dim, s.eps) for a, n in ((q, "q"), (k, "k")))
@@ -265,7 +265,7 @@ class Flux2Output:
         x = emit.require(value, "Flux2Output")
         emit.suppose({"norm_out.linear.weight": (2 * self.hidden, self.hidden)})
         with emit.scope("norm_out"):
-            image = x[:, emit.stream(stream_id.TXT).shape[1] :]
+            image = emit.block_input(x)[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(emit.silu(emit.named(TEMB)), "norm_out.linear.weight", roles=FROM_HIDDEN)
             scale, shift = (part.reshape(-1, 1, self.hidden) for part in emit.split(packed, (self.hidden,) * 2))
             image = emit.layer_norm(image, eps=self.eps) * (scale + 1.0) + shift

@@ -106,7 +106,7 @@ class GatedDeltaNet:
         """The gated norm of each head, and the projection behind it."""
         heads = out.reshape(*out.shape[:-1], self.spec.value_heads, self.spec.value_dim)
         with emit.scope("norm"):
-            normed = rms_norm(emit, heads, f"{self.prefix}.norm.weight", self.spec.eps)
+            normed = rms_norm(emit, emit.block_input(heads), f"{self.prefix}.norm.weight", self.spec.eps)
             gated = normed.reshape(out.shape) * emit.add_node(Unary("silu"), z)
         with emit.scope("out_proj"):
             return emit.linear(gated, f"{self.prefix}.out_proj.weight", roles=("hidden", "heads"))

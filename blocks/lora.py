@@ -11,7 +11,7 @@ import jax
 from rlx_jax.errors import GraphError, MissingWeightError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param
-from rlx_jax.ir.param import Parts
+from rlx_jax.ir.param import Conflict, Parts
 from rlx_jax.ir.param_keys import stored_keys
 from rlx_jax.trace.editing import Inner
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -91,7 +91,7 @@ class LoraLinear:
         turn = 1 if op.contract else -1
         # Of an axis that is several, which a pass takes apart in W alone, A and B have no role.
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::turn]
-        of_out, of_in = (None if isinstance(role, Parts) else role for role in roles)
+        of_out, of_in = (None if isinstance(role, Parts | Conflict) else role for role in roles)
         out, wide = shape[::turn]
         rows = adapter.b if part is None else WeightPart(adapter.b, part.index, part.count, 0, part.interleaved)
         try:

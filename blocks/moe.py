@@ -156,6 +156,7 @@ class MoeFfn:
         if isinstance(hidden, int):
             emit.suppose(s.shapes(hidden), p)
         with emit.scope("mlp"):
+            x = emit.block_input(x)
             with emit.scope("router"):
                 shape = (s.num_experts, hidden) if isinstance(hidden, int) else None
                 router = emit.param(f"{p}.{s.keys.router}", shape, roles=(None, "hidden"))
@@ -169,6 +170,6 @@ class MoeFfn:
             with emit.scope("experts"):
                 gate, up, down = s.keys.weights(p, s.num_experts)
                 return emit.experts(
-                    x, weights, ids, gate=gate, up=up, down=down, activation=self.activation,
+                    emit.block_input(x), weights, ids, gate=gate, up=up, down=down, activation=self.activation,
                     transpose=s.keys.transpose, biases=s.keys.added(p), clamp=s.clamp,
                 )  # fmt: skip

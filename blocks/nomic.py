@@ -65,9 +65,10 @@ class NomicEncoderLayer:
         emit.suppose(s.shapes(emit.size_of(f"{p}.mlp.fc11.weight", 0) or 0))
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         cos, sin = rope_tables_for(emit, x, s.head_dim, s.rope_theta)
+        read = emit.block_input(x, "attn")
         with emit.scope("attn"):
             packed = three_parts(f"{p}.attn.Wqkv.weight")
-            q, k, v = (_projected(emit, x, name, key) for name, key in zip("qkv", packed, strict=True))
+            q, k, v = (_projected(emit, read, name, key) for name, key in zip("qkv", packed, strict=True))
             rope = hir.Rope(s.head_dim, s.head_dim)
             q, k = (emit.add_node(rope, t, cos, sin) for t in (q, k))
             context = attend(emit, s.num_heads, q, k, v, keep)

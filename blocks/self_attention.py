@@ -92,6 +92,7 @@ class SelfAttention:
         with emit.scope(self.name):
             if self.kv_heads is not None and self.kv_heads < 1:
                 raise GraphError(f"{emit.path}: SelfAttention: kv_heads is {self.kv_heads}; expected at least 1")
+            x = emit.block_input(x)
             width = self._width(emit, x.type)
             q, k, v = self._projections(emit, x, width)
             bias = None if self.bias is None else emit.named(self.bias)

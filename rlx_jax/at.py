@@ -36,31 +36,33 @@ class SelectedBlocks(Generic[T]):
     edited: Callable[[BlockEdit], T]
 
     def wrap(self, fn: BlockWrapper) -> T:
-        """Give `fn(emit, x, inner)` in the place of each block: x is what it reads, `inner(x)` what it gives.
+        """Write `fn(emit, x, inner)` instead of each block: x is what it takes, `inner(x)` what it returns.
 
-        x is the first value that the block reads from outside of it, weights aside; others stay as they were.
+        x is the block's active value, the one that the flow hands to its stage; other values stay as they are. A part
+        of a stage takes the value that it says, `emit.block_input(x)`, or the only one that it reads, weights aside.
         """
         if not callable(fn):
             raise GraphError(f"wrap: expected a function (emit, x, inner) → value, got {shown(fn)}")
         return self._edit(fn)
 
     def replace(self, stage: BlockStage) -> T:
-        """Put a stage in the place of each block. The weights that the blocks had may stay in the checkpoint."""
+        """Put a stage in the place of each block, whose weights may stay in the checkpoint, or be missing."""
         (found,) = check_stages([stage], "replace")
         return self._edit(Replaced(found))
 
     def capture(self, *, stacked: bool = False) -> T:
-        """Make what each block gives a side output of the flow, under the block's path.
+        """Make what each block returns a side output of the flow, under the block's path.
 
-        With `stacked` they are one, `[blocks, …]`, in the order of the flow and under the pattern, whose blocks give
-        values of one type. Layers stay one region either way.
+        A block that returns several values, such as rotary tables, has an output for each, `rotary_emb[0]` and so on.
+        With `stacked` the values are one, `[blocks, …]`, in the order of the flow and under the pattern, if all are of
+        one type. Layers stay one region either way.
         """
         if not isinstance(stacked, bool):
             raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")
         return self._edit(CapturedBlock(self.pattern.text if stacked else ""))
 
     def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
-        """Multiply what each block gives, or what it reads, with a number, an array, or the flow's input of that name.
+        """Multiply what each block returns, or what it takes, by a number, an array, or the flow's input of that name.
 
         Axes stand behind each other as in NumPy, from the last. An optional input that a call leaves out scales
         nothing.
@@ -76,10 +78,10 @@ class SelectedBlocks(Generic[T]):
         if heads is not None and (type(heads) is not int or heads < 1):
             raise GraphError(f"scale: heads is a number of heads, got {shown(heads)}")
         factor: str | Constant = as_name(by, "scale") if isinstance(by, str) else _numbers(by)
-        return self._edit(Scaled(factor, of == "input", heads))
+        return self._edit(Scaled(factor, of == "input", heads), takes_input=of == "input")
 
-    def _edit(self, wrapper: BlockWrapper) -> T:
-        return self.edited(BlockEdit(self.pattern, wrapper))
+    def _edit(self, wrapper: BlockWrapper, takes_input: bool = True) -> T:
+        return self.edited(BlockEdit(self.pattern, wrapper, takes_input))
 
 
 def _numbers(by: Any) -> Constant:

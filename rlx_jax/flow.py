@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from rlx_jax.at import SelectedBlocks
@@ -53,7 +54,7 @@ from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MakesMtp, Weights
 from rlx_jax.trace.declared import WeightDecl, check_declared
-from rlx_jax.trace.editing import BlockEdit, edit_blocks
+from rlx_jax.trace.editing import BlockEdit, edit_blocks, run_stand_in
 from rlx_jax.trace.emit import F32, Emit, FlowValue, input_type
 from rlx_jax.trace.selecting import BlockPattern
 from rlx_jax.weights.beside import beside
@@ -348,11 +349,18 @@ class ModelFlow(Stages):
         emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared, self.profile)
         emit.parameters.draws_missing, emit.parameters.shapes = self.missing == "init", self.shapes
         emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
+        if self.block_edits:
+            emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
+            emit.stand_in = partial(run_stand_in, emit, self.block_edits)
         value: FlowValue | None = self._declare(emit, set(given))
         try:
             for stage in self.stages:
                 with emit.users_code():
                     value = run_stage(stage, emit, value)
+        except ShapeError as error:
+            if emit.parameters.deferred:  # a missing weight of unknown size is the cause
+                raise next(iter(emit.parameters.deferred.values())) from error
+            raise
         except RecursionError as error:
             raise GraphError(
                 f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
@@ -362,6 +370,8 @@ class ModelFlow(Stages):
             raise GraphError(f"{self.name}: the last stage leaves no active value")
         own = set(emit.state.outputs)
         value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
+        if emit.parameters.deferred:
+            emit.parameters.refuse_missing(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
         taps = self._tap_caches(emit) if self.taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))

@@ -209,6 +209,110 @@ def test_captures_beside_named_outputs() -> None:
         assert (flow.with_extra_outputs(chosen) if chosen else flow).build().output_names == want
 
 
+# -- the active value ---------------------------------------------------------------------------
+
+X, SQUARE = RNG.normal(size=(2, 3, 4)).astype("f4"), RNG.normal(size=(4, 4)).astype("f4")
+GAIN = np.array([2.0, -1.0, 0.5, 3.0], "f4")
+
+
+def gained(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+    """The value as it is, or times an input that is read first."""
+    gain = emit.optional_input("gain")
+    return x if gain is None else gain * x
+
+
+def small_flow() -> rlx.ModelFlow:
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", 4)).input("gain", (4,), default=None)
+
+
+ACTIVE: dict[str, tuple[rlx.ModelFlow, str, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {
+    "a residual that is added": (
+        small_flow().residual_save().linear("w").named_layer("add", blocks.ResidualAdd()), "add", X, X @ SQUARE.T,
+    ),
+    "a residual that is the active value": (
+        small_flow().residual_save().named_layer("add", blocks.ResidualAdd()).linear("w"), "add", X @ SQUARE.T,
+        X @ SQUARE.T,
+    ),
+    "a stream that is read first": (
+        small_flow().store_stream("s").linear("w").custom_named("c", lambda emit, x: emit.stream("s") + x), "c", X,
+        X @ SQUARE.T,
+    ),
+    "an optional input": (small_flow().linear("w").custom_named("c", gained), "c", 0 * X, X @ SQUARE.T),
+    "a value that it passes on": (
+        small_flow().named_layer("c", blocks.StoreStream("s")).linear("w").custom(lambda emit, x: emit.stream("s") + x),
+        "c", 0 * X, X + X @ SQUARE.T,
+    ),
+}  # fmt: skip
+"""A flow, a block, and the two parts of what leaves the flow: without the block's active value, and from it."""
+
+
+@pytest.mark.parametrize("case", ACTIVE)
+def test_a_block_takes_its_active_value(case: str) -> None:
+    """Which is scaled and wrapped whatever else the block reads, in whatever order, and from call to call."""
+    flow, path, rest, active = ACTIVE[case]
+    given = {} if case != "an optional input" else {"gain": GAIN}
+    for call, by in [({}, 1.0)] + [(given, GAIN)] * bool(given):
+        for edited in (
+            flow.at(path).scale(3.0, of="input"),
+            flow.at(path).wrap(lambda emit, x, inner: inner(x * 3.0)),
+            flow.at(path).wrap(lambda emit, x, inner: inner(x + x + x)).at(path).capture(),
+        ):
+            out = rlx.compile(edited, {"w": SQUARE})(X, **call)
+            assert_close(out["output"] if isinstance(out, dict) else out, rest + 3 * active * by)
+
+
+def test_the_head_of_siglip_takes_the_tokens() -> None:
+    """Not the pixels, of which it reads how many rows there are."""
+    recipe = rlx.recipe_for(checkpoints.FIXTURES / "vision" / "dual" / "siglip")
+    rows = load_record(checkpoints.FIXTURES / "vision" / "dual" / "siglip")["pixels"]
+    plain = rlx.load(recipe=recipe, path=checkpoints.FIXTURES / "vision" / "dual" / "siglip").embed_images(rows)
+    muted = rlx.load(
+        recipe=recipe.at("vision.head").scale(0.0, of="input"), path=checkpoints.FIXTURES / "vision" / "dual" / "siglip"
+    ).embed_images(rows)
+    assert np.abs(muted - muted[:1]).max() < 1e-6 < 1e-3 < np.abs(plain - plain[:1]).max()
+
+
+@pytest.mark.parametrize("fixture", ["llama/gqa_linear_mlpbias_v5", "mixtral/window_v5", "bert/bare_v5"])
+def test_a_capture_of_every_block(fixture: str) -> None:
+    """Tables and routers give several values; none of the outputs changes the model."""
+    recipe, ids = rlx.recipe_for(checkpoints.FIXTURES / fixture), np.array([[1, 2, 3]])
+    out, plain = dict(rlx.compile(recipe.at("**").capture())(ids)), rlx.compile(recipe)(ids)
+    first = next(iter(out))
+    assert_close(out[first], np.asarray(plain[first] if isinstance(plain, dict) else plain))
+    expected = {"rotary_emb[0]", "rotary_emb[1]"} if "llama" in fixture else {"layers.0"}
+    assert expected <= set(out) and "layers.1" in out
+
+
+LAYER = blocks.LlamaDecoderSpec(num_heads=2, head_dim=2, num_kv_heads=1)
+REPLACED: dict[str, Callable[[rlx.ModelFlow], rlx.ModelFlow]] = {
+    "a stage": lambda f: f.named_layer("a", blocks.Linear("w")).at("a").replace(blocks.Activation("tanh")),
+    "after an edit of a part": (
+        lambda f: f.named_layer("a", blocks.Linear("w")).at("a.w").scale(3.0).at("a").replace(blocks.Activation("tanh"))
+    ),
+    "by a function": lambda f: f.named_layer("a", blocks.Linear("w")).at("a").wrap(lambda emit, x, inner: emit.tanh(x)),
+    "a part of a stage": lambda f: (
+        f.named_layer("l", blocks.LlamaDecoder.layer(0, LAYER)).at("l.mlp").replace(blocks.Activation("tanh"))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_what_was_replaced_needs_no_weights(case: str) -> None:
+    flow = REPLACED[case](rlx.ModelFlow("m").input("x", ("batch", "seq", 4))).linear("v")
+    shapes = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4)}
+    weights = {f"model.layers.0.self_attn.{n}_proj.weight": np.ones(s, "f4") / 4 for n, s in shapes.items()}
+    weights |= {f"model.layers.0.mlp.{n}_proj.weight": np.ones((4, 4), "f4") for n in ("gate", "up", "down")}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    weights |= {f"model.layers.0.{n}.weight": np.ones(4, "f4") for n in norms}
+    weights = {"v": SQUARE} | (weights if "part of a stage" in case else {"w": SQUARE})
+    first = rlx.compile(flow, weights)
+    again = rlx.compile(flow, first.weights())
+    assert not {"w", "model.layers.0.mlp.up_proj.weight"} & set(first.weights())
+    assert_close(again(X), np.asarray(first(X)))
+    with pytest.raises(errors.MissingWeightError, match="'v'"):
+        rlx.compile(flow, {key: value for key, value in first.weights().items() if key != "v"})
+
+
 # -- every family ------------------------------------------------------------------------------
 
 FAMILIES = ("llama/mha_tied_sparse", "mixtral/window_v5", "qwen3_5_text/tied_v5", "bert/bare_v5", "vision/vit")
@@ -371,7 +475,16 @@ MISUSE: dict[str, tuple[Callable[[rlx.ModelFlow], rlx.ModelFlow], str]] = {
     "a dot too many": (lambda f: f.at("two..after").capture(), "the dotted path of a block"),
     "a brace": (lambda f: f.at("{a,b").capture(), "^at: '{a,b': a '{' has no partner"),
     "a brace of keys": (lambda f: f.param("{a,b", shape=(2,)), "^param: '{a,b': a '{' has no partner"),
-    "two values": (lambda f: f.at("first.cut").capture(), "cut gives 2 values that others read"),
+    "two values": (lambda f: f.at("first.cut").scale(2), "cut gives 2 values that others read"),
+    "two values stacked": (lambda f: f.at("first.cut").capture(stacked=True), "first.cut returns 2 values"),
+    "several inputs": (
+        lambda f: f.at("both.part").scale(2, of="input"),
+        "both.part has no single active value: it reads 2 values .*inside it that have one are 'both.part.one'; a s",
+    ),
+    "a block replaced later": (
+        lambda f: f.at("two.after").capture().at("two").replace(blocks.Custom(lambda emit, x: x[:, :4])),
+        r"at\('two\.after'\): a later edit replaced the block",
+    ),
     "no function": (lambda f: f.at("two").wrap(3), "wrap: expected a function"),  # type: ignore[arg-type]
     "no value": (lambda f: f.at("two").wrap(lambda emit, x, inner: None), "two: what changes a block returns"),  # type: ignore[arg-type,return-value]
     "no input": (lambda f: f.at("two").wrap(lambda emit, x, inner: inner(None)), "requires input"),
@@ -400,7 +513,15 @@ def test_misuse_is_told(case: str) -> None:
             a, b = emit.split(x, 2)
         return emit.concat([a, b], axis=-1)
 
-    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("first", cut).custom_named("two", two)
+    def both(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        doubled = 2 * x
+        with emit.scope("part"):
+            with emit.scope("one"):
+                x = emit.tanh(x)
+            return x + doubled
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("both", both)
+    flow = flow.custom_named("first", cut).custom_named("two", two)
     edit, message = MISUSE[case]
     with pytest.raises(errors.RlxError, match=message):
         edit(flow.relu().custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()

@@ -295,12 +295,17 @@ def test_wrong_roles(roles: Any, text: str) -> None:
 
 
 def test_roles_that_contradict_each_other() -> None:
+    """They matter only where a mesh divides one of them."""
+
     def stage(emit: rlx.Emit, x: Any) -> Any:
         return emit.linear(x, "w", roles=("ffn", "hidden")) + emit.linear(x, "w", roles=("heads", "hidden"))
 
     flow = rlx.ModelFlow("own").input("x", ("batch", 16)).custom(stage)
+    want = 2 * X @ OWN["w"].T
+    assert_close(rlx.compile(flow, {"w": OWN["w"]})(X), want)
+    assert_close(rlx.compile(flow, {"w": OWN["w"]}, mesh=mesh("data", 2))(X), want)
     with pytest.raises(errors.GraphError, match="weight 'w': an axis is 'ffn' in one place and 'heads' in another"):
-        rlx.compile(flow, {"w": OWN["w"]})
+        rlx.compile(flow, {"w": OWN["w"]}, mesh=mesh("tensor", 2))
 
 
 @pytest.mark.parametrize(

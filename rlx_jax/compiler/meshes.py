@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.device import auto_axes, devices_here, running_device
-from rlx_jax.errors import ProfileError, RequestError, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
-from rlx_jax.ir.param import Roles
+from rlx_jax.ir.param import Conflict, Roles
 from rlx_jax.ir.roles import agreed
 from rlx_jax.lowering.division import Division, heads_of, with_groups
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -48,6 +48,7 @@ def divide_model(
     check_axes(mesh, axes)
     # Users compute with explicit axes if they like; inside, XLA finds what follows from the roles.
     division = Division(auto_axes(mesh), {role: names for role, names in axes.items() if names}, all_roles(builds))
+    check_conflicts(division, builds[0].name)
     for graph in graphs:
         division = with_groups(division, graph)
     return division
@@ -109,13 +110,24 @@ def check_axes(mesh: Mesh, axes: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def all_roles(builds: Sequence[Built]) -> dict[str, Roles]:
-    """What the axes of the weights of all flows are, by key.
-
-    Raises:
-        GraphError: two flows contradict each other.
-    """
+    """Return what the axes of the weights of all flows are, by key."""
     found: dict[str, Roles] = {}
     for built in builds:
         for key, roles in built.roles.items():
-            found[key] = agreed(found.get(key, roles), roles, f"{built.name}: weight {quote(key)}")
+            found[key] = agreed(found.get(key, roles), roles)
     return found
+
+
+def check_conflicts(division: Division, name: str) -> None:
+    """Check that no axis of a weight is divided by a role that only some of its uses give it.
+
+    Raises:
+        GraphError: names the weight, the roles and the axes of the mesh.
+    """
+    for key, roles in division.roles.items():
+        for role in (r for r in roles if isinstance(r, Conflict)):
+            if divided := [r for r in role.names if division.parts(r) > 1]:
+                raise GraphError(
+                    f"{name}: weight {quote(key)}: an axis is {role}, and the mesh {division.text()} divides "
+                    f"{listing(divided)}; use a mesh that does not, or sharding = {{{divided[0]} = []}} in the profile"
+                )

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
+from rlx_jax.ir.inference import as_in_jit
 from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 
@@ -236,7 +237,8 @@ def _same_body(a: Graph, b: Graph, traces: Traces) -> bool:
 def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...], traces: Traces) -> bool:
     for fn in (f, g):
         if (id(fn), operands) not in traces:
-            closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
+            with as_in_jit():
+                closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
             traces[id(fn), operands] = (str(closed.jaxpr), list(captured_arrays(closed)))
     (left, held), (right, others) = (traces[id(fn), operands] for fn in (f, g))
     return left == right and all(np.array_equal(p, q) for p, q in zip(held, others, strict=False))

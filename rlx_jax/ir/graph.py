@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rlx_jax.errors import ArityError, GraphError, RlxError
-from rlx_jax.ir.inference import arity, kept_types, misfit, traced_types
+from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits
@@ -313,6 +313,21 @@ class BodyInput(Leaf):
         return f"body_input({self.index})"
 
 
+@dataclass(frozen=True)
+class Boundary(Op):
+    """The active value of the block in whose path the node stands, as it enters (`input`) or leaves (`output`).
+
+    Only a flow with edits by path has them, and only while it is built. A block's value has a name of its own this
+    way: a residual or a stream that is the same value outside the block is not edited with it. An empty `role` marks
+    nothing.
+    """
+
+    role: str
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        return operands
+
+
 # -- graphs ------------------------------------------------------------------------------------
 
 
@@ -375,7 +390,8 @@ class TypeCache:
     def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:
         """`question(self, op, operands, *more)`, asked once."""
         if not self.is_known(question, op, operands, *more):
-            self.tell(question(self, op, operands, *more), question, op, operands, *more)
+            with as_in_jit():
+                self.tell(question(self, op, operands, *more), question, op, operands, *more)
         answer: T = self._answers[question, op, operands, *more]
         return answer
 
@@ -400,7 +416,8 @@ class TypeCache:
 
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         try:
-            results = op.infer(self, *operands)
+            with as_in_jit():
+                results = op.infer(self, *operands)
         except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
@@ -418,6 +435,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.inputs: list[Input] = []
         self.writes: list[tuple[StateLeaf, Value]] = []
+        self.marks_blocks = False  # whether `boundary` marks what enters and leaves a block
         self._leaves: dict[Op, Value] = {}
 
     @staticmethod
@@ -450,6 +468,15 @@ class Builder:
         if value is None:
             value = self._leaves[op] = self(op)
         return value
+
+    def boundary(self, role: str, value: Value) -> Value:
+        """Mark a value as the active one of the current block; the value itself where blocks are not marked."""
+        return self(Boundary(role), value) if self.marks_blocks else value
+
+    def cut(self, length: int) -> None:
+        """Remove the nodes after the first `length`."""
+        del self.nodes[length:]
+        self._leaves = {op: value for op, value in self._leaves.items() if value.node < length}
 
     def input(self, name: str, type: TensorType) -> Value:
         """Declare an input of the program."""

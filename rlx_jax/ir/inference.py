@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -49,6 +50,11 @@ class Formula(Protocol):
     def eval(self, *arrays: Any) -> Any: ...
 
     def __hash__(self) -> int: ...
+
+
+def as_in_jit() -> AbstractContextManager[None]:
+    """Return a context that traces loops as loops, whatever `jax_disable_jit` is: symbolic sizes have no numbers."""
+    return jax.disable_jit(False)
 
 
 def traced_types(op: Formula, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.boxes import Box, before_reshape, crossed, full, moved, rows, side_by_side, sizes
 from rlx_jax.ir.braces import braced
+from rlx_jax.ir.stored import Conflict as Conflict
 from rlx_jax.ir.stored import Cut as Cut
 from rlx_jax.ir.stored import Dequantized as Dequantized
 from rlx_jax.ir.stored import Key as Key

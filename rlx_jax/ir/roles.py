@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
-from rlx_jax.ir.param import Key, Parts, Program, Role, Roles
+from rlx_jax.errors import GraphError, did_you_mean, listing, shown
+from rlx_jax.ir.param import Conflict, Key, Parts, Program, Role, Roles
 from rlx_jax.ir.types import TensorType, is_static
 
 R = TypeVar("R", bound=Role)
@@ -49,12 +49,11 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
     return tuple(roles)
 
 
-def agreed(first: Roles, second: Roles, where: str) -> Roles:
-    """What two uses of one weight say of its axes. A table that ids look up, and that is the head too, is a head; keys
-    and values that are as many as queries may be called after these.
+def agreed(first: Roles, second: Roles) -> Roles:
+    """Merge the roles that two uses of one weight give to its axes.
 
-    Raises:
-        GraphError: they contradict each other.
+    A table that ids look up, and that is the head too, is a head; keys and values that are as many as queries may be
+    called after these. Other roles that differ are a `Conflict`, which matters only on a mesh that divides one of them.
     """
     found: list[Role] = []
     for one, other in zip(first, second, strict=True):
@@ -65,7 +64,8 @@ def agreed(first: Roles, second: Roles, where: str) -> Roles:
         elif one == other or one is None or other is None:
             found.append(one or other)
         else:
-            raise GraphError(f"{where}: an axis is {quote(str(one))} in one place and {quote(str(other))} in another")
+            both = [role.of if isinstance(role, Conflict) else (role,) for role in (one, other)]
+            found.append(Conflict(tuple(dict.fromkeys(role for roles in both for role in roles))))
     return tuple(found)
 
 

@@ -46,6 +46,7 @@ from rlx_jax.ir.graph import (
     TypeCache,
     Value,
 )
+from rlx_jax.ir.inference import as_in_jit
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.paths import path_text
@@ -386,7 +387,8 @@ def _expected(what: str, data: Any, where: str) -> ArtifactFormatError:
 
 def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
-    closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
+    with as_in_jit():
+        closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
     captured = (np.asarray(c) for c in custom.captured_arrays(closed))
     return text + " ".join(hashlib.sha256(c.tobytes()).hexdigest() for c in captured)

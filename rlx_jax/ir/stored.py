@@ -35,7 +35,26 @@ class Parts:
         return " ‖ ".join(f"{size} {role or 'whole'}" for size, role in self.of)
 
 
-Role = str | Parts | None
+@dataclass(frozen=True)
+class Conflict:
+    """An axis to which several uses of one weight give different roles. A mesh that divides one of them is refused."""
+
+    of: tuple[str | Parts, ...]
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The roles, those of parts one by one."""
+        for role in self.of:
+            yield from (role,) if isinstance(role, str) else (name for _, name in role.of if name is not None)
+
+    def __str__(self) -> str:
+        return " and ".join(
+            f"{str(role)!r} in {place} place"
+            for role, place in zip(self.of, ("one", "another", "a third"), strict=False)
+        )
+
+
+Role = str | Parts | Conflict | None
 Roles = tuple[Role, ...]
 """What each axis is (`rlx_jax.ir.roles`); None where nobody said."""
 

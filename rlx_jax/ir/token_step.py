@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from rlx_jax.errors import GraphError, RlxError, first_line, shown
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.ir.graph import TypeCache
-from rlx_jax.ir.inference import READS_NUMBERS
+from rlx_jax.ir.inference import READS_NUMBERS, as_in_jit
 from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 
@@ -68,7 +68,7 @@ class TokenStep:
             GraphError: the function is not the one that was traced before.
         """
         if precision not in self.traces:
-            with jax.default_matmul_precision(precision):
+            with as_in_jit(), jax.default_matmul_precision(precision):
                 self.traces[precision] = again = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
             if _meaning(again) != (self.text, self.captured):
                 raise GraphError(_changed(self.label))
@@ -86,8 +86,9 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
     specs = tuple(t.spec for t in given)
     try:
         # A function of their own each, as JAX knows the trace of one that it has seen.
-        closed, (_, y) = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*specs)  # noqa: PLW0108
-        again = jax.make_jaxpr(lambda *a: fn(*a))(*specs)  # noqa: PLW0108
+        with as_in_jit():
+            closed, (_, y) = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*specs)  # noqa: PLW0108
+            again = jax.make_jaxpr(lambda *a: fn(*a))(*specs)  # noqa: PLW0108
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):

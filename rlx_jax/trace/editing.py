@@ -7,29 +7,31 @@ path alone, so that an edit holds for layers that become a region and for those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, quote, shown
-from rlx_jax.ir.graph import Builder, Constant, Leaf, Node, Origin, Param, Value, located
+from rlx_jax.errors import GraphError, MissingWeightError, NameCollisionError, ShapeError, listing, quote, shown
+from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Origin, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, Ports
 from rlx_jax.trace.checks import check_takes
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.trace.heads import HeadsAround
-from rlx_jax.trace.selecting import BlockSelector, BlocksReading
+from rlx_jax.trace.selecting import BlockPattern, BlockSelector, BlocksReading
 
 Inner = Callable[[FlowValue | None], FlowValue]
 """A block as a function: it is written at that place, with this value in the place of what it reads."""
 
 BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
-"""`(emit, x, inner) → y`: x is what a block reads, `inner(x)` what it gives, y what those behind it read instead."""
+"""`(emit, x, inner) → y`: x is what a block takes, `inner(x)` what it returns, y what later blocks read instead."""
 
 
 @runtime_checkable
@@ -42,28 +44,25 @@ class ChecksBlock(Protocol):
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """Every block that is selected, changed by `wrapper`."""
+    """Every block that is selected, changed by `wrapper`; one that takes no input works on blocks without one."""
 
     blocks: BlockSelector
     wrapper: BlockWrapper
+    takes_input: bool = True
 
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """The block, whose value is a side output under its path, or one of those that are stacked as one of a name."""
+    """What each block returns becomes a side output under its path, or one of those that are stacked under a name."""
 
     stacked: str = ""
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
-        made, path = inner(x), path_text(emit.builder.origin.path)
-        emit.output(f"{self.stacked}{APART}{path}" if self.stacked else path, made)
-        return made
+        return inner(x)
 
 
 ACT = "act"
 """What the block of an activation is called."""
-APART = "\0"
-"""Stands between the name of a stacked output and the path of a block: no name of a user has it."""
 
 
 def edit_blocks(
@@ -75,17 +74,46 @@ def edit_blocks(
     Raises:
         GraphError: a pattern matches no block, or what it matches is not one; a wrapper returns no value.
     """
+    if not edits:
+        return value
+    value = _Rewriting(emit, NOTHING, where).run(value)
+    captures: list[tuple[str, Path]] = []
     for edit in edits:
-        if any(_activation(node) for node in emit.builder.nodes):
-            value = _Rewriting(emit, NOTHING, where).run(value)
         here = replace(edit, blocks=edit.blocks.beside(elsewhere)) if elsewhere else edit
-        value = _Rewriting(emit, here, where).run(value)
-    _stack_captured(emit, where)
-    return value
+        if emit.has_stand_ins and isinstance(here.blocks, BlockPattern) and not isinstance(edit.wrapper, CapturedBlock):
+            here = replace(here, blocks=replace(here.blocks, may_lack=True))  # of a block that is replaced later
+        if isinstance(edit.wrapper, CapturedBlock):
+            blocks = _in_order(here.blocks.among(emit.builder.nodes, where), emit.builder.nodes)
+            captures += [(edit.wrapper.stacked, block) for block in blocks]
+        else:
+            value = _Rewriting(emit, here, where).run(value)
+    _capture(emit, captures, value, where)
+    return _Rewriting(emit, NOTHING, where, marks_blocks=False).run(value)
+
+
+def run_stand_in(
+    emit: Emit, edits: Sequence[BlockEdit], block: Path, x: FlowValue | None, error: MissingWeightError
+) -> FlowValue:
+    """Write what replaces a block, one of whose weights is missing, so that the stages after it can run.
+
+    The edits are made later, in their order, as if the block itself had run.
+
+    Raises:
+        MissingWeightError: no edit replaces the block.
+    """
+
+    def inner(value: FlowValue | None) -> FlowValue:
+        raise error
+
+    for edit in edits:
+        if isinstance(edit.blocks, BlockPattern) and edit.blocks.matches(block):
+            with contextlib.suppress(MissingWeightError), emit.users_code():
+                return edit.wrapper(emit, x, inner)
+    raise error
 
 
 NOTHING = BlockEdit(BlocksReading(frozenset()), lambda emit, x, inner: inner(x))
-"""The flow is written again as it is, with activations apart."""
+"""The flow is written again as it is: with activations apart, and without the marks that mean nothing."""
 
 
 def _activation(node: Node) -> str:
@@ -94,25 +122,52 @@ def _activation(node: Node) -> str:
     return node.op.activation if isinstance(node.op, Linear) else ""
 
 
-def _stack_captured(emit: Emit, where: str) -> None:
-    """Side outputs that are stacked as one. They leave a region as they are, and a block around them gives one value:
-    only behind all edits do they become one."""
-    made, emit.state.outputs = emit.state.outputs, {}
-    for name, value in made.items():
-        stacked, apart, _ = name.partition(APART)
-        if not apart:
-            emit.output(name, value)
-        elif stacked in made:
-            raise NameCollisionError(f"{where}: at({stacked!r}): the flow has a side output {quote(stacked)} already")
-        elif stacked not in emit.state.outputs:
-            found = {
-                path: v for key, v in made.items() for of, _, path in [key.partition(APART)] if path and of == stacked
-            }
-            emit.output(stacked, _stack(emit, stacked, found, where))
+def _in_order(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
+    """Sort blocks by where they end, inner ones first."""
+    last = {
+        path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)
+    }
+    return sorted(blocks, key=lambda block: (last[block], -len(block)))
 
 
-def _stack(emit: Emit, name: str, found: Mapping[str, FlowValue], where: str) -> FlowValue:
-    (first, known), *others = found.items()
+def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue, where: str) -> None:
+    """Make what blocks return side outputs, after all edits: a captured block that is edited later gives what it
+    returns then.
+
+    Args:
+        captures: for each block the name of the stacked output, or "", and its path.
+        value: the last active value of the flow.
+
+    Raises:
+        GraphError: a later edit replaced the block. NameCollisionError: a stage has a side output of that name.
+        ShapeError: blocks that are stacked return values of several types, or one returns several values.
+    """
+    index, own = BlockIndex(emit.builder.nodes, emit.own(value)), set(emit.state.outputs)
+    stacks = dict[str, dict[str, FlowValue]]()
+    for stacked, block in captures:
+        ports, path = index.ports(block), path_text(block)
+        if ports is None:
+            raise GraphError(f"{where}: at({path!r}): a later edit replaced the block around it; capture it after that")
+        values = [emit.wrap(v) for v in ports.captured]
+        if stacked and len(values) > 1:
+            raise ShapeError(
+                f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked"
+            )
+        name = stacked or path
+        if name in own:
+            raise NameCollisionError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
+        if stacked:
+            emit.state.outputs[stacked] = values[0]  # keeps its place among the outputs
+            stacks.setdefault(stacked, {})[path] = values[0]
+        else:
+            names = [path] if len(values) == 1 else [f"{path}[{i}]" for i in range(len(values))]
+            emit.state.outputs |= dict(zip(names, values, strict=True))
+    for stacked, by_path in stacks.items():
+        emit.state.outputs[stacked] = _stack(emit, stacked, by_path, where)
+
+
+def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -> FlowValue:
+    (first, known), *others = values.items()
     for path, value in others:
         if value.type != known.type:
             raise ShapeError(
@@ -120,7 +175,7 @@ def _stack(emit: Emit, name: str, found: Mapping[str, FlowValue], where: str) ->
                 f"{value.type}: capture them apart"
             )
     with emit.scope("captured"):
-        return emit.stack(list(found.values()))
+        return emit.stack(list(values.values()))
 
 
 @dataclass
@@ -167,11 +222,12 @@ class _Values:
 class _Rewriting:
     """One edit of one flow."""
 
-    def __init__(self, emit: Emit, edit: BlockEdit, where: str) -> None:
+    def __init__(self, emit: Emit, edit: BlockEdit, where: str, marks_blocks: bool = True) -> None:
         self.emit, self.edit, self.where = emit, edit, where
         self.old: tuple[Node, ...] = tuple(emit.builder.nodes)
         self.state, self.inputs = emit.state, list(emit.builder.inputs)
         self.new = Builder(emit.builder.name, emit.builder.types)
+        self.new.marks_blocks = marks_blocks
         self.resized = ""
         self.solid = [i for i, node in enumerate(self.old) if not isinstance(node.op, Leaf)]
         self.selected = edit.blocks.among(self.old, where)
@@ -192,6 +248,7 @@ class _Rewriting:
     def run(self, value: FlowValue) -> FlowValue:
         """Write the flow again; its active value."""
         emit, registers = self.emit, self.state
+        self.index = BlockIndex(self.old, value.value)
         emit.builder, self.new.inputs = self.new, self.inputs
         emit.state = FlowState(registers.program, contracts=registers.contracts, left_none=registers.left_none)
         top = _Values({})
@@ -228,7 +285,7 @@ class _Rewriting:
             self._write(before, around, values, ())
             self._block(block, inside, values)
             done |= {*inside, *before}
-        for found in layers:
+        for found in layers if numbers else ():
             found.reached(numbers[-1] + 1, len(self.new.nodes))
 
     def _needed(self, block: Path, inside: Sequence[int], between: Sequence[int]) -> list[int]:
@@ -250,6 +307,10 @@ class _Rewriting:
         node = self.old[number]
         origin = replace(node.origin, path=values.path(node.origin.path))
         op, activation = node.op, _activation(node)
+        # Marks of a block that this edit changes are inside of new ones.
+        if isinstance(op, Boundary) and (not op.role or not self.new.marks_blocks or node.origin.path in self.selected):
+            values.own[Value(number)] = self._now(node.inputs[0], values)
+            return
         try:
             with self.new.at(origin), located(origin):
                 bare = replace(op, activation="") if isinstance(op, Linear) else op
@@ -265,10 +326,12 @@ class _Rewriting:
 
     def _block(self, block: Path, numbers: Sequence[int], values: _Values) -> None:
         """Let the wrapper write a block."""
-        emit, read, given = self.emit, self._read(numbers), self._given(block, numbers)
+        emit, ports = self.emit, self._ports(block)
+        read, given = ports.taken, ports.given[0]
         path, written = values.path(block), 0
         inner_values = _Values({}, values)
         covered = [found for found in self.layers if found.inside(numbers)]
+        body = [n for n in numbers if n not in (ports.enter, ports.leave)]
 
         def inner(x: FlowValue | None) -> FlowValue:
             nonlocal written, inner_values
@@ -277,15 +340,15 @@ class _Rewriting:
             inner_values = _Values(known, values, (block, block if written == 1 else (*block, f"again_{written}")))
             for found in covered:
                 found.after = [None] * len(found.before)
-            self._write(numbers, block, inner_values, covered)
-            return emit.wrap(self._now(given, inner_values))
+            self._write(body, block, inner_values, covered)
+            return emit.wrap(self._now(ports.result, inner_values))
 
         self._carry_over(values)
         emit.state.contracts, promised = [], emit.state.contracts
         # A Repeat that is written here is part of the layer that it stands in.
         emit.repeating = any(found not in covered and found.around(numbers) for found in self.layers)
         with self.new.at(Origin(path)), emit.stage(), emit.users_code():
-            x = None if read is None else emit.wrap(self._now(read, values))
+            x = None if ports.source is None else emit.block_input(emit.wrap(self._now(ports.source, values)))
             check_takes(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
             if isinstance(self.edit.wrapper, ChecksBlock):
                 self.edit.wrapper.check_block(self._around, read, given, path_text(path))
@@ -295,7 +358,7 @@ class _Rewriting:
                     f"{path_text(path)}: what changes a block returns the value that it gives, got {shown(made)}"
                 )
             values.own |= {v: now for v, now in inner_values.own.items() if v.node in set(numbers)}
-            values.own[given] = emit.own(made)
+            values.own[given] = self.new.boundary(OUTPUT, emit.own(made))
             before = self.old[given.node].types[given.index]
             if made.type.shape != before.shape:
                 self.resized = f"{path_text(path)} gave {before} before it was changed, and {made.type} now"
@@ -321,28 +384,34 @@ class _Rewriting:
             f"{node.types[value.index]} of {path_text(node.origin.path)}, which others read: wrap it, and call inner"
         )
 
-    def _read(self, numbers: Sequence[int]) -> Value | None:
-        """The first value that a block reads from outside of it."""
-        mine = set(numbers)
-        for number in numbers:
-            for value in self.old[number].inputs:
-                if value.node not in mine and not isinstance(self.old[value.node].op, Param | Constant):
-                    return value
-        return None
+    def _ports(self, block: Path) -> Ports:
+        """The values by which a block that is edited is connected.
 
-    def _given(self, block: Path, numbers: Sequence[int]) -> Value:
-        """The value of a block that others read."""
-        mine, found = set(numbers), dict[Value, None]()
-        for number in self.solid:
-            if number not in mine:
-                found |= {v: None for v in self.old[number].inputs if v.node in mine}
-        if len(found) > 1:
-            types = ", ".join(str(self.old[v.node].types[v.index]) for v in found)
+        Raises:
+            GraphError: it has no single active value, or returns several.
+        """
+        ports = self.index.ports(block)
+        assert ports is not None  # a node is part of it
+        if len(ports.given) > 1:
+            types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.given)
             raise GraphError(
-                f"{self._what}: {path_text(block)} gives {len(found)} values that others "
+                f"{self._what}: {path_text(block)} gives {len(ports.given)} values that others "
                 f"read ({types}), and an edit is of one: take a block around it or inside of it"
             )
-        return next(iter(found), Value(numbers[-1]))
+        if len(ports.read) > 1 and self.edit.takes_input:
+            raise GraphError(f"{self._what}: {self._no_active_value(block, ports)}")
+        return ports
+
+    def _no_active_value(self, block: Path, ports: Ports) -> str:
+        """The message for a block that no stage gives one value."""
+        types = ", ".join(str(self.old[v.node].types[v.index]) for v in ports.read)
+        inner = {path: self.index.ports(path) for path in self.index.inner(block)}
+        single = [path for path, p in inner.items() if p is not None and len(p.read) == 1]
+        blocks = f"blocks inside it that have one are {listing(map(path_text, single))}; " if single else ""
+        return (
+            f"{path_text(block)} has no single active value: it reads {len(ports.read)} values from outside ({types}); "
+            f"{blocks}a scope names its own with x = emit.block_input(x)"
+        )
 
     def _carry_over(self, values: _Values) -> None:
         """Registers of stages, as far as they are written by now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx_jax.errors import (
     GraphError,
+    MissingWeightError,
     NameCollisionError,
     RlxError,
     ShapeError,
@@ -105,6 +106,9 @@ class Emit(SpecBuilders[FlowValue]):
         self.state = FlowState()
         self.repeating = False
         self.flat = False  # composites are written as the blocks that they stand for
+        self.opened: tuple[Path, dict[Path, None]] = ((), {})  # where a stage started, and the blocks it opened there
+        self.stand_in: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
+        self.has_stand_ins = False  # some stage could not run without its weights, and an edit replaces it
         self._stage = object()
         self._owners: dict[Path, object] = {}  # block path -> the stage that has it
         self._last: dict[Path, Path] = {}  # block path as it was asked for -> as it was last given
@@ -122,8 +126,25 @@ class Emit(SpecBuilders[FlowValue]):
         path = (*origin.path, *segments)
         own = self._last.get(path, path) if again else self._own_path(origin.path, segments)
         self._last[path] = own
+        if segments and origin.path == self.opened[0]:
+            self.opened[1][own] = None
         with self.builder.at(replace(origin, path=own)):
             yield
+
+    def block_input(self, value: FlowValue, *segments: str | int) -> FlowValue:
+        """Say which value the current block takes as its active one, and return it for the block to read.
+
+        Edits by path change this value: `x` of `wrap`, and `scale(of="input")`. A stage is given its active value; a
+        part of a stage, `with emit.scope("self_attn"): x = emit.block_input(x)`, needs this where it reads several.
+
+        Args:
+            value: the active value of the block.
+            segments: the block, where it is one inside the current one.
+        """
+        if not segments:
+            return self.wrap(self.builder.boundary("input", self.own(value)))
+        with self.scope(*segments):
+            return self.block_input(value)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:

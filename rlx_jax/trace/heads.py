@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Hir, Leaf, Node, Value
+from rlx_jax.ir.graph import Boundary, Hir, Leaf, Node, Value
 from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.types import TensorType, is_static
 
-KEEPS = (Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
+KEEPS = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
 """What leaves columns where they are."""
 ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
 """Behind and before these a column is another one, or nothing reads it as one of a head."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ class Parameters:
         read: the keys that were asked for. `fresh`: those of them that no source has.
         roles: what the axes of stored weights are. `inits`: how weights are drawn, where somebody says so.
         draws_missing: what a source has not is drawn. `shapes`: of the weights that a config knows, by key.
+        defers_missing: an edit may remove the block that reads a missing weight, so that its error waits in `deferred`.
     """
 
     def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
@@ -43,7 +44,8 @@ class Parameters:
         self.fresh: dict[str, None] = {}
         self.roles: dict[str, Roles] = {}
         self.inits: dict[str, Init] = {}
-        self.draws_missing = False
+        self.draws_missing = self.defers_missing = False
+        self.deferred: dict[str, MissingWeightError] = {}
         self.shapes: Mapping[str, Any] = {}
         self._absent: dict[str, TensorType] = {}  # what is in no source
         self._supposed: dict[str, StoredShape] = {}
@@ -54,7 +56,9 @@ class Parameters:
     def suppose(self, shapes: Mapping[K, Sequence[DimLike]], prefix: str = "") -> None:
         """See `Emit.suppose`."""
         for key, shape in shapes.items():
-            sizes: StoredShape | None = tuple(int(size) if is_static(size) else 0 for size in shape)
+            # A block that an edit removes may have any size.
+            unknown = int(self.defers_missing)
+            sizes: StoredShape | None = tuple(int(size) or unknown if is_static(size) else 0 for size in shape)
             sizes = key.whole(sizes) if isinstance(key, WeightPart) else sizes
             if sizes is not None and 0 not in sizes:
                 self._supposed[f"{prefix}.{stored_key(key)}" if prefix else stored_key(key)] = sizes
@@ -87,7 +91,7 @@ class Parameters:
             axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
             raise WeightShapeError(f"{path}: {self.at(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}")
         said = check_roles(roles, t, where)
-        self.roles[key] = agreed(self.roles.get(key, said), said, where)
+        self.roles[key] = agreed(self.roles.get(key, said), said)
 
     def at(self, key: str) -> str:
         """A weight as messages name it, with the file that has it, or what says its shape."""
@@ -95,6 +99,15 @@ class Parameters:
             return f"weight {quote(key)} ({self.source.where(key)})"
         said = says_shape(self.declared, key)
         return f"weight {quote(key)}" if said is None else f"weight {quote(key)}, of the shape that {said} says"
+
+    def refuse_missing(self, read: Iterable[str]) -> None:
+        """Raise the error of a missing weight that the edited flow still reads, and forget the others."""
+        for key in read:
+            if key in self.deferred:
+                raise self.deferred[key]
+        for key in self.deferred:
+            self.read.pop(key, None)
+            self.fresh.pop(key, None)
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -158,7 +171,11 @@ class Parameters:
         except MissingWeightError as error:
             hint = "; missing='init' draws it with key=, if it is a new one" if shape is not None else ""
             hint = f"; to draw it, say its shape=: flow.param({quote(key)}, shape=…)" if self.draws_missing else hint
-            raise MissingWeightError(f"{path}: {error}{hint}") from error
+            missing = MissingWeightError(f"{path}: {error}{hint}")
+            if known is None or not self.defers_missing:
+                raise missing from error
+            self.deferred.setdefault(key, missing)
+            return self._without_source(key, tuple(map(int, known)), path)
         if isinstance(spec, PackedSpec):
             stored: Key | Dequantized = as_stored(key, spec, f"{path}: {self.at(key)}")
         else:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
-from rlx_jax.ir.graph import Node, Param
+from rlx_jax.ir.graph import Boundary, Node, Param
 from rlx_jax.ir.param_keys import keys_of
 from rlx_jax.ir.paths import Path, path_text
 
@@ -59,7 +59,11 @@ class BlockPattern:
         Raises:
             GraphError: none; the message has those that are near.
         """
-        paths = dict.fromkeys(node.origin.path for node in nodes if node.inputs)
+        # Outside of all blocks the path is the name of the flow, unless a stage has this name.
+        outside = (where,)
+        paths = dict.fromkeys(
+            n.origin.path for n in nodes if n.inputs and (n.origin.path != outside or isinstance(n.op, Boundary))
+        )
         known = dict.fromkeys(path[:end] for path in paths for end in range(1, len(path) + 1))
         found = frozenset(path for path in known if self.matches(path))
         if not found and not self.may_lack:
@@ -153,6 +157,8 @@ def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
     """The blocks that read each weight themselves, by its key."""
     readers: dict[str, set[Path]] = {}
     for node in nodes:
+        if isinstance(node.op, Boundary):
+            continue
         for op in (nodes[value.node].op for value in node.inputs):
             for key in (k for p in op.programs for k in keys_of(p)) if isinstance(op, Param) else ():
                 readers.setdefault(key, set()).add(node.origin.path)

@@ -38,6 +38,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError, named_kind
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
+from rlx_jax.ir.inference import as_in_jit
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
@@ -250,7 +251,8 @@ class Writer(Generic[V]):
         results = self.add_all(JaxFn(fn), *values)
         if len(results) > 1:
             return results
-        out = jax.eval_shape(fn, *(self.type_of(v).spec for v in values))
+        with as_in_jit():
+            out = jax.eval_shape(fn, *(self.type_of(v).spec for v in values))
         return results if isinstance(out, tuple | list) else results[0]
 
 

@@ -88,6 +88,8 @@ class LlamaDecoderBlock(Hir):
 
         with b.at(_inside(origin, "input_layernorm")):
             a = b(norm, v["x"], v["ln1_g"], v["ln1_b"])
+        with b.at(_inside(origin, "self_attn")):
+            a = b.boundary("input", a)
         q, k, value = (linear(f"self_attn.{n}_proj", n, a) for n in "qkv")
         with b.at(_inside(origin, "self_attn")):
             rope = Rope(self.head_dim, self.head_dim)
