@@ -115,6 +115,7 @@ REFUSED: list[tuple[Path, dict[str, Any], str]] = [
     (LLAMA, {"router_scale": 2.0}, "router_scale"),
     (LLAMA, {"layer_types": SLIDING}, "layer_types"),
     (LLAMA, {"layer_types": FULL[1:]}, "layer_types"),
+    (LLAMA, {"layer_types": [{}] * LAYERS}, "layer_types"),
     (LLAMA, {"sliding_window": 8}, "sliding_window"),
     (LLAMA, {"token_dropout": True}, "token_dropout"),
     (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),

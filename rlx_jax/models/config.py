@@ -131,7 +131,7 @@ class IgnoredFields:
             for group in groups:
                 nested = inner.get(group)
                 inner = nested if isinstance(nested, Mapping) else {}
-            if last not in inner:
+            if last not in inner and name not in values:
                 near = did_you_mean(last, list(map(str, inner)), alike=0.7)
                 raise ConfigError(f"{where}: {IGNORE}: there is no field {quote(name)}{near}")
 
@@ -286,7 +286,7 @@ class Fields:
         if not off and self.values.get("sliding_window") is not None:
             return set()
         kinds, layers = self.values.get("layer_types"), self.values.get("num_hidden_layers")
-        full = isinstance(kinds, list) and set(kinds) == {"full_attention"} and len(kinds) == layers
+        full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
         return {"max_window_layers", "sliding_window"} | ({"layer_types"} if full else set())
 
     def finish(self, inert: Iterable[str] = (), only: Mapping[str, tuple[Any, ...]] | None = None) -> None:
@@ -297,7 +297,7 @@ class Fields:
             UnsupportedError: names the fields.
         """
         harmless, neutral = set(inert), only or {}
-        passed, refused = [], []
+        passed, refused = list[str](), list[str]()
         for name, value in self.values.items():
             if name in self.seen:
                 continue
