@@ -159,8 +159,9 @@ BUILDERS: dict[str, OpCase] = {
     "relu": by_name("relu", lambda x: np.maximum(x, 0), X), "exp": by_name("exp", np.exp, X),
     "sqrt": by_name("sqrt", np.sqrt, POSITIVE), "neg": by_name("neg", np.negative, X),
     "tanh": by_name("tanh", np.tanh, X),
-    "ln": same(lambda m, *v: m.ln(*v, 1e-3), [X, G, BETA], lambda *v: formulas.layer_norm(*v, eps=1e-3)),
-    "rms_norm": same(lambda m, *v: m.rms_norm(*v, 1e-3), [X, G, BETA], lambda *v: formulas.rms_norm(*v, eps=1e-3)),
+    "ln": same(lambda m, *v: m.ln(*v, 1e-3), [X, G, BETA], lambda x, g, b: formulas.layer_norm(x, g, b, 1e-3)),
+    "rms_norm": same(lambda m, *v: m.rms_norm(*v, 1e-3), [X, G, BETA],
+                     lambda x, g, b: formulas.rms_norm(x, g, b, 1e-3)),
     "group_norm": same(lambda m, x, g, b: m.group_norm(x, g, b, 2, 1e-5), [IMG, C, -C], grouped),
     "layer_norm2d": same(
         lambda m, x, g, b: m.layer_norm2d(x, g, b, 1e-3), [IMG, C, -C],
@@ -197,7 +198,7 @@ BUILDERS: dict[str, OpCase] = {
         attended(causal=True, window=2, scale=0.3, softcap=5.0),
     ),
     "rope": same(lambda m, x, c, s: m.rope(x, c, s, D), [X, COS, SIN], turned),
-    "rope_n": same(lambda m, x, c, s: m.rope_n(x, c, s, D, 2), [X, COS, SIN], lambda *v: turned(*v, n_rot=2)),
+    "rope_n": same(lambda m, x, c, s: m.rope_n(x, c, s, D, 2), [X, COS, SIN], lambda x, c, s: turned(x, c, s, 2)),
     "cast": same(lambda m, x: m.cast(x, "i32"), [IDS * 1.0], IDS),
     "activation": same(lambda m, x: m.activation(x, "silu"), [X], silu),
     "gated_delta_net": same(
