@@ -171,6 +171,7 @@ def test_prompts(tmp_path: Path) -> None:
     """A prompt is what stands in front of a text: the default one without a choice, none with `prompt=""`."""
     encoder: Any = rlx.load(sentences(tmp_path))
     plain = encoder.embed(TEXTS, prompt="")
+    choice: Any
     for choice, prompt in [
         ({}, "Find: "), ({"prompt_name": None, "prompt": None}, "Find: "), ({"prompt_name": "query"}, "Find: "),
         ({"prompt_name": "document"}, ""), ({"prompt": "x y"}, "x y"),
