@@ -220,6 +220,18 @@ def test_the_key_has_all_that_the_result_depends_on(cache: Path, monkeypatch: An
     assert program()[1]
 
 
+def test_functions_are_known_by_their_content() -> None:
+    """JAX 0.11 gives one program other names, and equal functions once or twice, by what was traced before."""
+    function = "  func.func private @{}(%a: f32) -> f32 {{\n    return {}\n  }}\n"
+    main = "module {{\n  func.func public @main(%a: f32) {{\n    call @{} call @{}\n  }}\n{}}}\n"
+    inner, outer = function.format("inner", "%a"), function.format("f", "call @inner")
+    one = main.format("f", "f", outer + inner)
+    two = main.format("f", "f_2", inner + outer + function.format("f_2", "call @inner_3") + inner.replace("r(", "r_3("))
+    other = main.format("f", "f", outer + function.format("inner", "%b"))
+    texts = [compile_cache.canonical_text(text) for text in (one, two, other, main.format("f", "inner", outer + inner))]
+    assert texts[0] == texts[1] and len(set(texts)) == 3 and "private" not in texts[0]
+
+
 def test_on_a_mesh(cache: Path) -> None:
     """Devices in their order: a program of devices 1, 0 is none of 0, 1."""
 

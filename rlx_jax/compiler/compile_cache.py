@@ -7,6 +7,7 @@ read only from a directory that nobody else can write.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -35,6 +36,8 @@ _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
 _NOT_PORTABLE = re.compile(r"custom_call @\w*(?:callback|CustomSPMDPartitioning)|stablehlo\.(?:send|recv)\b")
 """Calls back into this process: their targets are addresses or indices that mean nothing in another one."""
+_FUNCTION = re.compile(r"^  func\.func private @([\w.$-]+)(\(.*?^  }\n)", re.DOTALL | re.MULTILINE)
+
 logger = logging.getLogger(__name__)
 
 
@@ -192,10 +195,29 @@ def program_key(lowered: jax.stages.Lowered, arguments: Any, options: Any) -> st
         logger.debug("compile cache: arguments without names are not cached")
         return None
     digest = hashlib.sha256()
-    for part in (text, read, *_types(lowered), *_placements((arguments, options)), *_environment()):
+    for part in (canonical_text(text), read, *_types(lowered), *_placements((arguments, options)), *_environment()):
         digest.update(f"{len(part)}:".encode())
         digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def canonical_text(text: str) -> str:
+    """Return a StableHLO text with private functions named by their content.
+
+    JAX numbers them, and shares equal ones or not, by what the process has traced before.
+    """
+    bodies, rest = dict(_FUNCTION.findall(text)), _FUNCTION.sub("", text)
+    if " @main(" not in rest:  # a form that the pattern does not know
+        return text
+
+    @functools.cache
+    def digest(name: str) -> str:
+        return hashlib.sha256(named(bodies[name]).encode()).hexdigest()
+
+    def named(part: str) -> str:
+        return re.sub(r"@([\w.$-]+)", lambda m: f"@{digest(m[1])}" if m[1] in bodies else m[0], part)
+
+    return named(rest)
 
 
 def _read_arguments(lowered: jax.stages.Lowered) -> str | None:
