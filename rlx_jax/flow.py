@@ -369,6 +369,7 @@ class ModelFlow(Stages):
         if value is None:
             raise GraphError(f"{self.name}: the last stage leaves no active value")
         own = set(emit.state.outputs)
+        emit.parameters.defers_missing = False  # what an edit reads is not replaced
         value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
         if emit.parameters.deferred:
             emit.parameters.refuse_missing(emit.hir_and_params()[1])

@@ -250,7 +250,7 @@ ACTIVE: dict[str, tuple[rlx.ModelFlow, str, np.ndarray[Any, Any], np.ndarray[Any
 def test_a_block_takes_its_active_value(case: str) -> None:
     """Which is scaled and wrapped whatever else the block reads, in whatever order, and from call to call."""
     flow, path, rest, active = ACTIVE[case]
-    given = {} if case != "an optional input" else {"gain": GAIN}
+    given: dict[str, Any] = {} if case != "an optional input" else {"gain": GAIN}
     for call, by in [({}, 1.0)] + [(given, GAIN)] * bool(given):
         for edited in (
             flow.at(path).scale(3.0, of="input"),

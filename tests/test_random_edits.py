@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ def stage_of(step: Step) -> Any:
         return blocks.Sequence([blocks.ResidualSave(), *inner, add])
     if step.kind == "layers":
         return blocks.Repeat(len(inner), inner.__getitem__, step.name)
-    made = LEAVES[step.kind][0](step.name) if not inner else blocks.Named(step.name, inner[0])
+    made: Any = LEAVES[step.kind][0](step.name) if not inner else blocks.Named(step.name, inner[0])
     return made if hasattr(made, "emit") else blocks.Custom(made, step.name)
 
 
@@ -98,9 +99,11 @@ LEAVES: dict[str, tuple[Callable[[str], Any], Callable[[Reference, str, Array], 
     "store": (lambda n: store, lambda ref, n, x: ref.store(jnp.sin(x), x + 0.25)),
     "keep": (lambda n: blocks.Named(n, blocks.StoreStream("s")), lambda ref, n, x: ref.store(x, x)),
     "optional": (lambda n: optional, lambda ref, n, x: x if ref.by is None else ref.by * x),
-    "recurrent": (lambda n: recurrent, lambda ref, n, x: ref.recurrent(x)),
+    "recurrent": (lambda n: recurrent, lambda ref, n, x: jnp.einsum("tu,buh->bth", SUMS, x)),
     "attention": (attention, lambda ref, n, x: ref.attention(n, x)),
 }  # fmt: skip
+SUMS: Any = np.eye(5, dtype="f4") + sum(np.eye(5, k=-k, dtype="f4") * 0.5 ** (k - 1) for k in range(1, 5))
+"""What `recurrent` sums: y_t = x_t + s_t, s_t = s_(t-1) / 2 + x_(t-1)."""
 FIRST, LAST = Step("keep", "first"), Step("optional", "last")
 
 # -- edits, and the reference ------------------------------------------------------------------
@@ -156,10 +159,9 @@ class Reference:
         for step in steps:
             here = self.path = (*path, step.name)
             if step.kind == "residual":  # only the sum is a block
-                inner = self.run(step.parts[0], x, path)
-                x = self.block(here, lambda v, x=x: x + v, inner)
+                x = self.block(here, partial(jnp.add, x), self.run(step.parts[0], x, path))
             else:
-                x = self.block(here, lambda v, s=step, here=here: self.body(s, here, v), x)
+                x = self.block(here, partial(self.body, step, here), x)
         return x
 
     def body(self, step: Step, here: Path, x: Array) -> Array:
@@ -167,15 +169,8 @@ class Reference:
         if step.kind == "named":
             return self.run(step.parts[0], x, here)
         for i, part in enumerate(step.parts):
-            x = self.block((*here, i), lambda v, part=part, i=i: self.run(part, v, (*here, i)), x)
+            x = self.block((*here, i), partial(self.run, part, path=(*here, i)), x)
         return x if step.parts else LEAVES[step.kind][1](self, step.name, x)
-
-    def recurrent(self, x: Array) -> Array:
-        state, out = jnp.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            out.append(state + x[:, t])
-            state = state * 0.5 + x[:, t]
-        return jnp.stack(out, 1)
 
     def attention(self, name: str, x: Array) -> Array:
         here = self.path
@@ -190,7 +185,7 @@ class Reference:
 
 
 def random_edits(seed: int, every: dict[Path, bool]) -> tuple[tuple[Path, str], ...]:
-    """Draw edits: none inside a block that was replaced; what stores a stream or was captured inside is not replaced."""
+    """Draw edits: none inside a replaced block; what stores a stream, or has a captured block, is not replaced."""
     rng, edits, paths = np.random.default_rng(seed), list[tuple[Path, str]](), list(every)
     while len(edits) < EDITS:
         path, kind = paths[rng.integers(len(paths))], str(rng.choice(list(KINDS)))
@@ -277,6 +272,9 @@ def test_random_edits_in_all_programs(start: int) -> None:
 
 # -- every family ------------------------------------------------------------------------------
 
+COUNT = EDITS * (QUICK + FLOWS) + (EDITS + 2) * 23
+"""Random edits in the quick and the slow tests."""
+assert COUNT >= 500
 CACHED = ("gemma", "gpt", "llama", "mamba", "mistral", "mixtral", "qwen")
 FIXTURES = (
     "bert/bare_v5", "flux2/sharded_bf16", "gemma/tied_v4", "gemma2/caps_v5", "gemma3_text/pattern_v4", "gpt2/bare_v4",
@@ -302,15 +300,6 @@ def products_of(recipe: Any, weights: dict[str, Array]) -> list[tuple[str, tuple
     return [p for p in found if all(keys.count(key) == 1 for key in p[1]) and "embed" not in p[1][0]]
 
 
-def double(emit: rlx.Emit, x: rlx.FlowValue, inner: Any) -> Any:
-    return inner(x * -2.0)
-
-
-def tell(emit: rlx.Emit, x: rlx.FlowValue, inner: Any) -> Any:
-    emit.output("taken", x)
-    return inner(x)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_random_edits_of_a_family(fixture: str) -> None:
@@ -323,24 +312,22 @@ def test_random_edits_of_a_family(fixture: str) -> None:
         wide, shapes = weights[keys[0]], [weights[key].shape for key in keys]
         alike = [p[1] for p in products if [weights[k].shape for k in p[1]] == shapes and p[2] == turned]
         source = alike[rng.integers(len(alike))]
-        by = rng.uniform(0.5, 2, wide.shape[0 if turned else 1]).astype("f4")
+        by = np.asarray(rng.uniform(0.5, 2, wide.shape[0 if turned else 1]), "f4")
         stage = blocks.Linear(source[0], transpose=not turned, bias_key=(*source, None)[1])
         edited, values = (
             (at.scale(0.5), [weights[key] * 0.5 for key in keys]),
             (at.scale(by, of="input"), [wide * (by[:, None] if turned else by)]),
-            (at.wrap(double), [wide * -2.0]),
+            (at.wrap(lambda e, x, f: f(x * -2.0)), [wide * -2.0]),
             (at.replace(stage), [weights[key] for key in source]),
         )[rng.integers(4)]
         other |= dict(zip(keys, values, strict=False))
         involved |= {*keys, *source}
-    edited = edited.at(path).wrap(tell).at(path).capture()
-    inputs: dict[str, Array] = {}
+    edited = edited.at(path).wrap(lambda e, x, f: (e.output("taken", x), f(x))[1]).at(path).capture()
+    inputs: dict[str, Any] = {}
     for declared in (d for d in recipe.assemble().inputs if not d.optional):
-        shape = [{"batch": 2}.get(str(d), 6) if not isinstance(d, int) else d for d in declared.type.shape]
-        real = declared.type.dtype.kind == "f"
-        inputs[declared.name] = (
-            rng.uniform(0, 1, shape).astype("f4") if real else rng.integers(0, 9, shape).astype("i4")
-        )
+        shape = [d if isinstance(d, int) else {"batch": 2}.get(str(d), 6) for d in declared.type.shape]
+        high = 9 if declared.type.dtype.kind == "i" else 1
+        inputs[declared.name] = np.asarray(rng.uniform(0, high, shape), declared.type.dtype)
     stock, model = compiled(recipe, other), compiled(edited, weights)
     got, want = dict(model(**inputs)), named(stock(**inputs))
     weight, *bias = (other[key] for key in keys)
@@ -349,18 +336,15 @@ def test_random_edits_of_a_family(fixture: str) -> None:
     (primary, *_), (first, *_) = got, want
     assert_all_near({first: got[primary]}, {first: want[first]}, fixture)
 
-    def loss(m: Any, part: dict[str, Array], name: str) -> Array:
-        return jnp.sum(jnp.sin(named(m.apply(m.params | part, **inputs))[name]))
-
     part = {key: model.params[key] for key in model.params if key not in involved}
-    grads = (jax.grad(lambda p, m=m, n=n: loss(m, p, n))(part) for m, n in ((model, primary), (stock, first)))
-    assert_all_near(*grads, f"{fixture}: gradients")
+
+    def loss(part: dict[str, Array], of: Any, name: str) -> Array:
+        return total(named(of.apply(of.params | part, **inputs))[name])
+
+    gradients = [jax.grad(loss)(part, of, name) for of, name in ((model, primary), (stock, first))]
+    assert_all_near(gradients[0], gradients[1], f"{fixture}: gradients")
     two = compiled(edited, weights, mesh=2)(**inputs)
     assert_all_near({first: two[primary]}, {first: want[first]}, f"{fixture}: on two devices")
     if fixture.startswith(CACHED):
         pieces = in_pieces(compiled(edited, weights, program="extend"), *inputs.values())
         assert_all_near({first: pieces[primary]}, {first: want[first]}, f"{fixture}: cached")
-
-
-def test_there_are_enough() -> None:
-    assert EDITS * (QUICK + FLOWS) + (EDITS + 1) * len(FIXTURES) >= 500

@@ -156,6 +156,21 @@ def test_prefill_and_extend_are_forward() -> None:
     np.testing.assert_array_equal(state.leaves["fast.seen"], state.length)
 
 
+def test_it_runs_without_jit() -> None:
+    """`jax_disable_jit` is for stepping through numbers; types are inferred as ever. A scan of the user's own too."""
+
+    def own(x: Any) -> Any:
+        return jax.lax.scan(lambda s, t: (s + t, s), x.sum(1) * 0, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    def flow() -> Any:
+        return rlx.ModelFlow("m").input("x", ("batch", "seq", H)).custom(rnn).custom(lambda emit, x: emit.jax(own, x))
+
+    weights, x = {key: WEIGHTS[key] for key in ("rnn.x", "rnn.h")}, w(2, 5, H)
+    want = np.asarray(compiled(flow(), weights)(x))
+    with jax.disable_jit():
+        np.testing.assert_allclose(compiled(flow(), weights)(x), want, rtol=1e-5, atol=1e-6)
+
+
 def test_it_generates() -> None:
     """The likeliest token each time, alone as in a batch."""
     lm = rlx.CausalLM(flow_of("rnn", "fast"), weights_of("rnn", "fast"))

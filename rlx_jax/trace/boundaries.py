@@ -5,7 +5,7 @@ A flow with edits by path marks them while its stages run (`Builder.marks_blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -44,17 +44,17 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     try:
         out = write(active)
     except MissingWeightError as error:
-        blocks = emit.opened[1]
-        if emit.stand_in is None or len(blocks) != 1:
+        block = _single(emit.opened[1])
+        if emit.stand_in is None or block is None:
             raise
         builder.cut(start + (value is not None))
-        emit.state, emit.repeating, (block,) = before, repeating, blocks
+        emit.state, emit.repeating = before, repeating
         with builder.at(Origin(block)), emit.stage():
             out = emit.stand_in(block, active, error)
         emit.has_stand_ins = True
     finally:
         blocks, emit.opened = emit.opened[1], outer
-    (block,) = blocks if len(blocks) == 1 else (None,)
+    block = _single(blocks)
     if block is None or not _is_inside(block, builder.nodes[start:]):
         return out
     if value is not None:
@@ -63,6 +63,11 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
         return None
     with builder.at(Origin(block)):
         return emit.wrap(builder.boundary(OUTPUT, emit.own(out)))
+
+
+def _single(blocks: Collection[Path]) -> Path | None:
+    """Return the only block, or None."""
+    return next(iter(blocks)) if len(blocks) == 1 else None
 
 
 def _is_inside(block: Path, nodes: Iterable[Node]) -> bool:
