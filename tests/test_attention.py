@@ -402,5 +402,5 @@ def test_attention_without_cudnn_needs_no_memory_of_all_scores() -> None:
         return IMPLEMENTATIONS["query_chunks"](op, q, k, v).sum()
 
     specs = [jax.ShapeDtypeStruct((1, 4096, shape[2]), "f4") for shape in shapes]
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*specs).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**31  # `eval` keeps three arrays of 2**31 bytes
+    memory: Any = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*specs).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**31  # `eval` keeps three arrays of 2**31 bytes

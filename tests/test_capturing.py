@@ -31,7 +31,7 @@ MIXTURE = {
 def llama(stacked: bool = False, roll: str = "auto") -> rlx.CausalLM:
     recipe = rlx.recipe_for(LLAMA).at("layers.*").capture(stacked=stacked)
     recipe = recipe.at("norm").capture().at("layers.0.{self_attn,mlp.down_proj}").capture()
-    return rlx.load(LLAMA, recipe=recipe, profile=rlx.CompileProfile().replace(layers={"roll": roll}))  # type: ignore[return-value]
+    return rlx.load(LLAMA, recipe=recipe, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
 
 
 def assert_alone(lm: rlx.CausalLM, prompts: list[list[int]], got: dict[str, Any], batch: int = 0) -> None:

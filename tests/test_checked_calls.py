@@ -61,7 +61,7 @@ def step(block: Any, ids: str = "host", labels: Any = None) -> Any:
 CALLS: dict[str, Callable[[Any], Any]] = {
     "model": lambda block: model()(block),
     "model, jnp": lambda block: model()(jnp.asarray(block)),
-    "apply, jnp": lambda block: model().apply(model().params, jnp.asarray(block)),
+    "apply, jnp": lambda block: model().apply(model().params or {}, jnp.asarray(block)),
     "lm.model": lambda block: lm().model(block),
     "logits": lambda block: lm().logits(block),
     "logits, jnp": lambda block: lm().logits(jnp.asarray(block)),
@@ -79,7 +79,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "step": step,
     "step, jnp": lambda block: step(jnp.asarray(block)),
     "step, labels": lambda block: step(np.ones_like(block), labels=jnp.abs(jnp.asarray(block))),
-    "cross_entropy, jnp": lambda block: rlx.losses.cross_entropy(model(), model().params, jnp.asarray(block)),
+    "cross_entropy, jnp": lambda block: rlx.losses.cross_entropy(model(), model().params or {}, jnp.asarray(block)),
 }  # fmt: skip
 
 
