@@ -63,6 +63,7 @@ SETTINGS: dict[str, Any] = {
     "buckets.spare": 3,
     **{f"sharding.{role}": ("x", "y") for role in ROLES},
     "donation.state": False,
+    "donation.strict": True,
     "donation.inputs": ("x", "y"),
     "layers.roll": "scan",
     "layers.remat": "layer",
