@@ -157,12 +157,15 @@ class Precision(_Table):
 @dataclass(frozen=True)
 class Donation(_Table):
     """state: the cache of a step is written in place, and the old state is gone.
+    strict: a compiled program that copies its state, or takes more temporaries than its plan, is a `GraphError`.
+        Without it the program runs, and a `DonationWarning` names the bytes.
     inputs: names of inputs whose device arrays a call consumes, so that XLA may reuse their memory. An array that
         was given is gone after the call; `apply` consumes nothing.
     """
 
     PATH: ClassVar[str] = "donation"
     state: bool = True
+    strict: bool = False
     inputs: tuple[str, ...] = ()
 
 

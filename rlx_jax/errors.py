@@ -296,6 +296,11 @@ class RlxWarning(UserWarning):
     """Something was left out on purpose; the message says what."""
 
 
+class DonationWarning(RlxWarning):
+    """A compiled program gives right results and takes more memory than its plan: XLA copies the state, or needs more
+    temporaries. `donation.strict` makes it a `GraphError`."""
+
+
 # -- helpers for messages ----------------------------------------------------------------------
 
 

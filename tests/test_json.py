@@ -134,7 +134,9 @@ def test_every_op_is_in_the_table() -> None:
     """A new op cannot be forgotten: all of them are stored, but for a user's function."""
     users = {"JaxFn", "TokenScan", "Recurrent"}
     building = {"Boundary"}  # no finished graph has one
-    assert {cls.__name__ for cls in op_classes(Op)} == {*serial.STORED, *users, *building}, "STORED: rlx_jax/ir/serial.py"
+    assert {cls.__name__ for cls in op_classes(Op)} == {*serial.STORED, *users, *building}, (
+        "STORED: rlx_jax/ir/serial.py"
+    )
     stored = {cls for cls in op_classes(Hir) if cls.__name__ not in users}
     assert {type(op) for op, _ in BLOCKS} == stored, "a sample of each block stands in this file"
 

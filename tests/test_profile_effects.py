@@ -757,6 +757,10 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (generating, False, ""),
         (lambda **t: llama("prefill", **t), False, ""),
     ],
+    "donation.strict": [
+        (llama, True, "there is no state, and this model runs forward"),
+        (generating, True, ""),
+    ],
     "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
     "layers.roll": [(small, "scan", "no layers repeat"), (small, "unroll", ""), (llama, "scan", "")],
     "layers.remat": [

@@ -64,6 +64,7 @@ SETTINGS: dict[str, Any] = {
     "checks.ids": "all",
     **{f"sharding.{role}": ("x", "y") for role in ROLES},
     "donation.state": False,
+    "donation.strict": True,
     "donation.inputs": ("x", "y"),
     "layers.roll": "scan",
     "layers.remat": "layer",

@@ -1,8 +1,9 @@
 """Proof that a program updates its state in place.
 
 Aliased bytes alone prove little: a scan that copies the whole cache aliases it too, and a dtype drift donates
-nothing without a word. So three things are checked on the compiled program. Two of them are exact, bytes that are
-aliased and copies of a cache, and so an error; how much room XLA needs beside them is estimated, and so a warning.
+nothing without a word. So three things are checked on the compiled program: bytes that are aliased, copies of a cache,
+and bytes of temporaries against an estimate. A program that fails a check gives right results and takes more memory or
+time, so that it is a warning; `donation.strict` makes it an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ from rlx_jax.lowering.inspect.costs import cost
 from rlx_jax.lowering.lir.plan import Lir, state_types
 
 SLACK = 2**16  # bytes: alignment and small constants
+LEAST_CACHE = 2**16  # bytes of a cache from which a copy is reported
 CUDA_SCRATCH = 2**26  # bytes: cuBLAS's own memory, and partial sums of products that XLA cuts along the contraction
+
+
+COPIED_ADVICE = (
+    "nothing may read the old state once the new one is written, nor change its dtype; where no block of yours does, "
+    "it is XLA's choice, and results are the same"
+)
+TEMPORARIES_ADVICE = (
+    "if memory is short, use fewer rows or shorter chunks, or compile with layers.roll = 'unroll'; donation.state = "
+    "false in the profile leaves this unchecked"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,21 @@ class DonationProof:
     copies: tuple[str, ...]
     changed: tuple[str, ...] = ()
     largest: str = ""
+
+    def extra_bytes(self) -> int:
+        """Return the bytes that the program takes more than its plan: state without an alias, copies, temporaries."""
+        missing = max(0, self.state_bytes - self.aliased_bytes)
+        # A copy of a cache is one of the temporaries.
+        return missing + max(sum(map(result_bytes, self.copies)), self.temp_bytes - self.temp_limit)
+
+    def problem(self) -> str:
+        """Return what is wrong, its bytes and what a user may do; empty if the state is updated in place."""
+        problems = []
+        if broken := self.broken():
+            problems.append(f"the state is not updated in place: {broken}; {COPIED_ADVICE}")
+        if surplus := self.surplus():
+            problems.append(f"{surplus}; {TEMPORARIES_ADVICE}")
+        return f"{self.extra_bytes()} bytes more than planned: {'; '.join(problems)}" if problems else ""
 
     def broken(self) -> str:
         """Why the state is not updated in place; empty if it is."""
@@ -132,6 +159,12 @@ _RESULT = re.compile(r"^(?:ROOT )?%\S+ = (\w+?)(\d+)\[([\d,]+)\]\S* ([\w-]+)\(")
 _NO_ROOM = ("parameter", "bitcast", "get-tuple-element", "constant", "while", "conditional", "call", "copy-done")
 
 
+def result_bytes(line: str) -> int:
+    """Return the bytes of the array that a line of HLO computes; 0 if it computes none."""
+    match = _RESULT.match(line)
+    return int(match[2]) // 8 * math.prod(map(int, match[3].split(","))) if match else 0
+
+
 def largest_result(hlo: str) -> str:
     """The largest array that an HLO text computes, with the place in the flow that asks for it."""
     best, told, fused = 0, "", False
@@ -141,7 +174,7 @@ def largest_result(hlo: str) -> str:
         found = None if fused else _RESULT.match(line)
         if found is None or found[4] in _NO_ROOM:
             continue
-        size = int(found[2]) // 8 * math.prod(map(int, found[3].split(",")))
+        size = result_bytes(line)
         if size > best:
             place = re.search(r'op_name="[^"/]*/([^"]*)"', line)
             best, told = size, f"{found[1]}{found[2]}[{found[3]}]" + (f" at {place[1]}" if place else "")
@@ -191,7 +224,7 @@ def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
     """Instructions of an HLO text that copy an array of a cache's own shape and dtype."""
-    caches = [t for t in types if t.rank > 2 and t.nbytes > SLACK]
+    caches = [t for t in types if t.rank > 2 and t.nbytes > LEAST_CACHE]
     shapes = {f"{short_name(t.dtype)}[{','.join(map(str, t.shape))}]" for t in caches}
     lines = (line.strip() for line in hlo.splitlines())
     return [x[:120] for x in lines if (m := re.search(r"= (\w+\[[\d,]*\])\S* copy\(", x)) and m.group(1) in shapes]

@@ -12,13 +12,14 @@ from typing import Any
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir
-from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.attention import choose_attention, cudnn, heads_first, query_chunks
+from rlx_jax.lowering.lir.cache_writes import choose_cache_writes, in_loop
 from rlx_jax.lowering.lir.choices import Call, Choice
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.products import choose_products, row
@@ -47,6 +48,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "blocked": blocked,
     "looped": looped,
     "ragged": ragged,
+    "in_loop": in_loop,
     "grouped": in_kernels("grouped", "grouped"),
     "one_pass": in_kernels("delta", "one_pass"),
     "states_in_one": in_kernels("delta", "states_in_one"),
@@ -59,7 +61,7 @@ KERNELS = ("grouped", "one_pass", "states_in_one")
 LOWERING = threading.Lock()
 """Held while the filters of warnings, which are the whole process's, are others."""
 
-CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn)
+CHOSEN = (AttentionOp, MatMul, FusedMatMulBiasAct, GatedDeltaOp, SelectiveScanOp, ExpertFfn, CacheUpdate, RingStep)
 """The ops that may have a choice."""
 
 
@@ -92,8 +94,8 @@ def without_deprecation(choices: Mapping[Call, Choice]) -> Iterator[None]:
 def choose_all(
     graph: Graph, device: Device, attention: str, products: str, experts: str, division: Division | None, kernels: bool
 ) -> dict[Call, Choice]:
-    """The implementation of every attention and mixture of experts of a program with static sizes, and of products and
-    recurrences where `eval` loses. `kernels` of our own run on one device.
+    """The implementation of every attention and mixture of experts of a program with static sizes, and of products,
+    recurrences and cache writes where `eval` loses. `kernels` of our own run on one device.
 
     Raises:
         UnsupportedError: see `choose_attention`.
@@ -101,6 +103,7 @@ def choose_all(
     own = kernels and division is None and has_kernels(device)
     chosen = choose_attention(graph, device, attention)
     chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device, own)
+    chosen |= choose_cache_writes(graph, device, division)
     return chosen | choose_experts(graph, device, experts, division, own)
 
 

@@ -25,7 +25,8 @@ class Plan:
     """Choices for one program: `scan` the layers or unroll them, donate the state and some inputs, what a gradient
     recomputes of each layer (`remat`: none or a name in `interpret.REMAT`), the `implementation` of attention that was
     asked for, how attentions, products and experts run (`choices`), what was asked of products, experts and kernels,
-    options for XLA. `unread` are keys of weights of the program that was planned for which the plan has no use."""
+    options for XLA, and whether a state that is not updated in place is an error (`strict`). `unread` are keys of
+    weights of the program that was planned for which the plan has no use."""
 
     target: str
     scan: bool
@@ -39,6 +40,7 @@ class Plan:
     products: str = "auto"
     experts: str = "auto"
     kernels: bool = False
+    strict: bool = False
 
     def text(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in sorted(self.compiler_options.items())) or "none"

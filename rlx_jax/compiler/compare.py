@@ -37,7 +37,11 @@ ALWAYS = {
     "sharding": "mesh axes of roles",
 }
 TRAINING = {"plan.remat": "recomputed in gradients"}
-STATEFUL = {"kv": "dtype of the cache", "plan.donate_state": "state updated in place"}
+STATEFUL = {
+    "kv": "dtype of the cache",
+    "plan.donate_state": "state updated in place",
+    "plan.strict": "copies of the state are errors",
+}
 SERVING = {"loop": "generating loop"}
 """Settings that are shown as they are, and what they are called: of all programs, of those that train, that have a
 state, and of models that take requests. The others show in the program: passes, ops, parameters, layers."""

@@ -198,6 +198,11 @@ def stateful(value: Any, facts: Facts) -> str:
     return "" if keeps_state(facts) else f"there is no state, and {facts.runs()}"
 
 
+def donated(value: Any, facts: Facts) -> str:
+    """Only a program that donates its state is checked."""
+    return stateful(value, facts) or ("" if facts.profile.donation.state else "donation.state is false")
+
+
 def consumed(value: Any, facts: Facts) -> str:
     """Donated inputs lend their memory on the device to outputs; requests are on the host."""
     # Whether an output can take an input's memory depends on sizes, and is told where they are known.
@@ -293,6 +298,7 @@ EFFECTS: Mapping[str, Idle] = {
     "precision.weights": without(has_float_parameters, "there is no floating parameter"),
     "precision.kv": cached,
     "donation.state": stateful,
+    "donation.strict": donated,
     "donation.inputs": consumed,
     "layers.roll": scanned,
     "layers.remat": remat,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.compile_cache import compile_lowered
 from rlx_jax.device import out_of_memory
-from rlx_jax.errors import GraphError, ProfileError, RlxWarning, first_line
+from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.costs import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, examine
 from rlx_jax.lowering.lir.implementations import without_deprecation
@@ -171,6 +170,8 @@ def compile_program(
 
     Raises:
         ProfileError: XLA does not take one of the profile's compiler options.
+        GraphError: the state that is returned has other types than the one that is read; or the plan is strict, and
+            the state is not updated in place.
     """
 
     def called(params: Arrays, state: StateArrays, kept: Arrays, *consumed: Arrays) -> Results:
@@ -204,37 +205,16 @@ def compile_program(
         raise ProfileError(f"backend.{lir.plan.target}.compiler_options: {first_line(error)}") from error
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
     start = time.perf_counter()
-    proof = prove_donation(lir, compiled, lowered.out_info[1], shardings, beside or {}) if donates_state else None
+    proof = None
+    if donates_state:
+        held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
+        proof = examine(lir, compiled, lowered.out_info[1], held, gathered, beside or {})
+        # A state of other types than the program reads is wrong, not slow: the next call could not take it.
+        if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
+            cure = "" if proof.changed else "; donation.strict = false in the profile runs it"
+            raise GraphError(f"{lir.graph.name}: {name}: {problem}{cure}")
     seconds["prove"] = time.perf_counter() - start
     placement = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, placement, loaded)
-
-
-def prove_donation(
-    lir: Lir, compiled: jax.stages.Compiled, after: StateArrays, shardings: Shardings | None, beside: Mapping[str, Lir]
-) -> DonationProof:
-    """The state is consumed in place, or this is an error. `after`: the types of the state that is returned;
-    `shardings`: where it and all else is, on several devices.
-
-    Raises:
-        GraphError: bytes that are not aliased, or a cache that is copied. More temporaries than the plan expects are a
-            warning, as that is an estimate.
-    """
-    held, gathered = ({}, 0) if shardings is None else (shardings.state, shardings.gathered)
-    donation, name = examine(lir, compiled, after, held, gathered, beside), lir.graph.name
-    if broken := donation.broken():
-        raise GraphError(
-            f"{name}: the state is not updated in place: {broken}; nothing may read the old state once the new one is "
-            f"written, nor change its dtype; donation.state = false in the profile runs it with "
-            f"{donation.state_bytes} bytes more"
-        )
-    if surplus := donation.surplus():
-        warnings.warn(
-            f"{name}: {surplus}; if memory is short, ask for fewer rows or shorter chunks, or compile with "
-            "layers.roll = 'unroll'; donation.state = false in the profile leaves this unchecked",
-            RlxWarning,
-            stacklevel=2,
-        )
-    return donation

@@ -142,6 +142,7 @@ def settings_for(
             implementation=profile.attention.implementation,
             donate_state=profile.donation.state,
             donate_inputs=profile.donation.inputs,
+            strict=profile.donation.strict,
             products=backend.products,
             experts=backend.experts,
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again

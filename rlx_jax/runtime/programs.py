@@ -32,6 +32,7 @@ from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_te
 from rlx_jax.compiler.settings import Settings, choose_settings, divided
 from rlx_jax.errors import (
     DeriveError,
+    DonationWarning,
     FusionError,
     RecompileError,
     RequestError,
@@ -177,6 +178,7 @@ class Programs:
         self.empty: Lru[Hashable, EmptyState] = Lru(limit, making)
         self.small: Lru[Hashable, Callable[..., Any]] = Lru(limit, making)
         self.beside: Lru[str, Beside] = Lru(TEMPLATES, making)
+        self.donation_warnings: set[tuple[str, str]] = set()  # flows and programs with such a warning
         self.warm = False  # warm-up is over
         self.warming: set[ProgramKey] | None = None  # what it has run so far
         self.recompiles = 0  # programs compiled since
@@ -276,6 +278,7 @@ class Programs:
                 beside = key.around.beside() if isinstance(key.around, RunsOthers) else None
                 at = self.shardings(key, inputs)
                 made = compile_program(program.lir, program.run, params, state, inputs, at, beside, key.text)
+            self.warn_of_donation(key, made)
             made.seconds = {"plan": program.seconds, **made.seconds}
             self.loaded += made.loaded
             self.tell(what, 1, 1)
@@ -284,6 +287,15 @@ class Programs:
         if self.warming is not None:
             self.warming.add(key)
         return self.executables(key, make)
+
+    def warn_of_donation(self, key: ProgramKey, executable: Executable) -> None:
+        """Warn of a program that takes more memory than its plan, once for all sizes of the program."""
+        problem = executable.donation.problem() if executable.donation is not None else ""
+        if problem and (key.flow, key.program) not in self.donation_warnings:
+            self.donation_warnings.add((key.flow, key.program))
+            name = executable.lir.graph.name
+            message = f"{name}: {key.text}: {problem}; donation.strict = true in the profile makes this an error"
+            warnings.warn(message, DonationWarning, stacklevel=2)
 
     @property
     def division(self) -> Division | None:

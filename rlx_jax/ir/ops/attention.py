@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -405,7 +406,8 @@ class CacheUpdate(Mir):
         if new.shape[:1] != rows or any(t.shape != rows or t.dtype.kind != "i" for t in (start, lengths)):
             raise ShapeError(f"cache_update: start and lengths are i32[{rows[0]}], got {new}, {start}, {lengths}")
 
-    def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
+    def eval(self, cache: Array, new: Array, start: Array, lengths: Array, write: WriteRows | None = None) -> Array:
+        """Compute the cache after the call; `write` takes the place of `write_rows`."""
         if self.fresh:
             new = new[:, : cache.shape[1]]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
@@ -414,7 +416,7 @@ class CacheUpdate(Mir):
             return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, jnp.zeros_like(new)))
         # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
-        return _written(cache, slot, new, ordered=True)
+        return (write or write_rows)(cache, slot, new, True)
 
 
 @dataclass(frozen=True)
@@ -432,9 +434,21 @@ class Overwrite(Mir):
         return old.at[...].set(new)
 
 
-def _written(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
-    """`cache[b, slot[b, i]] = new[b, i]`, distinct slots, dropped where there is none. Rows of the batch are told apart
-    as such, not by an index, so that they may be on several devices."""
+WriteRows = Callable[[Array, Array, Array, bool], Array]
+"""A function with the arguments and the result of `write_rows`."""
+
+
+def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
+    """Set `cache[b, slot[b, i]] = new[b, i]`; drop rows with a slot past the end.
+
+    The batch is an axis of a `vmap`, not an index, so that it may be sharded over several devices.
+
+    Args:
+        cache: `[B,T,…]`.
+        slot: `[B,S]` int32, distinct for each b.
+        new: `[B,S,…]`.
+        ordered: the slots increase along S.
+    """
 
     def row(cache: Array, slot: Array, new: Array) -> Array:
         return cache.at[slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=ordered)
@@ -476,14 +490,17 @@ class RingStep(Mir):
     def check(self, *operands: TensorType) -> None:
         CacheUpdate().check(*operands)
 
-    def eval(self, ring: Array, new: Array, start: Array, lengths: Array) -> tuple[Array, Array, Array]:
+    def eval(
+        self, ring: Array, new: Array, start: Array, lengths: Array, write: WriteRows | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Compute the results of the class docstring; `write` takes the place of `write_rows`."""
         slots = ring.shape[1]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         at = start[:, None] + step
         valid = step < lengths[:, None]
         kept = valid & (step >= lengths[:, None] - slots)
         slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
-        after = _written(ring, slot, new)
+        after = (write or write_rows)(ring, slot, new, False)
         if self.in_place(slots, new.shape[1]):
             return after, _ring_positions(start + lengths, slots), after
         keys = jnp.concatenate([ring, new], axis=1)
