@@ -84,7 +84,7 @@ def build(shape: Shape) -> rlx.CausalLM:
         return (noise if len(size) > 1 else np.ones(size)).astype(hand_dtype(shape))
 
     weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
-    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype}, donation={"strict": True})
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096)
 
 

@@ -34,7 +34,9 @@ INSTRUCTION = re.compile(r"%?(\S+) = \w+\[([\d,]+)\]\S* (copy|copy-start|transpo
 def extend_step(sizes: Sizes, roll: str, batch: int, tokens: int) -> Executable:
     """Compile one extend step; nothing runs."""
     config = LlamaConfig.from_hf(hf_config(sizes))
-    profile = rlx.CompileProfile().replace(layers={"roll": roll}, backend={"cpu": {"merge": True}})
+    profile = rlx.CompileProfile().replace(
+        layers={"roll": roll}, backend={"cpu": {"merge": True}}, donation={"strict": True}
+    )
     model = rlx.compile(Llama32Flow(config), profile=profile, program="extend")
     state = jax.eval_shape(partial(model.init_state, batch, SLOTS))
     model.lower(np.ones((batch, tokens), np.int32), np.full(batch, tokens, np.int32), state=state)
