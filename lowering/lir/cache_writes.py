@@ -45,17 +45,18 @@ def is_narrow(call: Call) -> bool:
     return scatters and is_float(cache.dtype) and cache.dtype.itemsize == 2
 
 
-def in_loop(op: CacheWrite, *arrays: Array) -> Any:
+def in_loop(op: CacheWrite, cache: Array, new: Array, start: Array, lengths: Array) -> Any:
     """Evaluate a `CacheUpdate` or `RingStep` with its write in a loop of at most one turn."""
-    return op.eval(*arrays, write=write_in_loop)
+    return op.update(cache, new, start, lengths, write_in_loop)
 
 
 def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False) -> Array:
     """Write rows as `write_rows` does, see there; skip the cache if no row has a slot in it."""
-    num_slots = cache.shape[1]
-    turns = (slots < num_slots).any().astype(jnp.int32)
-    if cache.dtype == np.dtype(np.float16):
-        return lax.fori_loop(0, turns, lambda _, cache: write_rows(cache, slots, rows, ordered), cache)
+    turns = (slots < cache.shape[1]).any().astype(jnp.int32)
+
+    def scatter(_: Any, cache: Array) -> Array:
+        return write_rows(cache, slots, rows, ordered)
+
     # The number of the row that goes to each slot, -1 for none: `[B,T]`, small, and equal for all layers.
     numbers = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32), slots.shape)
     sources = write_rows(jnp.full(cache.shape[:2], -1, jnp.int32), slots, numbers, ordered)
@@ -66,4 +67,5 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
         each = rows if rows.shape[1] == 1 else jax.vmap(lambda r, s: jnp.take(r, s, axis=0, mode="clip"))(rows, sources)
         return jnp.where(is_written, each, cache)
 
-    return lax.fori_loop(0, turns, select, cache)
+    written: Array = lax.fori_loop(0, turns, scatter if cache.dtype == np.float16 else select, cache)
+    return written

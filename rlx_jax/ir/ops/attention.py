@@ -380,6 +380,28 @@ class RopeOp(Mir):
         return f"rope(d={self.head_dim}, n_rot={self.n_rot}{', interleaved' * (self.style == 'interleaved')})"
 
 
+WriteRows = Callable[[Array, Array, Array, bool], Array]
+"""A function with the arguments and the result of `write_rows`."""
+
+
+def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
+    """Set `cache[b, slot[b, i]] = new[b, i]`; drop rows with a slot past the end.
+
+    The batch is an axis of a `vmap`, not an index, so that it may be sharded over several devices.
+
+    Args:
+        cache: `[B,T,…]`.
+        slot: `[B,S]` int32, distinct for each b.
+        new: `[B,S,…]`.
+        ordered: the slots increase along S.
+    """
+
+    def row(cache: Array, slot: Array, new: Array) -> Array:
+        return cache.at[slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=ordered)
+
+    return jax.vmap(row)(cache, slot, new)
+
+
 def _rows_written(op: Any, operands: Types, results: Types) -> int:
     """New rows are read and written, where the cache is updated in place."""
     return 2 * operands[1].nbytes + sum(t.nbytes for t in operands[2:])
@@ -406,8 +428,11 @@ class CacheUpdate(Mir):
         if new.shape[:1] != rows or any(t.shape != rows or t.dtype.kind != "i" for t in (start, lengths)):
             raise ShapeError(f"cache_update: start and lengths are i32[{rows[0]}], got {new}, {start}, {lengths}")
 
-    def eval(self, cache: Array, new: Array, start: Array, lengths: Array, write: WriteRows | None = None) -> Array:
-        """Compute the cache after the call; `write` takes the place of `write_rows`."""
+    def eval(self, cache: Array, new: Array, start: Array, lengths: Array) -> Array:
+        return self.update(cache, new, start, lengths)
+
+    def update(self, cache: Array, new: Array, start: Array, lengths: Array, write: WriteRows = write_rows) -> Array:
+        """Compute what `eval` does, with another function that writes the rows."""
         if self.fresh:
             new = new[:, : cache.shape[1]]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
@@ -416,7 +441,7 @@ class CacheUpdate(Mir):
             return cache.at[:, : new.shape[1]].set(jnp.where(valid, new, jnp.zeros_like(new)))
         # Padding goes behind the last slot, each to a place of its own: XLA need not order writes to distinct places.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
-        return (write or write_rows)(cache, slot, new, True)
+        return write(cache, slot, new, True)
 
 
 @dataclass(frozen=True)
@@ -432,28 +457,6 @@ class Overwrite(Mir):
 
     def eval(self, old: Array, new: Array) -> Array:
         return old.at[...].set(new)
-
-
-WriteRows = Callable[[Array, Array, Array, bool], Array]
-"""A function with the arguments and the result of `write_rows`."""
-
-
-def write_rows(cache: Array, slot: Array, new: Array, ordered: bool = False) -> Array:
-    """Set `cache[b, slot[b, i]] = new[b, i]`; drop rows with a slot past the end.
-
-    The batch is an axis of a `vmap`, not an index, so that it may be sharded over several devices.
-
-    Args:
-        cache: `[B,T,…]`.
-        slot: `[B,S]` int32, distinct for each b.
-        new: `[B,S,…]`.
-        ordered: the slots increase along S.
-    """
-
-    def row(cache: Array, slot: Array, new: Array) -> Array:
-        return cache.at[slot].set(new, mode="drop", unique_indices=True, indices_are_sorted=ordered)
-
-    return jax.vmap(row)(cache, slot, new)
 
 
 def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
@@ -490,17 +493,20 @@ class RingStep(Mir):
     def check(self, *operands: TensorType) -> None:
         CacheUpdate().check(*operands)
 
-    def eval(
-        self, ring: Array, new: Array, start: Array, lengths: Array, write: WriteRows | None = None
+    def eval(self, ring: Array, new: Array, start: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        return self.update(ring, new, start, lengths)
+
+    def update(
+        self, ring: Array, new: Array, start: Array, lengths: Array, write: WriteRows = write_rows
     ) -> tuple[Array, Array, Array]:
-        """Compute the results of the class docstring; `write` takes the place of `write_rows`."""
+        """Compute what `eval` does, with another function that writes the rows."""
         slots = ring.shape[1]
         step = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
         at = start[:, None] + step
         valid = step < lengths[:, None]
         kept = valid & (step >= lengths[:, None] - slots)
         slot = jnp.where(kept, jnp.remainder(at, slots), slots + step)  # distinct, as in CacheUpdate
-        after = (write or write_rows)(ring, slot, new, False)
+        after = write(ring, slot, new, False)
         if self.in_place(slots, new.shape[1]):
             return after, _ring_positions(start + lengths, slots), after
         keys = jnp.concatenate([ring, new], axis=1)
