@@ -23,16 +23,15 @@ from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.attention import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.types import is_float
-from rlx_jax.lowering.division import Division
 from rlx_jax.lowering.lir.choices import Call, Choice, call_of
 
 Array = jax.Array
 CacheWrite = CacheUpdate | RingStep
 
 
-def choose_cache_writes(graph: Graph, device: Device, division: Division | None) -> dict[Call, Choice]:
-    """Choose `in_loop` for every write of rows into a 16-bit cache on one CPU device."""
-    if device.kind != "cpu" or division is not None:
+def choose_cache_writes(graph: Graph, device: Device) -> dict[Call, Choice]:
+    """Choose `in_loop` for every write of rows into a 16-bit cache on a CPU."""
+    if device.kind != "cpu":
         return {}
     calls = (call_of(inner, node) for inner, node in graph.walk() if isinstance(node.op, CacheWrite))
     return {call: Choice("in_loop", "XLA:CPU copies a 16-bit cache otherwise") for call in calls if is_narrow(call)}

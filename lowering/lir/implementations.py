@@ -103,7 +103,7 @@ def choose_all(
     own = kernels and division is None and has_kernels(device)
     chosen = choose_attention(graph, device, attention)
     chosen |= choose_products(graph, device, products) | choose_recurrent(graph, device, own)
-    chosen |= choose_cache_writes(graph, device, division)
+    chosen |= choose_cache_writes(graph, device)
     return chosen | choose_experts(graph, device, experts, division, own)
 
 
