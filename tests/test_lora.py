@@ -59,6 +59,8 @@ def test_load_with_an_adapter(tmp_path: Path) -> None:
         rlx.save(lm, tmp_path / "whole")
     with pytest.raises(errors.MissingFileError, match="nowhere"):
         rlx.load(adapters.BASE, adapter=tmp_path / "nowhere")
+    with pytest.raises(errors.GraphError, match="adapter_model.safetensors: nothing reads .* belongs to another model"):
+        rlx.load(checkpoints.FIXTURES / "bert" / "bare_v5", adapter=adapters.ADAPTER)
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

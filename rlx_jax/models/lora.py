@@ -62,8 +62,9 @@ class WithAdapter:
             others = (key for key in own if any(f"{key.removesuffix(part)}.weight" in known for part in PARTS))
             flow = replace(flow, left_keys=(*flow.left_keys, *others))
         for (size, scale), modules in self.sizes.groups().items():
+            origin = f"the adapter {self.source.where(self.source.keys()[0])}"
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
-            flow = WithBlocks(BlockEdit(BlocksReading(keys), LoraLinear(size, scale, names)))(flow)
+            flow = WithBlocks(BlockEdit(BlocksReading(keys, origin), LoraLinear(size, scale, names)))(flow)
         return flow
 
     def _names(self, flow: ModelFlow) -> ModuleNames:

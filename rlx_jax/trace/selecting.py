@@ -90,9 +90,10 @@ class BlockPattern:
 
 @dataclass(frozen=True)
 class BlocksReading:
-    """The blocks that read the weights of these checkpoint keys themselves."""
+    """The blocks that read the weights of these checkpoint keys themselves; `origin` says where the keys come from."""
 
     keys: frozenset[str]
+    origin: str = ""
     may_lack: bool = False
 
     def beside(self, parts: Sequence[str]) -> BlocksReading:
@@ -108,11 +109,12 @@ class BlocksReading:
         readers = readers_of(nodes)
         if (unread := sorted(self.keys - set(readers))) and not self.may_lack:
             close = did_you_mean(unread[0], readers, alike=0.8)
-            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}")
+            cure = "; it belongs to another model" if self.origin and not close else ""
+            raise GraphError(f"{where}: {self}: nothing reads weights {listing(unread, 4)}{close}{cure}")
         return frozenset(path for key in self.keys for path in readers.get(key, ()))
 
     def __str__(self) -> str:
-        return f"blocks of {len(self.keys)} weights"
+        return self.origin or f"blocks of {len(self.keys)} weights"
 
 
 @dataclass(frozen=True)
