@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -68,14 +67,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "prefill": lambda block: lm().prefill(block),
     "extend": extend,
     "generate": lambda block: lm().generate(block, max_new_tokens=1),
-    "generate, torch": lambda block: lm().generate(torch.tensor(block), max_new_tokens=1),
     "score": lambda block: lm().score(np.asarray(block)),
     "encoder.model": lambda block: encoder().model(block),
     "hidden_states": lambda block: encoder().hidden_states(block),
     "hidden_states, padded": lambda block: encoder().hidden_states(block, lengths=[1]),
     "token_type_ids": lambda block: encoder().hidden_states(np.ones_like(block), token_type_ids=jnp.asarray(block)),
     "embed": lambda block: encoder().embed(np.asarray(block)),
-    "embed, torch": lambda block: encoder().embed(torch.tensor(block)),
     "step": step,
     "step, jnp": lambda block: step(jnp.asarray(block)),
     "step, labels": lambda block: step(np.ones_like(block), labels=jnp.abs(jnp.asarray(block))),
@@ -146,9 +143,15 @@ def test_a_model_for_requests_is_not_called(opened: Callable[[], Any], told: str
         opened()([[1, 2]])
 
 
+@pytest.mark.oracle
 def test_arrays_of_torch() -> None:
     """They are read as NumPy's are; one that NumPy cannot read, and what tokenizers return, are refused with a cure."""
+    import torch
+
     ids, rows = [[1, 2, 3]], [[1, 2], [3]]
+    for call in (lm().generate, encoder().embed):
+        with pytest.raises(errors.TokenIdError):
+            call(torch.tensor([[1, 99999, 3]]))
     assert lm().generate(torch.tensor(ids), max_new_tokens=3) == lm().generate(ids, max_new_tokens=3)
     assert lm().generate([torch.tensor(r) for r in rows], max_new_tokens=3) == lm().generate(rows, max_new_tokens=3)
     assert lm().score(torch.tensor(ids)) == lm().score(ids)

@@ -120,7 +120,8 @@ def test_generation_takes_the_inputs_of_edits() -> None:
     lm = rlx.load(LLAMA, recipe=edited(rlx.recipe_for(LLAMA)))
     prompt = TOKENS[0, :5].tolist()
     want = numpy_reference.llama_greedy(CONFIG, edited_weights(STEER, MASK), prompt, 4)
-    assert lm.generate([prompt], max_new_tokens=4, inputs={"steer": STEER, "heads": MASK}) == [want]
+    with pytest.warns(rlx.errors.RlxWarning, match="lm.capture"):
+        assert lm.generate([prompt], max_new_tokens=4, inputs={"steer": STEER, "heads": MASK}) == [want]
     assert want != numpy_reference.llama_greedy(CONFIG, WEIGHTS, prompt, 4)
 
 
