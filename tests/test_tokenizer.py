@@ -1194,7 +1194,8 @@ def test_a_pipeline_that_sentence_transformers_saves(lower: bool, tmp_path: Path
     made = library.SentenceTransformer(modules=[transformer, pooling, parts.Normalize()], device="cpu")
     made.save(str(tmp_path / "saved"), create_model_card=False)
     pipeline = load_pipeline(tmp_path / "saved")
-    assert pipeline == SentencePipeline(("cls",), normalize=True, max_seq_length=10, width=8)
+    prompts = dict(made.prompts)  # of a new model: "query" and "document", both empty
+    assert pipeline == SentencePipeline(("cls",), normalize=True, max_seq_length=10, width=8, prompts=prompts)
     tokenizer = load_tokenizer(tmp_path / "bert", lowercase=lower)  # the save loses do_lower_case
     assert tokenizer is not None
     assert tokenizer.encode_batch(TEXTS, max_length=10) == live_ids(made, TEXTS)
