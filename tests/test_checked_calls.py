@@ -149,9 +149,9 @@ def test_arrays_of_torch() -> None:
     import torch
 
     ids, rows = [[1, 2, 3]], [[1, 2], [3]]
-    for call in (lm().generate, encoder().embed):
+    for request in (lm().generate, encoder().embed):
         with pytest.raises(errors.TokenIdError):
-            call(torch.tensor([[1, 99999, 3]]))
+            request(torch.tensor([[1, 99999, 3]]))
     assert lm().generate(torch.tensor(ids), max_new_tokens=3) == lm().generate(ids, max_new_tokens=3)
     assert lm().generate([torch.tensor(r) for r in rows], max_new_tokens=3) == lm().generate(rows, max_new_tokens=3)
     assert lm().score(torch.tensor(ids)) == lm().score(ids)
