@@ -262,7 +262,7 @@ def check_space(nbytes: int, what: str, on_host: int = 0, together: int = 0) -> 
 
 
 @contextlib.contextmanager
-def out_of_memory(what: str, advice: str = "use smaller sizes") -> Iterator[None]:
+def out_of_memory(what: str, advice: Callable[[], str] = lambda: "use smaller sizes") -> Iterator[None]:
     """Turn JAX's error of a full device into a `DeviceOutOfMemoryError` with the operation and what to change.
 
     XLA:GPU also runs out of memory while it compares kernels during compilation, which it reports as `NOT_FOUND`.
@@ -277,4 +277,4 @@ def out_of_memory(what: str, advice: str = "use smaller sizes") -> Iterator[None
         cause = f"an allocation of {size[1]} failed" if size else first_line(error)
         memory = running_device().memory
         limit = f"; the device has {memory / 2**30:.1f} GiB" if memory else ""
-        raise DeviceOutOfMemoryError(f"{what}: out of memory: {cause}{limit}; {advice}") from error
+        raise DeviceOutOfMemoryError(f"{what}: out of memory: {cause}{limit}; {advice()}") from error

@@ -10,6 +10,7 @@ and 2.05.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -143,7 +144,7 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *rest: 
         shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(padded.reshape(shape), axis, 0)
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # it is the body of a loop, as a layer in `interpret`
     def chunk(start: AnyArray, q: AnyArray, parts: list[AnyArray]) -> AnyArray:
         taken = iter(parts)
         operands = [x if axis is None else next(taken) for axis, x in zip(along, rest, strict=True)]

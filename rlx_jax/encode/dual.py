@@ -73,9 +73,7 @@ class DualEncoder:
         self.compare = third[0] if third else None
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Raises:
-        RequestError: a model for requests has several answers; names the methods that give them.
-        """
+        """Refuse the call: several methods may be meant, and the RequestError names them."""
         refuse_call(
             self, "embed(texts), embed_images(images) and similarity(texts, images) give vectors and how alike they are"
         )

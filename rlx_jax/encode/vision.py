@@ -77,9 +77,7 @@ class VisionEncoder:
         self._read: RequestReport | None = None
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Raises:
-        RequestError: a model for requests has several answers; names the methods that give them.
-        """
+        """Refuse the call: several methods may be meant, and the RequestError names them."""
         refuse_call(
             self,
             "embed(images) gives vectors, hidden_states(pixel_values) those of every "

@@ -114,9 +114,7 @@ class CausalLM:
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
-        """Raises:
-        RequestError: a model for requests has several answers; names the methods that give them.
-        """
+        """Refuse the call: several methods may be meant, and the RequestError names them."""
         refuse_call(
             self,
             "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow",

@@ -74,8 +74,8 @@ class TrainStep:
                 divided. Else as the loss; of `losses.cross_entropy` in its docstring.
         """
         arrays = self._arrays(state, batch)
-        shape = " x ".join(str(n) for n in np.shape(arrays["tokens"]))
-        with out_of_memory(f"step of {shape} tokens", self._memory_advice(len(arrays["tokens"]))):
+        rows, seq = arrays["tokens"].shape
+        with out_of_memory(f"step of {rows} x {seq} tokens", lambda: self._memory_advice(rows)):
             made: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
         return made
 
