@@ -1,10 +1,11 @@
-"""How big the house is, and how far one walks in it.
+"""Print the size of the package and how many of its functions a call enters.
 
-    python benchmarks/house.py            lines by room, the longest files, files that a call enters
+    python benchmarks/house.py            lines of each folder, the longest files, functions and files that calls enter
     python benchmarks/house.py --root DIR the same of another checkout, such as an older commit
+    python benchmarks/house.py --names    the names of the functions and files, too
 
-A walk counts the files of the package in which a function runs: `compile` of a small Llama flow, one token through
-`generate` when everything is compiled, `load` of a recorded checkpoint.
+A call is counted the second time that it runs, between call and return: `compile` of a small Llama flow, two tokens of
+`generate`, `load` of a recorded checkpoint. Comprehensions and lambdas belong to the function around them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,42 @@ def sources(root: Path) -> dict[Path, str]:
     return found
 
 
-def room(path: Path) -> str:
+def folder(path: Path) -> str:
     """`lowering/mir` of `lowering/mir/cse.py`, `rlx_jax/ir` of what is below it."""
     parts = path.parent.parts
     return "/".join(parts[:2])
 
 
+def line_counts(text: str) -> tuple[int, int, int]:
+    """Lines of code, of docstrings and in all; blank lines and comments count only in all."""
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docs.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = list(enumerate(map(str.strip, text.splitlines()), 1))
+    return sum(bool(line) and line[0] != "#" and n not in docs for n, line in lines), len(docs), len(lines)
+
+
 def sizes(root: Path) -> None:
-    """Print files and lines by room, and the longest files and functions."""
+    """Print files and lines of each folder, and the longest files and functions."""
     files = sources(root)
-    lines = {path: text.count("\n") for path, text in files.items()}
-    count, total = Counter(map(room, files)), Counter[str]()
-    for path, n in lines.items():
-        total[room(path)] += n
-    rows = [(name, count[name], total[name]) for name in sorted(count)]
-    print(table(("room", "files", "lines"), [*rows, ("all", len(files), sum(lines.values()))]))
-    longest = sorted(lines, key=lambda p: -lines[p])[:5]
-    print("\nlongest files:", ", ".join(f"{p} {lines[p]}" for p in longest))
+    counts = {path: line_counts(text) for path, text in files.items()}
+    rows = []
+    for name in sorted(set(map(folder, files))):
+        below = [count for path, count in counts.items() if folder(path) == name]
+        rows.append((name, len(below), *map(sum, zip(*below, strict=True))))
+    rows.append(("all", len(files), *map(sum, zip(*counts.values(), strict=True))))
+    tests = [line_counts(path.read_text("utf-8")) for path in sorted((root / "tests").rglob("*.py"))]
+    rows.append(("tests", len(tests), *map(sum, zip(*tests, strict=True))))
+    print(table(("folder", "files", "code", "docstrings", "lines"), rows))
+    longest = sorted(counts, key=lambda p: -counts[p][2])[:5]
+    print("\nlongest files:", ", ".join(f"{p} {counts[p][2]}" for p in longest))
     print("functions over 60 lines:", ", ".join(long_functions(files)) or "none")
 
 
@@ -71,26 +91,28 @@ def long_functions(files: dict[Path, str]) -> list[str]:
     ]
 
 
-def entered(root: Path, call: Callable[[], Any]) -> set[str]:
-    """The files of the package in which a function runs during `call`, in this thread."""
-    found: set[str] = set()
+def entered(root: Path, call: Callable[[], Any]) -> set[tuple[str, str]]:
+    """The file and the qualified name of each function of the package that runs during `call`, in every thread."""
+    found: set[tuple[str, str]] = set()
     homes = tuple(os.fspath(root / folder) + os.sep for folder in FOLDERS)
 
     def see(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(homes):
-            found.add(os.path.relpath(os.path.realpath(name), root))
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(homes) and not code.co_name.startswith("<"):
+            found.add((os.path.relpath(os.path.realpath(code.co_filename), root), code.co_qualname))
 
+    threading.setprofile(see)
     sys.setprofile(see)
     try:
         call()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
     return found
 
 
-def walks(root: Path) -> None:
-    """Print how many files each of three calls enters."""
+def calls(root: Path, names: bool) -> None:
+    """Print how many functions and files each of three calls enters when it runs for the second time."""
     sys.path.insert(0, os.fspath(root))
     import rlx_jax as rlx
 
@@ -102,22 +124,25 @@ def walks(root: Path) -> None:
         flow = rlx.from_pretrained(directory)
         lm = rlx.load(directory)
         prompt = [1, 2, 3]
-        lm.generate(prompt, max_new_tokens=2)
-        calls: dict[str, Callable[[], Any]] = {
-            "a flow through compile": lambda: rlx.compile(flow),
-            "a token through generate": lambda: lm.generate(prompt, max_new_tokens=2),
-            "a path through load": lambda: rlx.load(directory),
+        tried: dict[str, Callable[[], Any]] = {
+            "load": lambda: rlx.load(directory),
+            "generate": lambda: lm.generate(prompt, max_new_tokens=2),
+            "compile": lambda: rlx.compile(flow),
         }
-        print()
-        for name, call in calls.items():
+        rows = []
+        for name, call in tried.items():
+            call()
             found = entered(root, call)
-            print(f"{name}: {len(found)} files")
-            print("   ", ", ".join(sorted(found)))
+            rows.append((name, len(found), len({file for file, _ in found})))
+            if names:
+                print(name, *sorted(f"    {file} {function}" for file, function in found), sep="\n")
+        print("\n" + table(("second call", "functions", "files"), rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=HERE, help="the checkout to look at")
-    root = parser.parse_args().root.resolve()
-    sizes(root)
-    walks(root)
+    parser.add_argument("--names", action="store_true", help="print the functions that each call enters")
+    args = parser.parse_args()
+    sizes(args.root.resolve())
+    calls(args.root.resolve(), args.names)
