@@ -201,15 +201,6 @@ def test_token_wise_custom_stages() -> None:
     assert_generates(head(flow), llama_weights(2) | TOKEN_WISE_WEIGHTS, 2e-5)
 
 
-@pytest.mark.parametrize("name", TOKEN_WISE)
-def test_each_token_wise_stage_is_accepted(name: str) -> None:
-    """Alone, so that an error says which."""
-    flow = head(tokens_flow().custom_named("stage", TOKEN_WISE[name]))
-    weights = EMBEDDING | TOKEN_WISE_WEIGHTS
-    used = {key: weights[key] for key in flow.build(weights).keys_read}
-    assert "cached" not in compiled(flow, used, program="extend").text("mir")
-
-
 def test_attention_written_with_the_block() -> None:
     """A user's own layer over the attention block, without rope; its path names the state."""
 
