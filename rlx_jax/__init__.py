@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlx_jax import blocks as blocks
 from rlx_jax import errors as errors
 from rlx_jax import losses as losses
+from rlx_jax import models as models
 from rlx_jax import profiles as profiles
 from rlx_jax.compiler.compile_cache import compile_cache as compile_cache
 from rlx_jax.compiler.graph_module import BuiltModel as BuiltModel
@@ -30,35 +31,13 @@ from rlx_jax.ir.packed import Packed as Packed
 from rlx_jax.ir.param import Parts as Parts
 from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
-from rlx_jax.models.bert import BertFlow as BertFlow
-from rlx_jax.models.clip import ClipFlow as ClipFlow
-from rlx_jax.models.clip import ClipTextFlow as ClipTextFlow
-from rlx_jax.models.dinov2 import Dinov2Flow as Dinov2Flow
+from rlx_jax.models import *  # noqa: F403 (every recipe, by its name)
 from rlx_jax.models.families import from_pretrained as from_pretrained
 from rlx_jax.models.families import recipe_for as recipe_for
-from rlx_jax.models.flux2 import Flux2Flow as Flux2Flow
-from rlx_jax.models.gemma import GemmaFlow as GemmaFlow
-from rlx_jax.models.gpt2 import Gpt2Flow as Gpt2Flow
-from rlx_jax.models.gpt_oss import GptOssFlow as GptOssFlow
-from rlx_jax.models.llama import Llama32Flow as Llama32Flow
 from rlx_jax.models.lora import lora as lora
 from rlx_jax.models.lora import merge_lora as merge_lora
 from rlx_jax.models.lora import save_lora as save_lora
 from rlx_jax.models.lora import unmerge_lora as unmerge_lora
-from rlx_jax.models.mamba2 import Mamba2Flow as Mamba2Flow
-from rlx_jax.models.mistral import MistralFlow as MistralFlow
-from rlx_jax.models.mixtral import MixtralFlow as MixtralFlow
-from rlx_jax.models.mpnet import MPNetFlow as MPNetFlow
-from rlx_jax.models.nomic import NomicFlow as NomicFlow
-from rlx_jax.models.nomic_vision import NomicVisionFlow as NomicVisionFlow
-from rlx_jax.models.qwen2 import Qwen2Flow as Qwen2Flow
-from rlx_jax.models.qwen3 import Qwen3Flow as Qwen3Flow
-from rlx_jax.models.qwen3_moe import Qwen3MoeFlow as Qwen3MoeFlow
-from rlx_jax.models.qwen35 import Qwen35Flow as Qwen35Flow
-from rlx_jax.models.roberta import RobertaFlow as RobertaFlow
-from rlx_jax.models.siglip import SiglipFlow as SiglipFlow
-from rlx_jax.models.siglip import SiglipTextFlow as SiglipTextFlow
-from rlx_jax.models.vit import ViTFlow as ViTFlow
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.compiling import compile as compile
 from rlx_jax.runtime.compiling import init as init
@@ -73,51 +52,27 @@ Graph = GraphModule
 __version__ = "0.1.0"
 
 __all__ = [
-    "BertFlow",
     "BuiltModel",
     "CausalLM",
-    "ClipFlow",
-    "ClipTextFlow",
     "CompileProfile",
     "CompiledModel",
     "Completion",
-    "Dinov2Flow",
     "DualEncoder",
     "Emit",
     "Encoder",
-    "FlowExtensionPlan",
     "FlowValue",
-    "Flux2Flow",
-    "GemmaFlow",
-    "Gpt2Flow",
-    "GptOssFlow",
     "Graph",
     "GraphModule",
     "GraphStage",
     "ImageProcessor",
     "LayerStack",
-    "Llama32Flow",
-    "MPNetFlow",
-    "Mamba2Flow",
-    "MistralFlow",
-    "MixtralFlow",
     "ModelFlow",
-    "NomicFlow",
-    "NomicVisionFlow",
     "Packed",
     "Parts",
     "Plugin",
-    "Qwen2Flow",
-    "Qwen35Flow",
-    "Qwen3Flow",
-    "Qwen3MoeFlow",
     "RlxError",
-    "RobertaFlow",
     "Sampler",
     "Score",
-    "SiglipFlow",
-    "SiglipTextFlow",
-    "ViTFlow",
     "VisionEncoder",
     "blocks",
     "compile",
@@ -130,6 +85,7 @@ __all__ = [
     "lora",
     "losses",
     "merge_lora",
+    "models",
     "nnx",
     "open_weights",
     "ops",

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from rlx_jax.at import SelectedBlocks
-from rlx_jax.blocks.contracts import StageContract, run_stage
+from rlx_jax.blocks.contracts import run_stage
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import divide_model
@@ -78,36 +78,36 @@ class ModelFlow(Stages):
     """
 
     name: str
-    inputs: tuple[InputDecl, ...] = ()
-    stages: tuple[BlockStage, ...] = ()
-    output_name: str = "output"
-    side_names: tuple[str, ...] | None = None
-    choose_primary: bool = False
+    _inputs: tuple[InputDecl, ...] = ()
+    _stages: tuple[BlockStage, ...] = ()
+    _output_name: str = "output"
+    _side_names: tuple[str, ...] | None = None
+    _choose_primary: bool = False
     profile: CompileProfile | None = None
-    weights: WeightSource | None = None
-    left_keys: tuple[str, ...] = ()
-    shapes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    binding: Mapping[str, int] = field(default_factory=dict, hash=False)
-    program: str = "forward"
-    taps: bool = False
-    extensions: FlowExtensionPlan = FlowExtensionPlan()
-    block_edits: tuple[BlockEdit, ...] = ()
-    declared: tuple[WeightDecl, ...] = ()
-    more: WeightSource | None = None
-    missing: Literal["error", "init"] = "error"
-    reads: Callable[[WeightSource], WeightSource] | None = None
-    max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
-    no_training: str = ""  # why it cannot be trained as it was, where it cannot
-    elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
-    ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # of the config, by the caller's `ignore_fields`
-    mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
+    _weights: WeightSource | None = None
+    _left_keys: tuple[str, ...] = ()
+    _shapes: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _binding: Mapping[str, int] = field(default_factory=dict, hash=False)
+    _program: str = "forward"
+    _taps: bool = False
+    _extensions: FlowExtensionPlan = FlowExtensionPlan()
+    _block_edits: tuple[BlockEdit, ...] = ()
+    _declared: tuple[WeightDecl, ...] = ()
+    _more: WeightSource | None = None
+    _missing: Literal["error", "init"] = "error"
+    _reads: Callable[[WeightSource], WeightSource] | None = None
+    _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
+    _no_training: str = ""  # why it cannot be trained as it was, where it cannot
+    _elsewhere: tuple[str, ...] = ()  # parts of the model that other flows hold, by the first segment of their paths
+    _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # of the config, as the caller asked
+    _mtp: MakesMtp | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
-        if self.max_positions is not None:
+        if self._max_positions is not None:
             what = f"{self.name}: max_positions"
-            if not is_static(as_dim(self.max_positions, what)):
-                raise ShapeError(f"{what} is {shown(self.max_positions)}; expected a number of tokens")
+            if not is_static(as_dim(self._max_positions, what)):
+                raise ShapeError(f"{what} is {shown(self._max_positions)}; expected a number of tokens")
 
     @staticmethod
     def new(name: str) -> ModelFlow:
@@ -131,14 +131,14 @@ class ModelFlow(Stages):
         `rows_optional` a call may leave out the first axis of the shape: what it gives is one row.
         """
         declared = input_type(name, shape, dtype)
-        if any(i.name == name for i in self.inputs):
+        if any(i.name == name for i in self._inputs):
             raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
         if rows_optional and not declared.rank:
             raise GraphError(f"input {name}: rows_optional, and it has no axes: {declared}")
-        return replace(self, inputs=(*self.inputs, InputDecl(name, declared, default, bool(rows_optional))))
+        return replace(self, _inputs=(*self._inputs, InputDecl(name, declared, default, bool(rows_optional))))
 
     def with_profile(self, profile: ProfileLike) -> ModelFlow:
         """Use `profile` (one, the name of a preset, or a path) unless `compile` gets another."""
@@ -157,10 +157,6 @@ class ModelFlow(Stages):
         chosen = default() if callable(default) else default
         return self.with_profile(chosen or CompileProfile.auto())
 
-    def profile_near(self, weights: str | os.PathLike[str], family: str, default: ProfileLike = "auto") -> ModelFlow:
-        """`<family>.rlx.toml` beside the weights, else `default`: see `CompileProfile.near`."""
-        return self.with_profile(CompileProfile.near(weights, family, default))
-
     def profile_prefill(self) -> ModelFlow:
         """The preset `llama32_prefill`."""
         return self.with_profile(CompileProfile.preset("llama32_prefill"))
@@ -174,29 +170,38 @@ class ModelFlow(Stages):
         return self.with_profile(CompileProfile.preset("encoder"))
 
     def with_weights(
-        self, weights: Weights, leave: Iterable[str] = (), *, shapes: Mapping[str, Any] | None = None
+        self,
+        weights: Weights,
+        leave: Iterable[str] = (),
+        *,
+        shapes: Mapping[str, Any] | None = None,
+        add: bool = False,
     ) -> ModelFlow:
         """Bind the flow to its weights. `leave`: keys (or prefixes ending in `.`) that are left unread on purpose.
+
+        With `add` the weights come in addition to those that the flow is bound to, or will be compiled with: an
+        adapter, a vector that a custom stage reads. No key may be in both.
 
         `shapes`, `jax.ShapeDtypeStruct` by key, is what a config says of them: those that weights of a source lack have
         these, where they are drawn (`missing="init"`), and without any weights the flow is bound to the shapes.
         """
-        known = self.shapes if shapes is None else shapes
+        if add:
+            if leave or shapes is not None:
+                raise GraphError(
+                    f"{self.name}: with_weights: leave and shapes are for the weights of the model, without add"
+                )
+            return replace(self, _more=beside(open_weights(weights), self._more))
+        known = self._shapes if shapes is None else shapes
         source = known if weights is None and shapes is not None else weights
         opened = None if source is None else open_weights(source)
-        return replace(self, weights=opened, left_keys=(*self.left_keys, *leave), shapes=known)
+        return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave), _shapes=known)
 
-    def add_weights(self, weights: Weights) -> ModelFlow:
-        """Put weights beside those that the flow is bound to, or will be: an adapter, a vector that a stage of your own
-        reads. No key may be in both; further calls add up."""
-        return replace(self, more=beside(open_weights(weights), self.more))
-
-    def read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
+    def _read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
         """Read whatever weights the flow is bound to, or compiled with, through a function that gives a source of
         others, such as numbers of what is packed. It is called again with what it gave, which it returns as it is."""
         if not callable(reads):
-            raise GraphError(f"{self.name}: read_through takes a function of a source, got {shown(reads)}")
-        return replace(self, reads=reads)
+            raise GraphError(f"{self.name}: _read_through takes a function of a source, got {shown(reads)}")
+        return replace(self, _reads=reads)
 
     def with_mtp(self, make: MakesMtp) -> ModelFlow:
         """What `speculative="mtp"` drafts with, a module that predicts several tokens from this model's hidden states:
@@ -209,12 +214,12 @@ class ModelFlow(Stages):
             raise GraphError(
                 f"{self.name}: with_mtp takes a function of weights that returns a flow, got {shown(make)}"
             )
-        return replace(self, mtp=make)
+        return replace(self, _mtp=make)
 
     def bind(self, **sizes: int | None) -> ModelFlow:
         """Sizes of symbolic dimensions to compile for ahead of the first call; None leaves one open."""
-        known = {s for i in self.inputs for s in i.type.symbols}
-        known |= {"past"} if self.program == "explicit" else set()
+        known = {s for i in self._inputs for s in i.type.symbols}
+        known |= {"past"} if self._program == "explicit" else set()
         given = {name: size for name, size in sizes.items() if size is not None}
         for name, size in given.items():
             if name not in known:
@@ -224,13 +229,13 @@ class ModelFlow(Stages):
             if isinstance(size, str):
                 raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
-        return replace(self, binding={**self.binding, **given})
+        return replace(self, _binding={**self._binding, **given})
 
     def stage(self, *stages: BlockStage) -> ModelFlow:
         """Append stages."""
-        return replace(self, stages=(*self.stages, *check_stages(stages, self.where())))
+        return replace(self, _stages=(*self._stages, *check_stages(stages, self._where())))
 
-    def where(self) -> str:
+    def _where(self) -> str:
         """What errors call it."""
         return self.name
 
@@ -241,7 +246,7 @@ class ModelFlow(Stages):
 
     def output(self, name: str) -> ModelFlow:
         """Name the primary output, which is the last active value."""
-        return replace(self, output_name=as_name(name, f"{self.name}: output"), choose_primary=False)
+        return replace(self, _output_name=as_name(name, f"{self.name}: output"), _choose_primary=False)
 
     def outputs(self, names: Iterable[str]) -> ModelFlow:
         """Choose the outputs by name: no others are computed, and inputs that none of them reads are not asked for.
@@ -252,7 +257,7 @@ class ModelFlow(Stages):
         found = _names(names, f"{self.name}: outputs")
         if not found:
             raise GraphError(f"{self.name}: outputs needs a name for the primary output")
-        return replace(self.output(found[0]), choose_primary=True).with_extra_outputs(found[1:])
+        return replace(self.output(found[0]), _choose_primary=True).with_extra_outputs(found[1:])
 
     def with_extra_outputs(self, names: Iterable[str]) -> ModelFlow:
         """The side outputs, by name, in this order: what a stage gave to `emit.output`, a stream, or a register.
@@ -260,13 +265,13 @@ class ModelFlow(Stages):
         Without this call the side outputs are all that stages give to `emit.output`. Those of `export_kv`
         follow, unless some of them are named.
         """
-        return replace(self, side_names=_names(names, f"{self.name}: with_extra_outputs"))
+        return replace(self, _side_names=_names(names, f"{self.name}: with_extra_outputs"))
 
     def export_kv(self) -> ModelFlow:
         """Side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every causal attention, whatever stage writes
         it, counted in the order of the flow: the keys (rotated) and the values that it reads. Of every block that
         carries a state, such as a causal convolution, also `state.{i}.{slot}` `[batch, …]` after the last token."""
-        return replace(self, taps=True)
+        return replace(self, _taps=True)
 
     def explicit(self, past: int | None = None, custom_mask: bool = False) -> ModelFlow:
         """Compile to the program `explicit`: the tokens stand behind cached ones, which are inputs and outputs.
@@ -280,13 +285,15 @@ class ModelFlow(Stages):
             past: cached tokens to compile for ahead of the first call.
             custom_mask: the mask has to be given; it is an input int32 behind those declared so far.
         """
-        flow = replace(self, program="explicit").bind(past=past)
+        flow = replace(self, _program="explicit").bind(past=past)
         return flow.input("mask", ("batch", "past + seq"), dtype="int32") if custom_mask else flow
 
     def at(self, pattern: str) -> SelectedBlocks[ModelFlow]:
         """The blocks whose paths match a glob, `layers.*.self_attn.{q,v}_proj`, to be wrapped, replaced, captured or
         scaled: see `SelectedBlocks`."""
-        return SelectedBlocks(BlockPattern(pattern), lambda edit: replace(self, block_edits=(*self.block_edits, edit)))
+        return SelectedBlocks(
+            BlockPattern(pattern), lambda edit: replace(self, _block_edits=(*self._block_edits, edit))
+        )
 
     def param(self, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> ModelFlow:
         """Say of the weights whose checkpoint keys match a glob, `layers.*.mlp.{gate,up}_proj.weight`, what their
@@ -298,13 +305,13 @@ class ModelFlow(Stages):
         Raises:
             GraphError: no such shape or init; when it is built, a pattern that matches no weight.
         """
-        return replace(self, declared=(*self.declared, WeightDecl.of(pattern, shape, init)))
+        return replace(self, _declared=(*self._declared, WeightDecl.of(pattern, shape, init)))
 
     def with_extensions(self, plan: FlowExtensionPlan) -> ModelFlow:
         """Run these rewrites of plugins over the HIR at the end of `build`; see `FlowExtensionPlan`."""
         if not isinstance(plan, FlowExtensionPlan):
             raise GraphError(f"{self.name}: with_extensions takes a FlowExtensionPlan, got {shown(plan)}")
-        return replace(self, extensions=plan)
+        return replace(self, _extensions=plan)
 
     def hidden_states(self) -> ModelFlow:
         """Name the primary output `hidden`."""
@@ -341,20 +348,20 @@ class ModelFlow(Stages):
             GraphError: a stage does not fit the value it gets; the message starts with its block path.
             MissingWeightError: a weight is not in the source.
         """
-        if not self.inputs:
+        if not self._inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
-        source = self.weights if weights is None else open_weights(weights)
-        source = beside(source if source is None or self.reads is None else self.reads(source), self.more)
+        source = self._weights if weights is None else open_weights(weights)
+        source = beside(source if source is None or self._reads is None else self._reads(source), self._more)
         types = TypeCache()
-        emit = Emit(Builder(self.name, types), source, captured, self.binding, self.declared, self.profile)
-        emit.parameters.draws_missing, emit.parameters.shapes = self.missing == "init", self.shapes
-        emit.flat, emit.state.program = self.taps or bool(self.block_edits), self.program
-        if self.block_edits:
+        emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
+        emit.parameters.draws_missing, emit.parameters.shapes = self._missing == "init", self._shapes
+        emit.flat, emit.state.program = self._taps or bool(self._block_edits), self._program
+        if self._block_edits:
             emit.builder.marks_blocks, emit.parameters.defers_missing = True, source is not None
-            emit.stand_in = partial(run_stand_in, emit, self.block_edits)
+            emit.stand_in = partial(run_stand_in, emit, self._block_edits)
         value: FlowValue | None = self._declare(emit, set(given))
         try:
-            for stage in self.stages:
+            for stage in self._stages:
                 with emit.users_code():
                     value = run_stage(stage, emit, value)
         except ShapeError as error:
@@ -370,28 +377,28 @@ class ModelFlow(Stages):
             raise GraphError(f"{self.name}: the last stage leaves no active value")
         own = set(emit.state.outputs)
         emit.parameters.defers_missing = False  # what an edit reads is not replaced
-        value = edit_blocks(emit, value, self.block_edits, self.name, self.elsewhere)
+        value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)
         if emit.parameters.deferred:
             emit.parameters.refuse_missing(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in own)
-        taps = self._tap_caches(emit) if self.taps else ()
+        taps = self._tap_caches(emit) if self._taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))
-        if self.output_name in side:
-            raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self.output_name)}")
-        outputs = {self.output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
+        if self._output_name in side:
+            raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self._output_name)}")
+        outputs = {self._output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
         emit.captured.closed = True
         rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
         verify(rolled.graph, "hir", "build", types)
-        graph, read = self.extensions.apply(rolled.graph, types), emit.parameters.read
+        graph, read = self._extensions.apply(rolled.graph, types), emit.parameters.read
         if graph is not rolled.graph:  # an extension may read weights of its own
             graph = graph if source is None else bind_params(graph, source, types)
             read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
-        check_declared(self.declared, read, self.name)
+        check_declared(self._declared, read, self.name)
         return BuiltModel(
-            self.name, graph, source, self.profile, types, self, tuple(read), self.left_keys, rolled.refusals,
-            self.binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
+            self.name, graph, source, self.profile, types, self, tuple(read), self._left_keys, rolled.refusals,
+            self._binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, fresh=tuple(emit.parameters.fresh), contracts=tuple(emit.state.contracts),
-            max_positions=self.max_positions, captures=captured_blocks,
+            max_positions=self._max_positions, captures=captured_blocks,
         )  # fmt: skip
 
     def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
@@ -406,12 +413,6 @@ class ModelFlow(Stages):
                 "mapping with rlx_jax.Packed"
             )
         return self.build(weights)
-
-    def contracts(self, weights: Weights = None) -> tuple[StageContract, ...]:
-        """What the stages promise, each held against what it wrote: the cache `[B, T, K·D]` of every attention, the
-        width inside of every feed-forward stage, the epsilon of every norm; with block paths, in the order of the
-        flow."""
-        return self.build(weights).contracts
 
     def _tap_caches(self, emit: Emit) -> tuple[str, ...]:
         """Make what later tokens read of earlier ones side outputs, as `export_kv` describes; return their names."""
@@ -435,9 +436,9 @@ class ModelFlow(Stages):
 
     def _primary(self, emit: Emit, last: FlowValue) -> FlowValue:
         """The value that the name of the primary output stands for."""
-        name = self.output_name
+        name = self._output_name
         named = _known(emit).get(name)
-        if named is None or self.choose_primary:
+        if named is None or self._choose_primary:
             return last if named is None else named
         if named.value != last.value:
             raise NameCollisionError(
@@ -448,9 +449,9 @@ class ModelFlow(Stages):
 
     def _side_outputs(self, emit: Emit, taps: tuple[str, ...]) -> dict[str, FlowValue]:
         """Those that stages emitted, or those that the flow names; where it names none of `taps`, they follow."""
-        if self.side_names is None:
+        if self._side_names is None:
             return emit.state.outputs
-        known, names = _known(emit), self.side_names
+        known, names = _known(emit), self._side_names
         names = names if any(name in taps for name in names) else (*names, *taps)
         for name in names:
             if name not in known:
@@ -463,10 +464,10 @@ class ModelFlow(Stages):
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
         """Declare the inputs, or put the defaults of absent ones in their place; returns the first."""
-        unknown = given - {i.name for i in self.inputs}
+        unknown = given - {i.name for i in self._inputs}
         if unknown:
             raise GraphError(f"{self.name}: no inputs are called {sorted(unknown)}")
-        for decl in self.inputs:
+        for decl in self._inputs:
             if not decl.optional or decl.name in given:
                 value = emit.wrap(emit.builder.input(decl.name, decl.type))
                 if is_float(decl.type.dtype) and decl.type.dtype != F32:
@@ -475,14 +476,14 @@ class ModelFlow(Stages):
             else:
                 with emit.builder.at(Origin((decl.name,))):
                     emit.state.inputs[decl.name] = self._default(emit, decl)
-        first = emit.state.inputs[self.inputs[0].name]
+        first = emit.state.inputs[self._inputs[0].name]
         return emit.require(first, "the first input")
 
     def _default(self, emit: Emit, decl: InputDecl) -> FlowValue | None:
         if decl.default is None:
             return None
         shape = decl.type.shape
-        like = next((i for i in self.inputs if not i.optional and i.type.shape[: len(shape)] == shape), None)
+        like = next((i for i in self._inputs if not i.optional and i.type.shape[: len(shape)] == shape), None)
         if like is None:
             raise ShapeError(f"{self.name}: the default of {quote(decl.name)} needs a required input of its shape")
         value = emit.flow_input(like.name)
@@ -506,7 +507,7 @@ class ModelFlow(Stages):
         padded = pad_vocabulary(built.hir, division, built.types)
         return summary(padded, division.placed, unread_inputs(built.hir))
 
-    def outline(self) -> Outline:
+    def _outline(self) -> Outline:
         """The table of its blocks, which `print(flow)` prints and a notebook shows: path, what leaves it, parameters,
         FLOPs and bytes. Sizes are those that the flow is bound to, else 1.
 
@@ -515,23 +516,23 @@ class ModelFlow(Stages):
         """
         built = self.build()
         settings = choose_settings(built, None, merge=False, program="forward")
-        return make_template(built, 0.0, settings, self.program).outline(self.binding)
+        return make_template(built, 0.0, settings, self._program).outline(self._binding)
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{i.name} {i.type}" for i in self.inputs)
-        return f"ModelFlow({self.name}: {inputs or 'no inputs'}; {len(self.stages)} stages)"
+        inputs = ", ".join(f"{i.name} {i.type}" for i in self._inputs)
+        return f"ModelFlow({self.name}: {inputs or 'no inputs'}; {len(self._stages)} stages)"
 
     def __str__(self) -> str:
         """The outline; of a flow that cannot be built yet its stages, and why."""
         try:
-            return str(self.outline())
+            return str(self._outline())
         except RlxError as error:
-            rows = [f"  {i}  {type(stage).__name__}" for i, stage in enumerate(self.stages)]
+            rows = [f"  {i}  {type(stage).__name__}" for i, stage in enumerate(self._stages)]
             return "\n".join([repr(self), *rows, *textwrap.wrap(f"not built: {error}", 80)])
 
     def _repr_html_(self) -> str:
         try:
-            return self.outline()._repr_html_()
+            return self._outline()._repr_html_()
         except RlxError:
             return f"<pre>{html.escape(str(self))}</pre>"
 

@@ -15,7 +15,6 @@ from rlx_jax.blocks.encoder import bert_layer_prefix, known_style
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.plugins import stage_maker
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue
 
@@ -30,7 +29,7 @@ class Stages:
         """Append stages."""
         raise NotImplementedError
 
-    def where(self) -> str:
+    def _where(self) -> str:
         """What errors call it."""
         raise NotImplementedError
 
@@ -40,7 +39,7 @@ class Stages:
 
     def raw_stages(self, stages: Iterable[BlockStage]) -> Self:
         """Append several stages."""
-        return self.stage(*check_stages(stages, self.where()))
+        return self.stage(*check_stages(stages, self._where()))
 
     def sequence(self, stages: Iterable[BlockStage]) -> Self:
         """Append stages as one Sequence."""
@@ -95,7 +94,7 @@ class Stages:
         stack = build(LayerStack.named(name)) if callable(build) else build
         if not callable(build) or not isinstance(stack, LayerStack):
             raise GraphError(
-                f"{self.where()}: layer {quote(name)} takes a function LayerStack → LayerStack, got {shown(stack)}"
+                f"{self._where()}: layer {quote(name)} takes a function LayerStack → LayerStack, got {shown(stack)}"
             )
         return self.stage(stack.build())
 
@@ -119,12 +118,6 @@ class Stages:
         """Llama's layer `index` over cached and new tokens; side outputs `kv.{index}.k` and `kv.{index}.v`, which
         `side` collects."""
         return self.stage(blocks.llama_decode_layer(index, spec, side))
-
-    def qwen3_decode_layer_fused(
-        self, index: int, spec: blocks.Qwen3DecodeLayerSpec, kv_out: blocks.SideOutputs | None = None
-    ) -> Self:
-        """Qwen's layer `index` over cached and new tokens; side outputs as `llama_decode_layer`."""
-        return self.stage(blocks.qwen3_decode_layer_fused(index, spec, kv_out))
 
     def llama_kv_tap(
         self,
@@ -176,10 +169,6 @@ class Stages:
         """SwiGLU under `{prefix}.mlp.{gate,up,down}_proj.weight`; the prefix may end in `.mlp`."""
         return self.stage(blocks.SwiGlu.hf_mlp(prefix))
 
-    def moe(self, prefix: str, spec: blocks.MoeSpec, activation: str = "silu") -> Self:
-        """A mixture of experts whose weights stand under `prefix`: `[…, H]` → same."""
-        return self.stage(blocks.MoeFfn(prefix, spec, activation))
-
     def self_attn_prefill(self, spec: blocks.SelfAttnPrefillSpec) -> Self:
         """Rotary self-attention: normalised `[B, S, H]` → context `[B, S, N·D]`."""
         return self.stage(blocks.SelfAttnPrefill(spec))
@@ -198,29 +187,6 @@ class Stages:
     def final_norm(self, eps: float = 1e-5) -> Self:
         """RMSNorm under `model.norm.weight`."""
         return self.stage(blocks.RmsNorm("model.norm.weight", eps))
-
-    def attention(self, stage: blocks.SelfAttention) -> Self:
-        """Self-attention with its projections: `[B, S, H]` → same. `blocks.SelfAttention.hf(prefix, heads)` names
-        Hugging Face's keys."""
-        if not isinstance(stage, blocks.SelfAttention):
-            raise GraphError(f"{self.where()}: attention: expected a blocks.SelfAttention, got {shown(stage)}")
-        return self.stage(stage)
-
-    def relu(self) -> Self:
-        """max(x, 0)."""
-        return self.stage(blocks.Activation("relu"))
-
-    def gelu(self) -> Self:
-        """½x(1 + erf(x/√2))."""
-        return self.stage(blocks.Activation("gelu"))
-
-    def gelu_tanh(self) -> Self:
-        """½x(1 + tanh(√(2/π)(x + 0.044715x³)))."""
-        return self.stage(blocks.Activation("gelu_tanh"))
-
-    def silu(self) -> Self:
-        """x σ(x)."""
-        return self.stage(blocks.Activation("silu"))
 
     def gelu_ffn(self, prefix: str) -> Self:
         """`gelu(x W₁ + b₁) W₂ + b₂` under BERT's keys."""
@@ -308,18 +274,6 @@ class Stages:
         name the weights, each given as stored. `emit.recurrent` says what a step is, and takes more than one value."""
         return self.stage(blocks.Recurrent(step, keys, init=init, unroll=unroll))
 
-    def causal_window(self, width: int) -> Self:
-        """The last `width` tokens up to each, zeros before the first: `[B, S, …]` → `[B, S, width, …]`."""
-        return self.stage(blocks.CausalWindow(width))
-
-    def plugin_stage(self, name: str, *fields: Any, **options: Any) -> Self:
-        """The stage that an installed plugin gives under `name`, made from these fields; see `rlx_jax.Plugin`.
-
-        Raises:
-            PluginError: no plugin gives a stage of that name.
-        """
-        return self.stage(*check_stages([stage_maker(name)(*fields, **options)], f"plugin_stage {quote(name)}"))
-
     def store_stream(self, name: str) -> Self:
         """Keep the active value as stream `name`."""
         return self.stage(blocks.StoreStream(name))
@@ -358,9 +312,9 @@ class LayerStack(Stages):
 
     def stage(self, *stages: BlockStage) -> LayerStack:
         """Append stages."""
-        return replace(self, items=(*self.items, *check_stages(stages, self.where())))
+        return replace(self, items=(*self.items, *check_stages(stages, self._where())))
 
-    def where(self) -> str:
+    def _where(self) -> str:
         """What errors call it."""
         return self.name or "LayerStack"
 

@@ -92,7 +92,7 @@ def cross_entropy(
     """
     head = head_of(model)
     tokens = _checked_tokens(model, tokens)
-    if "attention_mask" in inputs and all(known.name != "attention_mask" for known in model.flow.inputs):
+    if "attention_mask" in inputs and all(known.name != "attention_mask" for known in model.flow._inputs):
         raise UnboundInputError(
             f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
             "each row has before its padding"

@@ -51,10 +51,10 @@ class Buildable(Protocol):
     def name(self) -> str: ...
 
     @property
-    def inputs(self) -> tuple[InputDecl, ...]: ...
+    def _inputs(self) -> tuple[InputDecl, ...]: ...
 
     @property
-    def binding(self) -> Mapping[str, int]: ...
+    def _binding(self) -> Mapping[str, int]: ...
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built: ...
 
@@ -99,7 +99,7 @@ class Built:
     @property
     def inputs(self) -> tuple[InputDecl, ...]:
         """The declared inputs."""
-        return self.flow.inputs
+        return self.flow._inputs
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
         """Built again: with other weights, or with other optional inputs given; over the arrays that it captured."""

@@ -272,7 +272,7 @@ def test_sizes_that_fit() -> None:
     """Names, numbers of a static value, and numbers that the flow is bound to."""
     static = ModelFlow("m").input("x", (2, 3, H))
     for flow in (x_flow(), static, x_flow().bind(batch=2, seq=3)):
-        sizes: tuple[Any, Any] = (2, 3) if flow.binding or flow.inputs[0].type.is_static else ("batch", "seq")
+        sizes: tuple[Any, Any] = (2, 3) if flow._binding or flow._inputs[0].type.is_static else ("batch", "seq")
         np.testing.assert_array_equal(compiled(flow.gather_last_token_at(*sizes))(X), X[:, -1:])
         np.testing.assert_array_equal(compiled(flow.attn_mask_ones(*sizes).cls_token_pool(sizes[0], H))(X), X[:, 0])
     np.testing.assert_array_equal(

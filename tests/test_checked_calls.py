@@ -108,7 +108,7 @@ def test_arguments_and_flows_say_how_long_a_sequence_is() -> None:
     assert longer.logits([[1] * (POSITIONS + 8)]).shape[1] == POSITIONS + 8
     for wrong in ("seq", 0, 2.5):
         with pytest.raises(errors.ShapeError, match="max_positions"):
-            rlx.ModelFlow("m", max_positions=wrong)  # type: ignore[arg-type]
+            rlx.ModelFlow("m", _max_positions=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", ["host", "all"])

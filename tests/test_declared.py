@@ -106,7 +106,7 @@ def test_any_stage_is_declared() -> None:
         rlx.ModelFlow("m").input("x", ("batch", "seq", 6))
         .recurrent(step, "decay", init=np.zeros(6, "f4"))
         .custom_named("conv", lambda emit, x: emit.add_node(hir.CausalConv(), x, emit.param("conv.weight")))
-        .moe("layer", experts).rms_norm("norm", init="zeros").linear("out", shape=(4, 6), init="zeros")
+        .stage(blocks.MoeFfn("layer", experts)).rms_norm("norm", init="zeros").linear("out", shape=(4, 6), init="zeros")
         .param("decay", shape=(6,), init="ones").param("conv.weight", shape=[6, 1, 3], init=TWOS)
         .param("layer.**", init="ones").param("**.experts.1.*.weight", init=TWOS).param("out", init="orthogonal")
     )  # fmt: skip

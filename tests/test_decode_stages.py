@@ -370,9 +370,9 @@ def test_every_source_of_tables_gives_the_same() -> None:
     ):
         close(run(flow, **inputs), want)
     bare = attention_flow()
-    close(run(replace(bare, stages=(bare.stages[0], made, *bare.stages[1:]))), want)  # behind BindDecodeInputs alone
+    close(run(replace(bare, _stages=(bare._stages[0], made, *bare._stages[1:]))), want)  # behind BindDecodeInputs alone
     other = attention_flow(RopeTables.theta(DIM, 7.0))
-    after = replace(other, stages=(*other.stages[:-1], made, other.stages[-1]))
+    after = replace(other, _stages=(*other._stages[:-1], made, other._stages[-1]))
     close(run(after), want)
     assert np.abs(run(other) - want).max() > 0.01
     assert np.abs(run(attention_flow(DecodeRopeParams(cos[0], sin[0], DIM // 2))) - want).max() > 0.01

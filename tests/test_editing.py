@@ -194,7 +194,7 @@ def test_numbers_scale_and_a_block_is_written_twice() -> None:
     model = rlx.compile(twice, {"w": w})
     assert_close(model(x), (x @ w.T @ w.T * [3, 1, 1, 1]).astype("f4"))
     assert {("a", "w"), ("a", "again_2", "w")} <= {n.origin.path for n in twice.build({"w": w}).hir.nodes}
-    assert flow.block_edits == () and len(twice.block_edits) == 2  # flows are values
+    assert flow._block_edits == () and len(twice._block_edits) == 2  # flows are values
 
 
 def test_captures_beside_named_outputs() -> None:
@@ -525,7 +525,7 @@ def test_misuse_is_told(case: str) -> None:
     flow = flow.custom_named("first", cut).custom_named("two", two)
     edit, message = MISUSE[case]
     with pytest.raises(errors.RlxError, match=message):
-        edit(flow.relu().custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()
+        edit(flow.stage(blocks.Activation("relu")).custom(lambda emit, x: x + emit.constant(np.ones(4, "f4")))).build()
 
 
 # -- live --------------------------------------------------------------------------------------

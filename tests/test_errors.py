@@ -421,7 +421,7 @@ PROFILES: dict[str, Row] = {
         lambda t: rlx.CompileProfile.from_toml(NONE), ProfileError, "path is None", "*.rlx.toml", "CompileProfile()",
     ),
     "a profile near nothing": row(
-        lambda t: mlp().profile_near(NONE, "a"), ProfileError, "weights is None", "path of a checkpoint",
+        lambda t: rlx.CompileProfile.near(NONE, "a"), ProfileError, "weights is None", "path of a checkpoint",
     ),
     "a profile near, of no family": row(
         lambda t: rlx.CompileProfile.near(LLAMA, NONE), ProfileError, "family", "got 'None'",

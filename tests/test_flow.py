@@ -362,7 +362,7 @@ def test_lm_head() -> None:
     """Tied, separate, or under a key; the output is called logits and the widths are checked."""
     e, head = w(V, H), w(V, H, seed=1)
     tied = ids_flow().token_embed().lm_head(V, H, tied=True)
-    assert tied.output_name == "logits"
+    assert tied._output_name == "logits"
     close(run(tied, IDS, weights={"model.embed_tokens.weight": e}), e[IDS] @ e.T)
     both = {"model.embed_tokens.weight": e, "lm_head.weight": head}
     close(run(ids_flow().token_embed().lm_head(V, H), IDS, weights=both), e[IDS] @ head.T)
@@ -435,7 +435,7 @@ def test_outputs_and_names() -> None:
         emit.output("doubled", x + x)
         return x
 
-    assert x_flow().hidden_states().output_name == "hidden"
+    assert x_flow().hidden_states()._output_name == "hidden"
     built = x_flow().custom(side).output("mine").build()
     assert built.output_names == ("mine", "doubled")
     assert [str(d) for d in built.primary_shape] == ["batch", "seq", str(H)]
@@ -552,9 +552,9 @@ def test_flows_are_values() -> None:
     """Each method returns a new flow; the old one is as it was."""
     base = x_flow()
     longer = base.linear("w")
-    assert base.stages == () and len(longer.stages) == 1
+    assert base._stages == () and len(longer._stages) == 1
     close(run(base.custom(lambda e, x: x + 1), X), X + 1)
-    assert isinstance(base.inputs[0], InputDecl)
+    assert isinstance(base._inputs[0], InputDecl)
 
 
 def test_summary_lists_blocks_shapes_and_weights() -> None:

@@ -50,7 +50,7 @@ def test_a_config_is_a_random_model() -> None:
         np.testing.assert_array_equal(np.asarray(trained[key]), np.asarray(value))
     assert not np.array_equal(np.asarray(other.weights()[head]), np.asarray(model.weights()[head]))
     kept = np.full(HIDDEN, 7, "f4")
-    added = rlx.init(adding().patch_flow(lambda flow: flow.add_weights({"steering": kept})), 0)
+    added = rlx.init(adding().patch_flow(lambda flow: flow.with_weights({"steering": kept}, add=True)), 0)
     np.testing.assert_array_equal(np.asarray(added.weights()["steering"]), kept)
     assert "steering" not in added.report().initialised
     with pytest.raises(errors.MissingWeightError, match="no weight 'w'.*say its shape="):
@@ -173,16 +173,16 @@ def test_of_no_weights_an_encoder_draws_all() -> None:
 def test_weights_beside_others() -> None:
     """Those of another source stand beside the flow's own, or beside those that it is compiled with."""
     vector = np.full(HIDDEN, 0.5, "f4")
-    flow = adding().assemble().add_weights({"steering": vector})
+    flow = adding().assemble().with_weights({"steering": vector}, add=True)
     for model in (rlx.compile(flow), rlx.compile(flow, LLAMA)):
         np.testing.assert_array_equal(np.asarray(model.weights()["steering"]), vector)
     both = flow.custom(lambda emit, x: x + emit.param("drawn", (), init="ones"))
     drawn = rlx.compile(both, missing="init", key=0)
     assert drawn.report().initialised == ("drawn",) and np.asarray(drawn.weights()["steering"])[0] == 0.5
     with pytest.raises(errors.WeightError, match=r"have already: 'model\.norm\.weight'"):
-        rlx.compile(flow.add_weights({"model.norm.weight": vector}))
+        rlx.compile(flow.with_weights({"model.norm.weight": vector}, add=True))
     with pytest.raises(errors.UnexpectedWeightError, match="other"):
-        rlx.compile(flow.add_weights({"other": vector}))
+        rlx.compile(flow.with_weights({"other": vector}, add=True))
 
 
 def two_inits() -> rlx.ModelFlow:

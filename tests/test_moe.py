@@ -199,7 +199,7 @@ def test_hopeless_logits_have_weights(scores: Any) -> None:
 def test_the_router_is_f32() -> None:
     """In bf16 logits are summed, softened and ranked in f32: an order that bf16 cannot tell is told."""
     spec = MoeSpec(num_experts=2, top_k=1, inner=1, normalise=False)
-    flow = rlx.ModelFlow("m").input("x", ("batch", 2)).moe("l", spec)
+    flow = rlx.ModelFlow("m").input("x", ("batch", 2)).stage(blocks.MoeFfn("l", spec))
     weights = {f"l.{key}": np.ones(shape, np.float32) for key, shape in spec.shapes(2).items()}
     weights["l.mlp.gate.weight"] = np.array([[1, 2**-10], [1, 2**-9]], np.float32)
     weights["l.mlp.experts.1.down_proj.weight"] *= -1
@@ -239,7 +239,7 @@ def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     spec = MoeSpec(num_experts=4, top_k=2, inner=5, scores="sigmoid", scale=1.5, choice_bias="mlp.gate.bias")
     weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
     x = np.random.default_rng(1).normal(size=(2, 3, 6)).astype(np.float32)
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).moe("l", spec, "gelu_tanh")
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).stage(blocks.MoeFfn("l", spec, "gelu_tanh"))
     settings: dict[str, Any] = {"backend": {"cpu": {"experts": way}}} if way != "auto" else {}
     model = rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(fusion={"policy": policy}, **settings))
     assert_close(model(x), in_numpy(spec, weights, x, "gelu_tanh"), tolerance=2e-6)
@@ -254,7 +254,9 @@ def test_tokens_alone_and_padded() -> None:
     """A token gives the same alone, in a batch, and beside padding, be that not a number."""
     spec = MoeSpec(num_experts=5, top_k=2, inner=4)
     weights = random_weights({f"l.{key}": shape for key, shape in spec.shapes(6).items()})
-    model: Any = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).moe("l", spec), weights)
+    model: Any = rlx.compile(
+        rlx.ModelFlow("m").input("x", ("batch", "seq", 6)).stage(blocks.MoeFfn("l", spec)), weights
+    )
     x = np.random.default_rng(2).normal(size=(3, 4, 6)).astype(np.float32)
     together = np.asarray(model(x))
     for b in range(3):
@@ -276,7 +278,8 @@ class Sparse:
         return (
             rlx.LayerStack.named(f"layer{index}").residual_save().rms_norm(f"{p}.input_layernorm.weight")
             .self_attn_prefill(attend).linear(f"{p}.self_attn.o_proj.weight").residual_add()
-            .residual_save().rms_norm(f"{p}.post_attention_layernorm.weight").moe(p, cls.spec).residual_add().build()
+            .residual_save().rms_norm(f"{p}.post_attention_layernorm.weight")
+            .stage(blocks.MoeFfn(p, cls.spec)).residual_add().build()
         )  # fmt: skip
 
     @classmethod
@@ -424,7 +427,9 @@ def test_initial_experts() -> None:
     """Each is normal over its own inputs, and no two are alike."""
     wide = dataclasses.replace(Sparse.spec, inner=400)
     shapes = {f"l.{k}": jax.ShapeDtypeStruct(v, np.float32) for k, v in wide.shapes(100).items()}
-    drawn = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 100)).moe("l", wide).with_weights(shapes)).init(0)
+    drawn = rlx.compile(
+        rlx.ModelFlow("m").input("x", ("batch", 100)).stage(blocks.MoeFfn("l", wide)).with_weights(shapes)
+    ).init(0)
     for name, value in drawn.items():
         fan_in = 400 if "down" in name else 100
         assert abs(float(np.std(value)) * fan_in**0.5 - 1) < 0.1
@@ -514,7 +519,10 @@ def test_what_makes_no_sense_is_named() -> None:
         with pytest.raises(errors.GraphError, match="got|give one"):
             make()
     shapes = {f"l.{key}": shape for key, shape in Sparse.spec.shapes(6).items()}
-    weights, flow = random_weights(shapes), rlx.ModelFlow("m").input("x", ("batch", 6)).moe("l", Sparse.spec)
+    weights, flow = (
+        random_weights(shapes),
+        rlx.ModelFlow("m").input("x", ("batch", 6)).stage(blocks.MoeFfn("l", Sparse.spec)),
+    )
     odd = "l.mlp.experts.1.up_proj.weight"
     with pytest.raises(errors.WeightShapeError, match=rf"{odd}.*f32\[8,6\].*f32\[7,6\]"):
         rlx.compile(flow, weights | {odd: np.ones((8, 6), np.float32)})
@@ -534,7 +542,7 @@ def test_what_makes_no_sense_is_named() -> None:
     with pytest.raises(errors.WeightShapeError, match=r"down_bias is floats \[3, 6\] .*'c'"):
         rlx.compile(added("b", "b", "c"), weights | {key: np.ones((3, 7), np.float32) for key in "bc"})
     with pytest.raises(errors.GraphError, match="scores"):
-        rlx.compile(flow.moe("l", dataclasses.replace(Sparse.spec, scores="best")), weights)  # type: ignore[arg-type]
+        rlx.compile(flow.stage(blocks.MoeFfn("l", dataclasses.replace(Sparse.spec, scores="best"))), weights)  # type: ignore[arg-type]
     wrong = MoeFfn("l", dataclasses.replace(Sparse.spec, choice_bias="mlp.gate.weight"))
     with pytest.raises(errors.WeightShapeError, match="bias"):
         rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 6)).stage(wrong), weights)

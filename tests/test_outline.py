@@ -37,7 +37,7 @@ def test_numbers_of_a_model(model: rlx.CompiledModel) -> None:
     layer, report = rows["layers.{i}"], model.report(batch=1, seq=1)
     assert layer.layers == 3 and layer.params == sum(v.size for key, v in WEIGHTS.items() if ".layers." in key)
     assert table.cost is not None and (table.cost.flops, table.cost.bytes) == (report.flops, report.bytes)
-    bound = rlx.recipe_for(LLAMA).assemble().bind(batch=2, seq=5).outline()
+    bound = rlx.recipe_for(LLAMA).assemble().bind(batch=2, seq=5)._outline()
     assert bound.sizes == {"batch": 2, "seq": 5} and bound.cost is not None
     assert bound.cost.flops == model.report(batch=2, seq=5).flops
 
@@ -79,7 +79,7 @@ def test_what_is_printed(model: rlx.CompiledModel) -> None:
 
 def test_a_flow_that_cannot_be_built_prints_its_stages() -> None:
     """Printing is no error: shapes of weights may not be known yet."""
-    flow = rlx.ModelFlow("m<1>").input("x", ("batch", 8)).linear("w").relu()
+    flow = rlx.ModelFlow("m<1>").input("x", ("batch", 8)).linear("w").stage(rlx.blocks.Activation("relu"))
     text = str(flow)
     assert text.splitlines()[:3] == ["ModelFlow(m<1>: x f32[batch,8]; 2 stages)", "  0  Linear", "  1  Activation"]
     assert (

@@ -100,10 +100,11 @@ def test_what_is_public() -> None:
     assert {"train", "nnx", "eval", "load", "blocks", "errors", "losses", "plugins"} <= set(listed)
     assert not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
     assert set(listed) == {*rlx_jax.__all__, "__version__"} and len(set(listed)) == len(listed)
+    assert len(listed) <= 46  # 45 names and the version
     assert rlx_jax.__all__ == sorted(rlx_jax.__all__)
     found = {name: getattr(rlx_jax, name) for name in rlx_jax.__all__ if name != "eval"}  # which imports lm_eval
     modules = {name for name, value in found.items() if isinstance(value, ModuleType)}
-    assert modules == {"blocks", "errors", "losses", "nnx", "ops", "plugins", "profiles", "train"}
+    assert modules == {"blocks", "errors", "losses", "models", "nnx", "ops", "plugins", "profiles", "train"}
 
 
 def test_import_is_light() -> None:

@@ -121,7 +121,7 @@ def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="'shifted_llama'.* is not built; known are llama"):
         rlx.load(tmp_path)
     with pytest.raises(PluginError, match="no plugin gives a stage 'token_shift.ffn'; known are none"):
-        rlx.ModelFlow("f").plugin_stage("token_shift.ffn", "ffn")
+        rlx.ModelFlow("f").stage(rlx.plugins.stage("token_shift.ffn", "ffn"))
     with pytest.raises(PluginError, match="no plugin gives an extension 'off'"):
         small().with_extensions(rlx.FlowExtensionPlan.only("off")).build()
 
@@ -134,7 +134,7 @@ def shifted(example: ModuleType) -> tuple[rlx.ModelFlow, dict[str, np.ndarray], 
     rng = np.random.default_rng(3)
     sizes = {"ffn.mix": (5,), "ffn.up_proj.weight": (7, 5), "ffn.down_proj.weight": (5, 7)}
     weights = {key: rng.normal(size=shape).astype("f4") for key, shape in sizes.items()}
-    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 5)).plugin_stage("token_shift.ffn", "ffn")
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 5)).stage(rlx.plugins.stage("token_shift.ffn", "ffn"))
     return flow, weights, rng.normal(size=(2, 4, 5)).astype("f4")
 
 
@@ -150,10 +150,10 @@ def test_its_stages_blocks_and_rewrites(example: ModuleType) -> None:
     off = flow.with_extensions(rlx.FlowExtensionPlan.only("token_shift.off"))
     assert_close(rlx.compile(flow, weights)(x), meant(before))
     assert_close(rlx.compile(off, weights)(x), meant(x))
-    assert flow.extensions == rlx.FlowExtensionPlan() and rlx.FlowExtensionPlan.all().names() == ("token_shift.off",)
+    assert flow._extensions == rlx.FlowExtensionPlan() and rlx.FlowExtensionPlan.all().names() == ("token_shift.off",)
     module = flow.build(weights).into_graph_module()
     assert str(rlx.GraphModule.from_json(module.to_json())) == str(module) and "token_shift" in str(module)
-    (contract,) = flow.contracts(weights)
+    (contract,) = flow.build(weights).contracts
     assert (contract.stage, str(contract.intermediate), contract.path) == ("ShiftedFfn", "(batch, seq, 7)", "mlp")
 
 
@@ -165,9 +165,11 @@ def test_scoped_plugins() -> None:
 
     mine = rlx.Plugin("mine", stages={"mine.norm": blocks.RmsNorm}, extensions={"keep": doubled})
     with rlx.plugins.using(mine):
-        assert rlx.ModelFlow("f").plugin_stage("mine.norm", "w", eps=0.5).stages == (blocks.RmsNorm("w", 0.5),)
+        assert rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.norm", "w", eps=0.5))._stages == (
+            blocks.RmsNorm("w", 0.5),
+        )
         with pytest.raises(PluginError, match="no plugin gives a stage 'mine.nrom'; .*did you mean 'mine.norm'"):
-            rlx.ModelFlow("f").plugin_stage("mine.nrom")
+            rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.nrom"))
         with (
             pytest.raises(NameCollisionError, match="'mine' and 'yours' both give stages 'mine.norm'"),
             rlx.plugins.using(rlx.Plugin("yours", stages={"mine.norm": blocks.Linear})),
@@ -207,7 +209,7 @@ def test_a_broken_package_is_named(value: str, text: str, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     rlx.plugins.installed.cache_clear()
     with pytest.raises(PluginError, match=text):
-        rlx.ModelFlow("f").plugin_stage("x")
+        rlx.ModelFlow("f").stage(rlx.plugins.stage("x"))
     rlx.plugins.installed.cache_clear()
 
 
@@ -292,7 +294,7 @@ def test_contracts_of_a_model(family: str, decode: bool) -> None:
             .stage(blocks.RopeTables.theta(D, 700.0)).token_embed().bind_decode_inputs(LAYERS, False)
             .repeat_layers(LAYERS, layer)
         )  # fmt: skip
-    found = [c for c in flow.contracts() if c.cache]
+    found = [c for c in flow.build().contracts if c.cache]
     keys = "past + seq" if decode else "seq"
     assert [c.cache.v for c in found if c.cache] == [tensor_type(("batch", keys, D), "f32", "cache")] * LAYERS
     assert [c.path.startswith(f"layers.{i}") for i, c in enumerate(found)] == [True] * LAYERS

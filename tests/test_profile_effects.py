@@ -717,7 +717,7 @@ def generating(**tables: Any) -> Any:
 def mixture(**tables: Any) -> Any:
     """A layer's experts alone."""
     spec = rlx.blocks.MoeSpec(num_experts=3, top_k=2, inner=4)
-    flow = rlx.ModelFlow("mixture").input("x", ("batch", 8)).moe("l", spec)
+    flow = rlx.ModelFlow("mixture").input("x", ("batch", 8)).stage(blocks.MoeFfn("l", spec))
     shapes = {f"l.{key}": shape for key, shape in spec.shapes(8).items()}
     return rlx.compile(flow, {key: np.ones(shape, "f4") for key, shape in shapes.items()}, profile=profile(**tables))
 

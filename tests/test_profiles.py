@@ -508,7 +508,7 @@ def test_the_profile_of_a_flow(tmp_path: Path) -> None:
     """From a file, from beside the weights, by preset; `default` counts only where no path is given."""
     flow, path = rlx.ModelFlow("m"), tmp_path / "m.rlx.toml"
     path.write_text("layers.roll = 'scan'")
-    read_from = (flow.profile_file(path), flow.profile_near(tmp_path, "m"))
+    read_from = (flow.profile_file(path), flow.with_profile(CompileProfile.near(tmp_path, "m")))
     for made in (*read_from, flow.profile_file(path, CompileProfile.encoder)):
         assert made.profile is not None and made.profile.layers.roll == "scan"
     assert flow.profile_file(None).profile == CompileProfile.auto()

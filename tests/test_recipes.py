@@ -257,7 +257,7 @@ def test_edits_win_over_the_recipe() -> None:
         lambda flow: flow.with_weights(specs | {"mine": specs["lm_head.weight"]}, leave=["mine"])
     )
     flow = edited.patch_flow(lambda flow: flow.with_profile(fusable)).assemble()
-    assert flow.weights is not None and flow.weights.has("mine") and "mine" in flow.left_keys
+    assert flow._weights is not None and flow._weights.has("mine") and "mine" in flow._left_keys
     assert flow.profile == fusable
 
 

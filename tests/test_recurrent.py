@@ -253,7 +253,12 @@ def test_the_state_after_every_token(name: str, fresh: bool) -> None:
 
 def test_stages() -> None:
     """As methods of a flow."""
-    flow = tokens_flow().causal_window(2).custom(lambda emit, x: x.mean(2)).recurrent(rnn_step, "rnn.h", init=START)
+    flow = (
+        tokens_flow()
+        .stage(rlx.blocks.CausalWindow(2))
+        .custom(lambda emit, x: x.mean(2))
+        .recurrent(rnn_step, "rnn.h", init=START)
+    )
     got = compiled(flow, {"e": WEIGHTS["e"], "rnn.h": WEIGHTS["rnn.h"]})(TOKENS)
     x = WEIGHTS["e"].astype(np.float64)[TOKENS]
     x = (x + np.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]) / 2

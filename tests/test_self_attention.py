@@ -50,7 +50,7 @@ def flow(*stages: Any) -> rlx.ModelFlow:
         return x
 
     for stage in stages:
-        made = made.custom(register).attention(stage)
+        made = made.custom(register).stage(stage)
     return made
 
 
@@ -86,7 +86,7 @@ def test_named_tables_and_the_context_alone() -> None:
     made = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).input("keep", ("batch", "seq"), "int32")
     made = made.stage(blocks.RopeTables.theta(2, 10.0, name="some"), blocks.AttnMask.from_input("keep"))
     stage = SelfAttention(("a.q.weight", "a.q.weight", "a.q.weight"), None, N, head_dim=D, rope="some", n_rot=2)
-    got = rlx.compile(made.attention(stage), {"a.q.weight": WEIGHTS["a.q.weight"]})(X, KEEP)
+    got = rlx.compile(made.stage(stage), {"a.q.weight": WEIGHTS["a.q.weight"]})(X, KEEP)
     q = X.astype(float) @ WIDE["a.q.weight"].T
     turned = formula.rope(q, *formula.rope_table(np.arange(5)[None], [1.0]), D, 2)
     want = formula.attention(turned, turned, q, heads=N, kv_heads=N, keep=KEEP)
@@ -99,7 +99,7 @@ def test_no_column_is_rotated() -> None:
         stage = SelfAttention(("a.q.weight",) * 3, None, N, head_dim=D, causal=True, n_rot=0, **rotation)
         q = X.astype(float) @ WIDE["a.q.weight"].T
         want = formula.attention(q, q, q, heads=N, kv_heads=N, causal=True)
-        made = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(blocks.RopeTables.theta(D)).attention(stage)
+        made = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(blocks.RopeTables.theta(D)).stage(stage)
         np.testing.assert_allclose(rlx.compile(made, {"a.q.weight": WEIGHTS["a.q.weight"]})(X), want, atol=3e-5)
 
 
@@ -109,7 +109,16 @@ def test_a_causal_one_generates() -> None:
     stage = SelfAttention(
         "b.qkv.weight", "b.o.weight", N, transpose=False, causal=True, rope_theta=10.0, n_rot=2, sinks="a.sinks"
     )
-    made = made.residual_save().attention(stage).silu().residual_add().gelu().relu().gelu_tanh().lm_head(11, H, True)
+    made = (
+        made.residual_save()
+        .stage(stage)
+        .stage(blocks.Activation("silu"))
+        .residual_add()
+        .stage(blocks.Activation("gelu"))
+        .stage(blocks.Activation("relu"))
+        .stage(blocks.Activation("gelu_tanh"))
+        .lm_head(11, H, True)
+    )
     weights = {"e": normal(11, H)} | {key: WEIGHTS[key] for key in ("b.qkv.weight", "b.o.weight", "a.sinks")}
     lm = rlx.CausalLM(made, weights)
     tokens = RNG.integers(0, 11, (2, 6))
@@ -164,4 +173,4 @@ def test_refused(stage: SelfAttention, says: str) -> None:
         made.build(WEIGHTS)
     assert says in str(caught.value) and "self_attn" in str(caught.value)
     with pytest.raises(GraphError, match="expected a blocks.SelfAttention"):
-        made.attention("a")  # type: ignore[arg-type]
+        made.stage("a")  # type: ignore[arg-type]

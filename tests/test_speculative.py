@@ -214,7 +214,7 @@ def test_a_drawn_text_of_its_own_drafts() -> None:
 def test_one_set_of_parameters() -> None:
     """Two flows compiled together share their weights; the shorter one drafts for the longer one."""
     flow, weights = windowed(WINDOW)
-    short = replace(flow, name="short", stages=tuple(s for s in flow.stages if not isinstance(s, rlx.blocks.Repeat)))
+    short = replace(flow, name="short", _stages=tuple(s for s in flow._stages if not isinstance(s, rlx.blocks.Repeat)))
     models = compile_together([flow, short], weights)
     lm, drafts = (cast(Any, rlx.CausalLM(models[name])) for name in (flow.name, "short"))
     want = lm.generate(PROMPTS[0], max_new_tokens=20)

@@ -245,14 +245,14 @@ def test_the_page_lists_every_stage() -> None:
 
 
 def test_repeated_nomic_layers() -> None:
-    (stage,) = x_flow().repeat_nomic_layers(2, 8, 2, 4, 1e-6).stages
+    (stage,) = x_flow().repeat_nomic_layers(2, 8, 2, 4, 1e-6)._stages
     spec = blocks.NomicEncoderLayerSpec("encoder.layers.1", 8, 2, 4, 1e-6)
     assert isinstance(stage, blocks.Repeat) and stage.stage_for_index(1) == blocks.NomicEncoderLayer(spec)
 
 
 @pytest.mark.parametrize("prefix, key", [("", "encoder.layer.1"), ("bert", "bert.encoder.layer.1")])
 def test_repeated_bert_layers(prefix: str, key: str) -> None:
-    (stage,) = x_flow().repeat_bert_layers(2, prefix, "bert", 8, 2).stages
+    (stage,) = x_flow().repeat_bert_layers(2, prefix, "bert", 8, 2)._stages
     assert isinstance(stage, blocks.Repeat)
     assert stage.stage_for_index(1) == blocks.BertEncoderLayer(blocks.BertEncoderLayerSpec.hf(key, 8, 2))
 
@@ -266,5 +266,5 @@ def test_recipes_are_objects_or_functions() -> None:
         def assemble(self) -> rlx.ModelFlow:
             return x_flow().custom(times(2))
 
-    assert len(rlx.ModelFlow.from_recipe(Recipe()).stages) == 1
+    assert len(rlx.ModelFlow.from_recipe(Recipe())._stages) == 1
     assert rlx.ModelFlow.from_recipe(x_flow) == x_flow()

@@ -157,7 +157,7 @@ def needs_of(model: CompiledModel, batch: int, context: int, max_positions: int 
     sizes = {"batch": buckets.rows(batch), "seq": context}
     if cached:
         sizes["batch"], sizes["context"] = cache_sizes(buckets, batch, context, max_positions)
-        held = {**model.flow.binding, **sizes, **ring_sizes(model.programs, template, sizes["context"])}
+        held = {**model.flow._binding, **sizes, **ring_sizes(model.programs, template, sizes["context"])}
         state = sum(kept.bind(held).nbytes for kept in template.state.values())
     lir = make_lir(template, sizes, model.settings)
     parameters = sum(t.nbytes for t in model.programs.layout.types().values())

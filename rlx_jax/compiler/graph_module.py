@@ -456,8 +456,10 @@ class GraphModule(SpecBuilders[Value]):
         """The declared inputs."""
         return tuple(InputDecl(i.input, i.type) for i in self.builder.inputs)
 
+    _inputs = inputs
+
     @property
-    def binding(self) -> Mapping[str, int]:
+    def _binding(self) -> Mapping[str, int]:
         """No sizes are chosen ahead."""
         return {}
 

@@ -251,7 +251,7 @@ def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
     Raises:
         ProfileError: with a suggestion.
     """
-    known = [i.name for i in flow.inputs]
+    known = [i.name for i in flow._inputs]
     for name in names:
         if name not in known:
             raise ProfileError(

@@ -158,7 +158,7 @@ class Encoder:
         block, _, _ = token_block(tokens, self.vocab_size)
         check_positions(block.shape[1], self.max_positions, "tokens")
         valid = row_lengths(lengths, block.shape, low=1)
-        names = dict.fromkeys([*(d.name for d in self.model.flow.inputs), MASK])  # which a flow need not declare
+        names = dict.fromkeys([*(d.name for d in self.model.flow._inputs), MASK])  # which a flow need not declare
         check_input_names(inputs, list(names), self.model.name, ["lengths"])
         inputs = {name: value for name, value in inputs.items() if value is not None}
         refuse_consumed({}, inputs)

@@ -28,7 +28,7 @@ BATCH = 32
 
 def masks_of(model: CompiledModel) -> frozenset[str]:
     """The mask over tokens among the inputs of a flow, if it declares one and reads it."""
-    mask = frozenset(i.name for i in model.flow.inputs if i.name == MASK and i.type.shape == EACH.shape)
+    mask = frozenset(i.name for i in model.flow._inputs if i.name == MASK and i.type.shape == EACH.shape)
     return mask.difference(model.programs.unread(model.name, mask)) if mask else mask
 
 

@@ -222,7 +222,7 @@ def check_images(model: CompiledModel) -> int:
     Raises:
         GraphError: its first input is no images, or it has other required ones.
     """
-    first = next(i for i in model.flow.inputs if i.name == model.first_input)
+    first = next(i for i in model.flow._inputs if i.name == model.first_input)
     shape = first.type.shape
     if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(first.type.dtype):
         raise GraphError(

@@ -107,7 +107,7 @@ def capture(speaker: Speaker, prompts: Any, inputs: Any) -> dict[str, jax.Array]
         check_positions(len(row), limit, f"prompts[{i}]")
     beside = request_inputs(model, inputs, len(rows))
     graph = model.programs.template(model.key(beside.given, names)).mir
-    ids = next(decl.type for decl in model.flow.inputs if decl.name == model.first_input)
+    ids = next(decl.type for decl in model.flow._inputs if decl.name == model.first_input)
     types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
     axes = {name: CaptureAxes.of(value, ids) for name, value in types.items()}
     block, lengths = pad_rows(rows, max(map(len, rows))), np.array([len(row) for row in rows], np.int32)

@@ -190,7 +190,7 @@ def mtp_plan(speaker: Speaker, tokens: int) -> MtpPlan:
 
 def mtp_of(flow: Buildable) -> MakesMtp | None:
     """What makes the module of a flow, if it has one."""
-    return mtp_of(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "mtp", None)
+    return mtp_of(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
 
 
 def check_module(module: CompiledModel, model: CompiledModel) -> None:
@@ -201,7 +201,7 @@ def check_module(module: CompiledModel, model: CompiledModel) -> None:
     """
     whole = model.template("forward")
     width, vocab = whole.mir.type(whole.head.operands[0]).shape[-1], whole.head.words
-    inputs = {d.name: d.type for d in module.flow.inputs}
+    inputs = {d.name: d.type for d in module.flow._inputs}
     graph = module.template("forward").mir
     outputs = {name: graph.type(v) for name, v in zip(graph.output_names, graph.outputs, strict=True)}
     fits = (

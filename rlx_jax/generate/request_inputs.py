@@ -45,12 +45,12 @@ def declared(model: CompiledModel) -> dict[str, InputDecl]:
     """The inputs that a request brings beside its tokens, by name: those without the dimension `seq` that an output
     reads."""
     idle = unread(model) | {model.first_input}
-    return {d.name: d for d in model.flow.inputs if d.name not in idle and "seq" not in d.type.symbols}
+    return {d.name: d for d in model.flow._inputs if d.name not in idle and "seq" not in d.type.symbols}
 
 
 def unread(model: CompiledModel) -> frozenset[str]:
     """The inputs that no output reads, whatever optional ones there are."""
-    optional = frozenset(d.name for d in model.flow.inputs if d.optional)
+    optional = frozenset(d.name for d in model.flow._inputs if d.optional)
     idle = model.programs.unread(model.name, frozenset()) - optional
     return idle & model.programs.unread(model.name, optional) if idle and optional else idle
 
@@ -68,7 +68,7 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
     brought = {name: value for name, value in (inputs or {}).items() if value is not None}
     for name in brought:
         if name not in known:
-            with_tokens = name in (d.name for d in model.flow.inputs)
+            with_tokens = name in (d.name for d in model.flow._inputs)
             why = "it belongs to the tokens, which a request brings itself" if with_tokens else "the flow has none"
             why = "none of the outputs reads it" if name in unread(model) else why
             raise RequestError(

@@ -208,6 +208,15 @@ def stage_maker(name: str) -> MakeStage:
     return stages[name]
 
 
+def stage(name: str, *fields: Any, **options: Any) -> Any:
+    """Return the stage that an installed plugin provides under `name`, constructed from these fields.
+
+    Raises:
+        PluginError: no plugin provides a stage of that name.
+    """
+    return stage_maker(name)(*fields, **options)
+
+
 def derive_rule(cls: type[Op]) -> DeriveRule | None:
     """The rule that a plugin has for an op of its own."""
     return None if is_ours(cls) else known().derive.get(cls)

@@ -290,9 +290,9 @@ def decoder_flow(
     c = recipe.config
     unread = [keys.embedding] * recipe.inputs_embeds + [keys.head] * recipe.hidden_only
     return (
-        ModelFlow(recipe.name, profile=recipe.hooks.profile, max_positions=c.max_position_embeddings)
+        ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread), shapes=specs)
-        .read_through(recipe.reads)
+        ._read_through(recipe.reads)
         .patch(_opened(recipe, keys, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)

@@ -32,8 +32,8 @@ TOWERS = ("text", "vision")
 
 def under(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
     """The stages that a flow has behind those of before, with a segment around their block paths."""
-    own = flow.stages[len(before.stages) :]
-    return replace(flow, stages=(*before.stages, Named(name, Sequence(own))))
+    own = flow._stages[len(before._stages) :]
+    return replace(flow, _stages=(*before._stages, Named(name, Sequence(own))))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class DualFlow(HookMethods, Generic[C]):
         text, vision = self.text(), self.vision()
         if self.part != "both":
             others = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
-            flow = replace(flow, elsewhere=tuple(others))
+            flow = replace(flow, _elsewhere=tuple(others))
         if self.part == "vision":
             return under("vision", flow, vision.tower(flow))
         if self.part == "text":

@@ -146,7 +146,7 @@ class EncoderFlow(HookMethods, Generic[E]):
 
     def assemble(self) -> ModelFlow:
         """The flow, bound to its weights; without any, to their shapes."""
-        flow = ModelFlow(self.name, profile=self.hooks.profile, max_positions=self.max_positions)
+        flow = ModelFlow(self.name, profile=self.hooks.profile, _max_positions=self.max_positions)
         return self.tower(flow.with_weights(self.weights, leave=self.leave(), shapes=self.shapes()))
 
     def tower(self, flow: ModelFlow) -> ModelFlow:

@@ -164,7 +164,7 @@ class WithBlocks:
     edit: BlockEdit
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
-        return replace(flow, block_edits=(*flow.block_edits, self.edit))
+        return replace(flow, _block_edits=(*flow._block_edits, self.edit))
 
 
 def select_blocks(recipe: R, pattern: str) -> SelectedBlocks[R]:
@@ -180,7 +180,7 @@ class WithIgnored:
     names: tuple[str, ...]
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
-        return replace(flow, ignored_fields=tuple(dict.fromkeys((*flow.ignored_fields, *self.names))))
+        return replace(flow, _ignored_fields=tuple(dict.fromkeys((*flow._ignored_fields, *self.names))))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class WithParam:
     decl: WeightDecl
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
-        return replace(flow, declared=(*flow.declared, self.decl))
+        return replace(flow, _declared=(*flow._declared, self.decl))
 
 
 def declare_param(recipe: R, pattern: str, *, shape: Sequence[int] | None = None, init: Init | None = None) -> R:

@@ -53,14 +53,14 @@ class WithAdapter:
     no_training: str = ""  # why it cannot be trained as it was, where it cannot
 
     def __call__(self, flow: ModelFlow) -> ModelFlow:
-        flow = replace(flow, no_training=self.no_training or flow.no_training)
+        flow = replace(flow, _no_training=self.no_training or flow._no_training)
         names = replace(self._names(flow), renamed=self.renamed)
         own = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
-        flow = flow.add_weights(MarkedSource(RenamedSource(self.source, own), "spare"))
-        if flow.elsewhere:  # the other tower's, which another flow reads
-            known = set(flow.left_keys)
+        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, own), "spare"), add=True)
+        if flow._elsewhere:  # the other tower's, which another flow reads
+            known = set(flow._left_keys)
             others = (key for key in own if any(f"{key.removesuffix(part)}.weight" in known for part in PARTS))
-            flow = replace(flow, left_keys=(*flow.left_keys, *others))
+            flow = replace(flow, _left_keys=(*flow._left_keys, *others))
         for (size, scale), modules in self.sizes.groups().items():
             origin = f"the adapter {self.source.where(self.source.keys()[0])}"
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)
@@ -70,7 +70,7 @@ class WithAdapter:
     def _names(self, flow: ModelFlow) -> ModuleNames:
         """The flow's checkpoint may be that of the bare model while the adapter is of one with a head, or the other way
         round."""
-        first, known = next(iter(self.sizes.ranks)), flow.weights
+        first, known = next(iter(self.sizes.ranks)), flow._weights
         inner = first.partition(".")[2]
         if known is None or known.has(f"{first}.weight"):
             return ModuleNames()
@@ -171,13 +171,13 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
 def _written(flow: Buildable, source: WeightSource | None) -> list[Adapter]:
     """The adapters that a flow writes."""
     notes, edits = list[_Noting](), list[BlockEdit]()
-    for edit in flow.block_edits if isinstance(flow, ModelFlow) else ():
+    for edit in flow._block_edits if isinstance(flow, ModelFlow) else ():
         if isinstance(edit.wrapper, LoraLinear):
             notes.append(_Noting(edit.wrapper))
             edit = replace(edit, wrapper=notes[-1])
         edits.append(edit)
     if notes and isinstance(flow, ModelFlow):
-        replace(flow, block_edits=tuple(edits)).build(source)
+        replace(flow, _block_edits=tuple(edits)).build(source)
     return [adapter for note in notes for adapter in note.found]
 
 
@@ -252,5 +252,5 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     if base_model is not None and not isinstance(base_model, str):
         raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
     base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
-    output = getattr(model.flow, "output_name", "")
+    output = getattr(model.flow, "_output_name", "")
     write_adapter(path, AdapterSizes(ranks, scales, turned), arrays, overwrite, replace(base, task=TASKS.get(output)))

@@ -60,7 +60,7 @@ def drawing(flow: Buildable) -> Buildable:
     """The flow, whose missing weights are drawn."""
     if not isinstance(flow, ModelFlow):
         raise GraphError(f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}")
-    return replace(flow, missing="init")
+    return replace(flow, _missing="init")
 
 
 def draw_lacking(builts: Sequence[Built], key: jax.Array) -> dict[str, jax.Array]:

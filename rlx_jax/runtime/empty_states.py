@@ -36,7 +36,7 @@ def empty_of(programs: Programs, key: ProgramKey, sizes: Mapping[str, DimLike], 
         template = programs.any_template(key)
         if not template.state:
             raise GraphError(f"program {key.program} of {key.flow} has no state")
-        binding: dict[str, Any] = {**programs.flows[key.flow].binding, **sizes}
+        binding: dict[str, Any] = {**programs.flows[key.flow]._binding, **sizes}
         check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
         binding |= ring_sizes(programs, template, sizes.get("context"), spare)
         division = programs.division

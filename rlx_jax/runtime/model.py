@@ -226,7 +226,7 @@ class CompiledModel:
         devices = self.settings.check_ids
         one_row = {d.name for d in known if d.rows_optional}
         # A first input that no output reads may be given: it is checked like the others, and left out.
-        unread = {d.name: d.type for d in flow.inputs[:1] if d.name in given and d.name not in declared}
+        unread = {d.name: d.type for d in flow._inputs[:1] if d.name in given and d.name not in declared}
         both = {**declared, **unread}
         values = {n: value_or_spec(n, given[n], t, bounds.ids.get(n), devices) for n, t in both.items()}
         values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == both[n].rank - 1}
@@ -258,13 +258,13 @@ class CompiledModel:
         if optional := frozenset(d.name for d in known if d.optional and named.get(d.name) is not None):
             known = self._inputs(optional)
         unread = self._unread(optional)
-        first = next((d.name for d in self.flow.inputs[:1] if d.name in unread and not d.optional), "")
+        first = next((d.name for d in self.flow._inputs[:1] if d.name in unread and not d.optional), "")
         return known, bind_names(known, args, named, self.flow.name, unread, first)
 
     def _inputs(self, given: frozenset[str]) -> tuple[InputDecl, ...]:
         template = self._template(given)
         read = {i.input for i in template.mir.inputs}
-        known = tuple(d for d in self.flow.inputs if d.optional or d.name in read)
+        known = tuple(d for d in self.flow._inputs if d.optional or d.name in read)
         names = {d.name for d in known}
         added = (i for i in template.mir.inputs if i.input not in names)
         optional = (InputDecl(i.input, i.type, None) for i in template.optional if i.input not in names)
@@ -318,7 +318,7 @@ class CompiledModel:
         """Compile now if every size is known: a static flow, or one with a binding."""
         flow = self.flow
         template = self._template()
-        declared = {i.input: i.type.bind(flow.binding) for i in template.mir.inputs}
+        declared = {i.input: i.type.bind(flow._binding) for i in template.mir.inputs}
         if self.program in ("forward", "explicit") and all(t.is_static for t in declared.values()):
             specs: dict[str, Any] = {name: t.spec for name, t in declared.items()}
             self.lower(**specs)
@@ -438,7 +438,7 @@ class CompiledModel:
         """The table of its blocks, which `print(model)` prints and a notebook shows: path, what leaves it, parameters,
         FLOPs and bytes. Sizes are those of the last call, else those that the flow is bound to, else 1."""
         last = dict(self.last.binding) if self.last is not None and self.last.program == self.program else {}
-        return self._template().outline({**self.flow.binding, **last})
+        return self._template().outline({**self.flow._binding, **last})
 
     def __str__(self) -> str:
         return str(self.outline())

@@ -118,7 +118,7 @@ def build_flows(named: Mapping[str, Buildable], weights: Weights) -> Builds:
     """Each flow built, with the seconds that it took; the weights are opened once. Flows that are bound to one source,
     beside which each puts the same adapter, share what the first makes of both."""
     builds: dict[str, tuple[Built, float]] = {}
-    bound = [getattr(flow, "weights", None) for flow in named.values()]
+    bound = [getattr(flow, "_weights", None) for flow in named.values()]
     shared = bound[0] is not None and all(source is bound[0] for source in bound)
     for name, flow in named.items():
         start = time.perf_counter()
@@ -167,7 +167,7 @@ def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool
     them. Asked where an input may come between products: of numbers that are no ids, masks or positions, or of a flow
     that was changed by its paths."""
     flow = built.flow
-    found = [decl for decl in flow.inputs if decl.optional]
+    found = [decl for decl in flow._inputs if decl.optional]
     changed = getattr(flow, "block_edits", ()) or any(is_float(decl.type.dtype) for decl in found)
     if not found or not changed:
         return False
@@ -227,8 +227,8 @@ def refuse_untrained(flow: Buildable) -> None:
     Raises:
         UnsupportedError: why.
     """
-    if isinstance(flow, ModelFlow) and flow.no_training:
-        raise UnsupportedError(f"{flow.name}: training: {flow.no_training}")
+    if isinstance(flow, ModelFlow) and flow._no_training:
+        raise UnsupportedError(f"{flow.name}: training: {flow._no_training}")
 
 
 def as_flow(flow: Any, weights: Weights = None) -> Buildable:

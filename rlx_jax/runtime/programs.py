@@ -200,7 +200,7 @@ class Programs:
                 return self.template(replace(self.whole_of(key), headless=True))
             if key.headless:
                 return self.template(replace(key, headless=False)).headless()
-            own = key.given & {i.name for i in self.flows[key.flow].inputs}  # the others are the program's
+            own = key.given & {i.name for i in self.flows[key.flow]._inputs}  # the others are the program's
             return make_template(
                 *self.build(key.flow, own), self.settings, key.program, key.last_only, key.given, key.outputs
             )
@@ -223,7 +223,7 @@ class Programs:
 
     def first_input(self, flow: str) -> str:
         """The name of the first input of a flow that its outputs read: of a model of text, its tokens."""
-        names, unread = [i.name for i in self.flows[flow].inputs], self.unread(flow, frozenset())
+        names, unread = [i.name for i in self.flows[flow]._inputs], self.unread(flow, frozenset())
         return next((name for name in names if name not in unread), names[0])
 
     def unread(self, flow: str, given: frozenset[str]) -> frozenset[str]:

@@ -1,0 +1,43 @@
+"""Every name of the public interface that is promised to stay: the top level, `ModelFlow`, and the spec's stages."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlx_jax as rlx
+
+FLOW = """
+new input with_profile profile profile_file profile_prefill profile_decode profile_encoder stage raw_stage raw_stages
+sequence output outputs hidden_states with_extra_outputs with_extensions from_recipe build build_with embed token_embed
+gather_from_input gather_add rope_tables zero_beta zero_beta_named bind_decode_inputs attn_mask_ones repeat_layers
+named_layer layer llama_prefill_layer llama_prefill_layer_composed llama_decoder_layer llama_decode_layer llama_kv_tap
+linear residual_save residual_add swiglu swiglu_hf_mlp self_attn_prefill gdn_scan layer_norm rms_norm final_norm
+gelu_ffn bert_encoder_layer repeat_bert_layers repeat_nomic_layers repeat_dinov2_layers repeat_vision_layers
+repeat_siglip_layers cls_token_pool gather_last_token_dynamic gather_last_token_at lm_head store_stream load_stream
+bind_inputs_to_streams dual_stream plugin plugin_named custom custom_named when patch
+""".split()
+RECIPES = """
+BertFlow Dinov2Flow Flux2Flow GemmaFlow Llama32Flow MPNetFlow MistralFlow NomicFlow NomicVisionFlow Qwen2Flow Qwen35Flow
+Qwen3Flow Qwen3MoeFlow SiglipFlow ViTFlow
+""".split()
+TOP = """
+BuiltModel CausalLM CompileProfile DualEncoder Emit Encoder FlowValue Graph GraphModule GraphStage LayerStack ModelFlow
+Packed Plugin RlxError Sampler VisionEncoder blocks compile errors from_pretrained init load lora losses open_weights
+recipe_for save
+""".split()
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_builders(name: str) -> None:
+    assert hasattr(rlx.ModelFlow.new("m"), name)
+
+
+def test_a_flow_has_few_other_names() -> None:
+    public = {name for name in dir(rlx.ModelFlow.new("m")) if not name.startswith("_")}
+    assert len(public - set(FLOW)) <= 10, public - set(FLOW)
+
+
+def test_the_top_level() -> None:
+    assert set(TOP) <= set(rlx.__all__) and not set(RECIPES) & set(rlx.__all__)
+    for name in RECIPES:
+        assert getattr(rlx, name) is getattr(rlx.models, name)
