@@ -116,7 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("directory")
     directory = parser.parse_args().directory
     flow, rng, ids = clip(directory), np.random.default_rng(0), np.arange(16)
-    colours = rng.normal(size=(16, 3, 1, 1)) + 0.1 * rng.normal(size=(16, *flow.inputs[1].type.shape[1:]))
+    colours = rng.normal(size=(16, 3, 1, 1)) + 0.1 * rng.normal(size=(16, *flow.build().inputs[1].type.shape[1:]))
     end = rlx.open_weights(directory).spec("text_model.embeddings.token_embedding.weight").shape[0] - 1
     words = np.stack([3 + ids % 4, 20 + ids // 4, np.full(16, end)], axis=1)  # two words for each colour
     _, losses = train(flow, words, colours.astype("f4"))

@@ -101,6 +101,14 @@ class Built:
         """The declared inputs."""
         return self.flow._inputs
 
+    @property
+    def _inputs(self) -> tuple[InputDecl, ...]:
+        return self.inputs
+
+    @property
+    def _binding(self) -> Mapping[str, int]:
+        return self.binding
+
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
         """Built again: with other weights, or with other optional inputs given; over the arrays that it captured."""
         return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)

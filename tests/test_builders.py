@@ -366,7 +366,7 @@ def test_no_surface_spells_an_op_again() -> None:
 def test_a_stack_takes_what_a_flow_takes() -> None:
     """Every stage method of a flow is one of a LayerStack, and they make the same stage."""
     for name in ("embed", "rms_norm", "linear", "store_stream"):
-        (stage,) = getattr(ModelFlow("m").input("x", (2,)), name)("key").stages
+        (stage,) = getattr(ModelFlow("m").input("x", (2,)), name)("key")._stages
         assert getattr(LayerStack.named("s"), name)("key").items == (stage,)
     assert len(LayerStack.named("s").lm_head(8, 4).repeat_layers(2, lambda i: rlx.blocks.ResidualSave()).items) == 2
 

@@ -64,7 +64,7 @@ def test_other_shapes_follow(fixture: str) -> None:
     directory = checkpoints.FIXTURES / fixture
     recipe = replace(rlx.recipe_for(directory), weights=None)
     want = {key: spec.shape for key, spec in recipe.shapes().items()}
-    known = replace(recipe.assemble(), missing="init")
+    known = replace(recipe.assemble(), _missing="init")
     built = known.build({})
     assert {key: built.params[key].shape for key in built.fresh} == want
     flow = replace(recipe.assemble(), weights=None, shapes={})
@@ -126,7 +126,7 @@ def test_a_recipe_takes_them() -> None:
     """As a hook; a weight of the checkpoint stays as it is."""
     recipe = rlx.recipe_for(LLAMA).after_layers([blocks.Custom(lambda emit, x: x + emit.param("bias"), "bias")])
     built = recipe.param("bias", shape=(56,), init=TWOS).param("model.norm.weight", init="zeros").assemble()
-    assert built.declared[0].shape == (56,) and built.build(_stored()).inits == {
+    assert built._declared[0].shape == (56,) and built.build(_stored()).inits == {
         "bias": TWOS,
         "model.norm.weight": "zeros",
     }

@@ -125,8 +125,8 @@ def judge_config(raw: bytes, here: Path) -> str:
         warnings.simplefilter("ignore")
         recipe = rlx.recipe_for(here)
     said, flow = json.loads(raw), recipe.assemble()
-    table = next(k for k in flow.weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))
-    rows, width = flow.weights.spec(table).shape
+    table = next(k for k in flow._weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))
+    rows, width = flow._weights.spec(table).shape
     assert (said["vocab_size"], said["hidden_size"]) == (rows, width)
     assert 1 <= said["num_hidden_layers"] <= 1024
     assert 1 <= said.get("max_position_embeddings", 512) <= MAX_DIM

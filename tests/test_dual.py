@@ -95,7 +95,7 @@ def test_an_edit_of_a_tower(towers: tuple[str, ...]) -> None:
     recipe = rlx.recipe_for(DUAL / "clip")
     pattern = "*.layers.0.mlp" if len(towers) == 2 else f"{towers[0]}.layers.0.mlp"
     edited = recipe.at(pattern).scale(0.3)
-    assert len(edited.assemble().block_edits) == 1
+    assert len(edited.assemble()._block_edits) == 1
     weights = {key: np.asarray(a) for key, a in rlx.compile(recipe).weights().items()}
     for tower in towers:
         weights |= {key: weights[key] * np.float32(0.3) for key in (FC2.format(tower, p) for p in ("weight", "bias"))}

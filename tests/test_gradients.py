@@ -120,7 +120,7 @@ class Case:
     def of(recipe: Any, units: Mapping[str, float] | None = None, /, **inputs: Any) -> Case:
         """The stages of a whole model, and the weights that they read."""
         flow, shapes = recipe.assemble(), recipe.shapes()
-        return Case(inputs, flow.stages, {key: shapes[key].shape for key in flow.build().keys_read}, units or {})
+        return Case(inputs, flow._stages, {key: shapes[key].shape for key in flow.build().keys_read}, units or {})
 
     def flow(self) -> rlx.ModelFlow:
         flow = rlx.ModelFlow("case")

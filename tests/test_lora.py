@@ -110,8 +110,8 @@ def test_written_as_peft_writes(adapted: rlx.CompiledModel, tmp_path: Path) -> N
     for key, value in STORED.items():
         np.testing.assert_array_equal(written[key], value)
     again = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=tmp_path / "mine").assemble()
-    ours = {edit.wrapper for edit in again.block_edits}
-    assert ours == {edit.wrapper for edit in adapted.flow.block_edits}  # type: ignore[attr-defined]
+    ours = {edit.wrapper for edit in again._block_edits}
+    assert ours == {edit.wrapper for edit in adapted.flow._block_edits}  # type: ignore[attr-defined]
     with pytest.raises(errors.TargetExistsError, match="mine"):
         rlx.save_lora(adapted, tmp_path / "mine")
 
@@ -249,7 +249,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
         pairs |= {f"{stem}.lora_A.weight": a.astype("f4"), f"{stem}.lora_B.weight": b.astype("f4")}
         changed[key] = base[key] + 1.5 * (b.astype("f4").astype("f8") @ a.astype("f4").astype("f8")).T
     model = rlx.compile(merged_projections(), {k: v.astype("f4") for k, v in base.items()} | pairs)
-    assert model.report().refusals == () and set(model.weights()) == {*base, *pairs} - set(model.flow.left_keys)  # type: ignore[attr-defined]
+    assert model.report().refusals == () and set(model.weights()) == {*base, *pairs} - set(model.flow._left_keys)  # type: ignore[attr-defined]
     for key, value in rlx.merge_lora(model).items():
         assert_close(value, changed[key], tolerance=1e-6)
     tokens = load_record(GPT2)["tokens"]
@@ -275,7 +275,7 @@ def test_dropout_is_not_left_out_in_silence() -> None:
     with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and there is no dropout here"):
         rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
     flow = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
-    assert flow.no_training == ""
+    assert flow._no_training == ""
 
 
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

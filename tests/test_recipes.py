@@ -270,7 +270,7 @@ def test_a_recipe_is_that_of_the_weights_it_is_compiled_with(fixture: str, other
     tied = dataclasses.replace(type(own)(own.config), **other)
     assert tied.config.tie_word_embeddings
     found = rlx.compile(tied, weights | {"lm_head.weight": 2 * table})
-    assert set(found.weights()) == {*weights, "lm_head.weight"} - set(own.assemble().left_keys)
+    assert set(found.weights()) == {*weights, "lm_head.weight"} - set(own.assemble()._left_keys)
     tokens = load_record(checkpoints.FIXTURES / fixture)["tokens"]
     assert_close(found(tokens), 2 * np.asarray(rlx.compile(own)(tokens)))
 
@@ -332,7 +332,7 @@ def test_inputs_embeds(directory: Path) -> None:
 def test_sizes_bind_ahead_of_the_first_call() -> None:
     """A recipe with batch and seq compiles while it loads."""
     recipe = dataclasses.replace(rlx.recipe_for(BERT), batch=2, seq=11)
-    assert recipe.assemble().binding == {"batch": 2, "seq": 11}
+    assert recipe.assemble()._binding == {"batch": 2, "seq": 11}
     assert rlx.compile(recipe).report().compiles == 1
 
 

@@ -230,7 +230,7 @@ METHODS: dict[str, tuple[tuple[Any, ...], blocks.BlockStage]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_appends_its_stage(method: str) -> None:
     arguments, stage = METHODS[method]
-    assert getattr(x_flow(), method)(*arguments).stages == (stage,)
+    assert getattr(x_flow(), method)(*arguments)._stages == (stage,)
 
 
 def test_the_page_lists_every_stage() -> None:

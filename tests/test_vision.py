@@ -475,7 +475,7 @@ def test_from_a_config_alone() -> None:
     families: tuple[Any, ...] = (rlx.ViTFlow, rlx.Dinov2Flow)
     for flow in families:
         recipe = flow.for_prefill(config, batch=2)
-        assert recipe == flow.for_prefill(flow.config_type.from_hf(config), 2) and recipe.assemble().binding == {
+        assert recipe == flow.for_prefill(flow.config_type.from_hf(config), 2) and recipe.assemble()._binding == {
             "batch": 2
         }
         model: Any = rlx.compile(recipe)

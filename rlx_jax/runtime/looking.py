@@ -135,7 +135,7 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         recompiles=sum(one.recompiles for one in every),
         initialised=programs.initialised,
         ignored_fields=tuple(
-            dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "ignored_fields", ()))
+            dict.fromkeys(name for flow in programs.flows.values() for name in getattr(flow, "_ignored_fields", ()))
         ),
         recompiled=tuple(programs.surprises),
         programs=programs_of(programs),

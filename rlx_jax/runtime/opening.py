@@ -168,7 +168,7 @@ def parted(built: Built, layout: Layout, settings: Settings, first: str) -> bool
     that was changed by its paths."""
     flow = built.flow
     found = [decl for decl in flow._inputs if decl.optional]
-    changed = getattr(flow, "block_edits", ()) or any(is_float(decl.type.dtype) for decl in found)
+    changed = getattr(flow, "_block_edits", ()) or any(is_float(decl.type.dtype) for decl in found)
     if not found or not changed:
         return False
     optional = frozenset(decl.name for decl in found)
