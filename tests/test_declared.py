@@ -67,7 +67,7 @@ def test_other_shapes_follow(fixture: str) -> None:
     known = replace(recipe.assemble(), _missing="init")
     built = known.build({})
     assert {key: built.params[key].shape for key in built.fresh} == want
-    flow = replace(recipe.assemble(), weights=None, shapes={})
+    flow = replace(recipe.assemble(), _weights=None, _shapes={})
     for pattern in map(BlockPattern, SAID[fixture]):
         said = [key for key in want if pattern.matches(tuple(key.split(".")))]
         assert said, pattern
