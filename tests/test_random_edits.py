@@ -324,7 +324,7 @@ def test_random_edits_of_a_family(fixture: str) -> None:
         involved |= {*keys, *source}
     edited = edited.at(path).wrap(lambda e, x, f: (e.output("taken", x), f(x))[1]).at(path).capture()
     inputs: dict[str, Any] = {}
-    for declared in (d for d in recipe.assemble().inputs if not d.optional):
+    for declared in (d for d in recipe.assemble()._inputs if not d.optional):
         shape = [d if isinstance(d, int) else {"batch": 2}.get(str(d), 6) for d in declared.type.shape]
         high = 9 if declared.type.dtype.kind == "i" else 1
         inputs[declared.name] = np.asarray(rng.uniform(0, high, shape), declared.type.dtype)
