@@ -1,34 +1,24 @@
-"""Mistakes that users make, and what they are told: the pages of `tests/golden/mistakes`.
+"""What users get wrong, and how it is refused: the pages of `tests/golden/refusals`, one table for all areas.
 
-A page begins with code that all its cases share. A case is a heading that says what is wrong, the code with the
-mistake as a user would write it (```python, or ```sh for the command), and behind it, as ```text, all that the user is
-told: warnings, and the error with its class. `tests/test_mistakes.py` runs every case and compares. After a message was
-changed on purpose
+A page begins with code that its cases share. A case is a heading that names the mistake, the code as a user would write
+it (```python, or ```sh for the command), and what the user gets, one line for each warning and the error:
 
-    python -m tests.mistakes --write
+- ```expect: `Class | fragment | fragment`. The class, and what the message has to contain; its wording may change.
+- ```text: the message word by word, for the sample of cases that shows the style.
 
-renews the pages. It refuses a case that rlx_jax answers with no error and no warning of its own. (An unknown keyword
-is a TypeError, as of any Python function, with a suggestion.)
+    python -m tests.refusals --write
 
-A page shows what is said, not that it helps. Who has read a message as its user would, and knows from it alone what is
-wrong, where, and what to do, marks it as read: `marks.txt` beside the pages has a line for each case, with the first 8
-digits of the SHA-256 of its message.
-
-    python -m tests.mistakes --mark
-
-writes the marks of all messages as the pages have them now. A message that is changed needs a new mark.
+renews the sample and the table "What is refused" of docs/errors.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import os
 import re
 import shlex
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -43,10 +33,12 @@ from rlx_jax import cli
 from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from tests.oracles.checkpoints import FIXTURES, copy
 
-PAGES = sorted((Path(__file__).parent / "golden" / "mistakes").glob("*.md"))
-MARKS = Path(__file__).parent / "golden" / "mistakes" / "marks.txt"
+PAGES = sorted((Path(__file__).parent / "golden" / "refusals").glob("*.md"))
+ERRORS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
+TABLE = re.compile(r"(?<=^## What is refused\n\n).+?(?=^## )", re.DOTALL | re.MULTILINE)
 CASE = re.compile(
-    r"^## (?P<name>[^\n]+)\n\n```(?P<kind>python|sh)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<told>.*?)^```\n)?",
+    r"^## (?P<name>[^\n]+)\n\n```(?P<kind>python|sh)\n(?P<code>.*?)^```\n"
+    r"\n```(?P<form>text|expect)\n(?P<told>.*?)^```\n",
     re.DOTALL | re.MULTILINE,
 )
 SHARED = re.compile(r"\A# [^\n]+\n\n```python\n(?P<code>.*?)^```\n", re.S | re.M)
@@ -59,13 +51,28 @@ CHECKPOINTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A mistake on a page; `told` is what the page says that the user is told."""
+    """A mistake on a page. `told` is the expected message if `exact`, else the class and fragments of each line."""
 
     page: Path
     name: str
     kind: str
     code: str
     told: str
+    exact: bool
+
+    def fits(self, message: str) -> bool:
+        """Return whether a message is the expected one."""
+        if self.exact:
+            return message == self.told
+        rows, lines = self.told.splitlines(), [line for line in message.splitlines() if line.strip()]
+        return len(rows) == len(lines) and all(map(row_fits, rows, lines))
+
+
+def row_fits(row: str, line: str) -> bool:
+    """Return whether a line of a message has the class and all fragments of `Class | fragment | fragment`."""
+    first, *fragments = row.split(" | ")
+    named = re.fullmatch(r"\w+(Error|Warning)", first)
+    return (line.startswith(f"{first}: ") if named else first in line) and all(part in line for part in fragments)
 
 
 class NotTold(AssertionError):
@@ -81,7 +88,7 @@ def cases() -> tuple[Case, ...]:
 def cases_of(page: Path) -> Iterator[Case]:
     """Those of one page."""
     for found in CASE.finditer(page.read_text("utf-8")):
-        yield Case(page, found["name"], found["kind"], found["code"], found["told"] or "")
+        yield Case(page, found["name"], found["kind"], found["code"], found["told"], found["form"] == "text")
 
 
 @functools.cache
@@ -166,40 +173,35 @@ def as_users_run() -> Iterator[list[warnings.WarningMessage]]:
         yield warned
 
 
-def renewed(page: Path, only: str = "") -> str:
-    """The text of a page with what the user is told now."""
+def renewed(page: Path) -> str:
+    """Return the text of a page with the messages of its exact cases as they are now."""
     text = page.read_text("utf-8")
     for case in cases_of(page):
-        if only in case.name:
-            try:
-                message = told(case)
-            except NotTold as error:
-                print(error, file=sys.stderr)
-                continue
-            was = f"```{case.kind}\n{case.code}```\n" + (f"\n```text\n{case.told}```\n" if case.told else "")
+        if case.exact:
             at = text.index(f"## {case.name}\n")
-            text = text[:at] + text[at:].replace(was, f"```{case.kind}\n{case.code}```\n\n```text\n{message}```\n", 1)
+            text = text[:at] + text[at:].replace(f"```text\n{case.told}```", f"```text\n{told(case)}```", 1)
     return text
 
 
-def marks() -> str:
-    """The lines of `marks.txt` that say that every message as it is now was read."""
-    told = {f"{case.page.stem}: {case.name}": hashlib.sha256(case.told.encode()).hexdigest() for case in cases()}
-    return "".join(f"{digest[:8]} {name}\n" for name, digest in sorted(told.items()))
+def errors_page() -> str:
+    """Return docs/errors.md with its table of mistakes by class, made of the pages."""
+    mistakes: dict[str, list[str]] = {}
+    for case in cases():
+        for line in case.told.splitlines():
+            if named := re.match(r"(\w+(?:Error|Warning))(?: \||:|$)", line):
+                mistakes.setdefault(named[1], []).append(case.name.replace("|", "or"))
+    rows = [f"| `{name}` | {'; '.join(dict.fromkeys(names))} |\n" for name, names in sorted(mistakes.items())]
+    return TABLE.sub(
+        lambda _: "| class | mistakes |\n|---|---|\n" + "".join(rows) + "\n", ERRORS_PAGE.read_text("utf-8")
+    )
 
 
 def main() -> None:
-    """Show what the cases tell; `--write` renews the pages, `--mark` the marks. Other words choose pages."""
-    if "--mark" in sys.argv:
-        MARKS.write_text(marks(), "utf-8")
-        return
+    """Renew the exact messages and docs/errors.md."""
     jax.config.update("jax_num_cpu_devices", 8)
-    chosen = [word for word in sys.argv[1:] if word != "--write"]
     for page in PAGES:
-        if not chosen or page.stem in chosen:
-            text = renewed(page)
-            if "--write" in sys.argv:
-                page.write_text(text, "utf-8")
+        page.write_text(renewed(page), "utf-8")
+    ERRORS_PAGE.write_text(errors_page(), "utf-8")
 
 
 if __name__ == "__main__":
