@@ -36,6 +36,16 @@ class OpCase:
         arrays = [np.asarray(a) for a in self.arrays]
         return [a.astype(narrow.get(a.dtype, a.dtype)) for a in arrays]
 
+    @property
+    def types(self) -> list[tuple[tuple[int | str, ...], str]]:
+        """The shape and the dtype that each operand is declared with."""
+
+        def shape(a: np.ndarray) -> tuple[int | str, ...]:
+            symbolic = self.symbolic and a.ndim > 1 and a.shape[:1] == self.operands[0].shape[:1]
+            return (f"n{a.shape[0]}", *a.shape[1:]) if symbolic else a.shape
+
+        return [(shape(a), str(a.dtype)) for a in self.operands]
+
     def reference(self) -> tuple[np.ndarray, ...]:
         """What the call gives."""
         wide = [a.astype(np.float64) if a.dtype in (np.float32, BF16) else a for a in self.operands]
@@ -53,13 +63,9 @@ def evaluated(cases: Mapping[str, OpCase]) -> Callable[[str], tuple[np.ndarray, 
         arrays: dict[str, Any] = {}
         counts, failed = dict[str, int](), dict[str, Exception]()
         for number, (name, case) in enumerate(cases.items()):
-            operands = []
-            for place, array in enumerate(case.operands):
-                rows = case.operands[0].shape[:1]
-                symbolic = case.symbolic and array.ndim > 1 and array.shape[:1] == rows
-                shape = (f"n{array.shape[0]}", *array.shape[1:]) if symbolic else array.shape
-                arrays[f"i{number}_{place}"] = array
-                operands.append(m.input(f"i{number}_{place}", shape, array.dtype))
+            names = [f"i{number}_{place}" for place in range(len(case.arrays))]
+            arrays |= dict(zip(names, case.operands, strict=True))
+            operands = [m.input(n, *t) for n, t in zip(names, case.types, strict=True)]
             try:
                 made = case.call(m, *operands)
             except Exception as error:  # it is that of this case alone
