@@ -110,9 +110,9 @@ class ModelFlow(Stages):
                 raise ShapeError(f"{what} is {shown(self._max_positions)}; expected a number of tokens")
 
     @staticmethod
-    def new(name: str) -> ModelFlow:
-        """A flow without inputs or stages."""
-        return ModelFlow(name)
+    def new(name: str, *, max_positions: int | None = None) -> ModelFlow:
+        """Return a flow without inputs or stages; programs refuse sequences of more than `max_positions` tokens."""
+        return ModelFlow(name, _max_positions=max_positions)
 
     # -- declaring ---------------------------------------------------------------------------
 

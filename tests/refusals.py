@@ -8,7 +8,8 @@ it (```python, or ```sh for the command), and what the user gets, one line for e
 
     python -m tests.refusals --write
 
-renews the sample and the table "What is refused" of docs/errors.md.
+`rows.md` has the mistakes that are one expression, three lines each: name, expression, expected class and fragments.
+`--write` renews the sample and the table "What is refused" of docs/errors.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from rlx_jax import cli
 from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from tests.oracles.checkpoints import FIXTURES, copy
 
-PAGES = sorted((Path(__file__).parent / "golden" / "refusals").glob("*.md"))
+ROWS_PAGE = Path(__file__).parent / "golden" / "refusals" / "rows.md"
+PAGES = sorted(page for page in ROWS_PAGE.parent.glob("*.md") if page != ROWS_PAGE)
 ERRORS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 TABLE = re.compile(r"(?<=^## What is refused\n\n).+?(?=^## )", re.DOTALL | re.MULTILINE)
 CASE = re.compile(
@@ -66,6 +68,27 @@ class Case:
             return message == self.told
         rows, lines = self.told.splitlines(), [line for line in message.splitlines() if line.strip()]
         return len(rows) == len(lines) and all(map(row_fits, rows, lines))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mistake that is one expression; `expected` is `Class | fragment | fragment`."""
+
+    title: str
+    name: str
+    code: str
+    expected: str
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Return the rows of `rows.md`."""
+    sections = re.findall(r"^## (\w+)\n\n```rows\n(.*?)^```", ROWS_PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return tuple(
+        Row(title, *fields)
+        for title, lines in sections
+        for fields in re.findall(r"^(\S.*)\n    (.*)\n    (.*)\n", lines, re.MULTILINE)
+    )
 
 
 def row_fits(row: str, line: str) -> bool:
@@ -190,9 +213,11 @@ def errors_page() -> str:
         for line in case.told.splitlines():
             if named := re.match(r"(\w+(?:Error|Warning))(?: \||:|$)", line):
                 mistakes.setdefault(named[1], []).append(case.name.replace("|", "or"))
-    rows = [f"| `{name}` | {'; '.join(dict.fromkeys(names))} |\n" for name, names in sorted(mistakes.items())]
+    for row in rows():
+        mistakes.setdefault(row.expected.partition(" | ")[0], []).append(f"{row.title}: {row.name.replace('|', 'or')}")
+    lines = [f"| `{name}` | {'; '.join(dict.fromkeys(names))} |\n" for name, names in sorted(mistakes.items())]
     return TABLE.sub(
-        lambda _: "| class | mistakes |\n|---|---|\n" + "".join(rows) + "\n", ERRORS_PAGE.read_text("utf-8")
+        lambda _: "| class | mistakes |\n|---|---|\n" + "".join(lines) + "\n", ERRORS_PAGE.read_text("utf-8")
     )
 
 

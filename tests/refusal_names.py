@@ -1,0 +1,273 @@
+"""What the expressions of `tests/golden/refusals/rows.md` are made of."""
+
+# ruff: noqa: F401 (the expressions read the imported names)
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import blocks, device, errors
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    BatchMismatchError,
+    ConfigError,
+    DeriveError,
+    DTypeError,
+    DuplicateWeightError,
+    GraphError,
+    LimitError,
+    MaskShapeError,
+    MissingFileError,
+    MissingWeightError,
+    NameCollisionError,
+    NonFiniteWeightError,
+    NumericsError,
+    PathEscapeError,
+    ProfileError,
+    RequestError,
+    RlxError,
+    RlxNumericsWarning,
+    RlxWarning,
+    SafetensorsError,
+    SamplingParamError,
+    SequenceLengthError,
+    SessionStateError,
+    ShapeError,
+    StorageError,
+    TargetExistsError,
+    TokenIdError,
+    UnboundInputError,
+    UnboundStreamError,
+    UnexpectedWeightError,
+    UnsupportedError,
+    WeightDTypeError,
+    WeightError,
+    WeightShapeError,
+)
+from rlx_jax.io import limits as weight_limits
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.layer_stack import LayerStack
+from rlx_jax.models.llama import Llama32Flow
+from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_tensors, edited
+
+LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+
+BERT = FIXTURES / "bert" / "bare_v5"
+
+SHARDED = FIXTURES / "bert" / "masked_lm_v4"
+
+IDS = np.ones((2, 3), np.int32)
+
+X = np.ones((2, 8), np.float32)
+
+W = {"w": np.ones((4, 8), np.float32)}
+
+LINEAR = blocks.Linear("w")
+
+VOCAB = json.loads((LLAMA / "config.json").read_text("utf-8"))["vocab_size"]
+
+WIDE = (3 * 2**20, 2**18)  # 3 TB of float32
+
+THREE: Any = 3
+
+NONE: Any = None
+
+NAME: Any = "auto"
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+class Silent:
+    """An array of some other library that does not convert, with an error of no words."""
+
+    def __array__(self, *args: Any, **named: Any) -> Any:
+        raise ValueError
+
+
+class World:
+    """What a row works with: models that are made once, and an empty directory."""
+
+    def __init__(self) -> None:
+        self.lm, self.enc = rlx.load(LLAMA), rlx.load(BERT)
+        self.bert = rlx.compile(rlx.from_pretrained(BERT))
+        self.prefill = rlx.compile(rlx.from_pretrained(LLAMA), program="prefill")
+        self.mlp = rlx.compile(mlp(), W)
+        self.here = Path()
+
+    def llama(self, **fields: Any) -> Any:
+        """Load the tiny Llama after a change of its config.json."""
+        return rlx.load(edited(LLAMA, self.here / "llama", fields))
+
+    def tensors(self, edit: Callable[[dict[str, Any]], Any]) -> Any:
+        """Load it after a change of its tensors."""
+        edit_tensors(copy(LLAMA, self.here / "llama"), edit)
+        return rlx.load(self.here / "llama")
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        path = self.here / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def shard(self, name: str) -> Any:
+        """Open a directory whose index names `name` as its shard."""
+        self.file("model.safetensors.index.json", json.dumps({"weight_map": {"w": name}}))
+        return rlx.open_weights(self.here)
+
+    def state(self, batch: int = 2, context: int = 8) -> Any:
+        return self.prefill.init_state(batch, context)
+
+
+def mlp() -> rlx.ModelFlow:
+    return rlx.ModelFlow("mlp").input("x", ("batch", 8)).linear("w")
+
+
+def tokens(**widths: int) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:
+    """A flow ids → embedding → head, with 11 rows and `head` outputs."""
+    flow = rlx.ModelFlow("tiny").input("ids", ("batch", "seq"), "int32").embed("e").linear("h")
+    return flow, {"e": np.ones((11, 4), np.float32), "h": np.ones((widths.get("head", 11), 4), np.float32)}
+
+
+def logits_of(dtype: str) -> Any:
+    """A causal model whose logits have this dtype."""
+    flow, given = tokens()
+    return rlx.CausalLM(flow.custom_named("mine", lambda e, x: e.jax(lambda a: a.astype(dtype), x)), given)
+
+
+def stage(fn: Any, **options: Any) -> Any:
+    """Compile a flow of one custom stage, `mine`, over `[batch, seq, 8]`."""
+    return rlx.compile(rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).custom_named("mine", fn), **options)
+
+
+def inside(fn: Callable[[Any], Any]) -> Any:
+    """The same, with `fn` called through `emit.jax`."""
+    return stage(lambda emit, x: emit.jax(fn, x))
+
+
+def branch(x: Any) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+def header(text: str, data: bytes = b"1234", length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text.encode() + data
+
+
+def entry(shape: str = "[1]", dtype: str = "F32", offsets: str = "[0,4]") -> str:
+    return f'{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}'
+
+
+def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace(UP, UP.replace("up_proj", "up_prj")): value for key, value in tensors.items()}
+
+
+def module(name: str) -> rlx.GraphModule:
+    """A module of one input, `x`."""
+    made = rlx.GraphModule.mir(name)
+    made.input("x", (4,))
+    return made
+
+
+def x_of(fn: Callable[[Any, Any], Any]) -> Any:
+    """What `fn` makes of a module and its input `[batch, 4]`."""
+    made = rlx.GraphModule.hir("m")
+    return fn(made, made.input("x", ("batch", 4)))
+
+
+def outputs(names: Any = (), count: int = 1, one: bool = False) -> None:
+    """Give a module `count` outputs, or one that is in no list."""
+    made = rlx.GraphModule.mir("m")
+    x: Any = made.input("x", (4,))
+    made.set_outputs(x if one else [x] * count, names)
+
+
+def used(t: World) -> Any:
+    """A state that an earlier call took."""
+    state = t.lm.prefill(IDS)[1]
+    t.lm.extend(state, IDS)
+    return state
+
+
+def consumed(leaf: bool, call: Callable[[Any, Any], Any] = lambda model, x: model(x)) -> Any:
+    """A call with a parameter, or an input, that a jitted call with donation has taken."""
+    model, x = rlx.compile(mlp(), W), jnp.asarray(X)
+    assert model.params is not None
+    (model.params["w"] if leaf else x).delete()
+    return call(model, x)
+
+
+def gone(shape: tuple[int, ...] = (2, 3)) -> Any:
+    """Whole numbers that a jitted call with donation has taken."""
+    array = jnp.ones(shape, jnp.int32)
+    array.delete()
+    return array
+
+
+def in_place(edit: Callable[[Any], Any], call: Callable[[Any], Any] = lambda model: model(X)) -> None:
+    """A call with `params` that were edited after another call; and the same before any was compiled."""
+    model = rlx.compile(mlp(), W)
+    edit(model.params)
+    with pytest.raises(WeightShapeError):
+        call(model)
+    model = rlx.compile(mlp(), W)
+    model(X)
+    edit(model.params)
+    call(model)
+
+
+def both() -> Any:
+    """One array as an input that the profile donates and as another."""
+    flow = rlx.ModelFlow("two").input("x", ("batch", 4)).input("y", ("batch", 4))
+    profile = rlx.CompileProfile().replace(donation={"inputs": ["x"]})
+    model = rlx.compile(flow.custom(lambda emit, x: x + emit.flow_input("y")), {}, profile=profile)
+    x = jnp.ones((2, 4))
+    return model(x, x)
+
+
+def extended(lengths: Callable[[Any], Any]) -> Any:
+    """A call of `extend` with lengths made of the state that it consumes."""
+    model = rlx.compile(rlx.from_pretrained(LLAMA), program="extend")
+    state = model.init_state(2, 8)
+    return model(IDS[:, :1], lengths(state), state=state)
+
+
+def sparse(path: Path) -> Path:
+    """A file of zeros, `WIDE`, that takes no room on the disk."""
+    nbytes = WIDE[0] * WIDE[1] * 4
+    text = json.dumps({"w": {"dtype": "F32", "shape": WIDE, "data_offsets": [0, nbytes]}}).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + nbytes)
+    return path
+
+
+def nested(wrap: Callable[[list[Any]], Any]) -> Any:
+    """Compile a stage inside 960 others."""
+    stage: Any = LINEAR
+    for _ in range(960):
+        stage = wrap([stage])
+    return rlx.compile(rlx.ModelFlow("deep").input("x", ("batch", 8)).stage(stage), W)
+
+
+def wide() -> rlx.ModelFlow:
+    """A flow with one weight, `WIDE`."""
+    return rlx.ModelFlow("wide").input("x", ("batch", WIDE[1])).linear("w")
+
+
+def sized(fn: Callable[[Any], Any]) -> Any:
+    """Arithmetic with a size that is not known."""
+    return x_of(lambda m, x: fn(m.shape(x).shape[0]))
