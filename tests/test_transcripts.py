@@ -52,8 +52,10 @@ def hidden(seed: int, *shape: int) -> Array:
 
 
 def run(module: Any, x: Array, **more: Any) -> Any:
-    """A module's result for x, as an array."""
+    """A module's result for x, as an array; `cache` was called `cache_params` before transformers 5.24."""
     torch = importlib.import_module("torch")
+    if "cache_params" in inspect.signature(module.forward).parameters and "cache" in more:
+        more["cache_params"] = more.pop("cache")
     with torch.no_grad():
         out = module(torch.from_numpy(x.astype(np.float32)), **more)
     return (out[0] if isinstance(out, tuple) else out).numpy()
@@ -70,14 +72,14 @@ def test_a_gated_deltanet_layer(case: str) -> None:
     x, keep = hidden(2, 2, 9, config.hidden_size), np.ones((2, 9))
     keep[1, :3] = 0
     cache = transformers.DynamicCache(config=config)
-    got = run(layer, x[:, :7], cache_params=cache, attention_mask=torch.from_numpy(keep[:, :7]) != 0)
+    got = run(layer, x[:, :7], cache=cache, attention_mask=torch.from_numpy(keep[:, :7]) != 0)
     want, tail, state = gated_delta.gdn_layer(fields, w, "at", x[:, :7], keep=keep[:, :7])
     assert_close(got, want)
     assert_close(cache.get_recurrent_state(0).numpy(), state)
     assert_close(cache.get_conv_state(0).numpy()[:, :, -tail.shape[1] :], tail.transpose(0, 2, 1))
     for t in (7, 8):
         want, tail, state = gated_delta.gdn_layer(fields, w, "at", x[:, t : t + 1], tail, state)
-        assert_close(run(layer, x[:, t : t + 1], cache_params=cache), want)
+        assert_close(run(layer, x[:, t : t + 1], cache=cache), want)
     assert_close(run(layer, x), gated_delta.gdn_layer(fields, w, "at", x)[0])
 
 
@@ -92,13 +94,13 @@ def test_a_mamba2_mixer(case: str) -> None:
     x, keep = hidden(4, 2, 9, config.hidden_size), np.ones((2, 9))
     keep[1, :3] = 0
     cache = transformers.DynamicCache(config=config)
-    got = run(layer, x[:, :8], cache_params=cache, attention_mask=torch.from_numpy(keep[:, :8]) != 0)
+    got = run(layer, x[:, :8], cache=cache, attention_mask=torch.from_numpy(keep[:, :8]) != 0)
     want, tail, state = mamba2.mixer(fields, w, "at", x[:, :8], keep=keep[:, :8])
     assert_close(got, want)
     assert_close(cache.get_recurrent_state(0).numpy(), state)
     assert_close(cache.get_conv_state(0).numpy()[:, :, -tail.shape[1] :], tail.transpose(0, 2, 1))
     free = fields | {"time_step_limit": (0.0, np.inf)}
-    assert_close(run(layer, x[:, 8:], cache_params=cache), mamba2.mixer(free, w, "at", x[:, 8:], tail, state)[0])
+    assert_close(run(layer, x[:, 8:], cache=cache), mamba2.mixer(free, w, "at", x[:, 8:], tail, state)[0])
     assert_close(run(layer, x), mamba2.mixer(fields, w, "at", x)[0])
 
 
