@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.blocks.attention import SelfAttnPrefillSpec, SideOutputs, check_heads, gated, projections, side_outputs
 from rlx_jax.blocks.contracts import KvCacheContract
-from rlx_jax.errors import GraphError, ShapeError, UnboundStreamError
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.types import TensorType, is_float
@@ -135,7 +135,7 @@ class DecodeRopeParams:
 def check_cached(emit: Emit, index: int, stage: str) -> None:
     """Layer `index` has a cache: BindDecodeInputs bound it, or without that stage the flow is `explicit` as a whole."""
     if emit.state.program != "explicit":
-        raise UnboundStreamError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
+        raise GraphError(f"{emit.path}: {stage} reads cached keys: put BindDecodeInputs before it")
     bound = 0 if emit.state.decode is None else len(emit.state.decode.past_k)
     if index < 0 or bound and index >= bound:
         raise GraphError(f"{emit.path}: {stage} of layer {index}, and BindDecodeInputs bound {bound} layers")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlx_jax.blocks.control import Named, check_hidden
 from rlx_jax.blocks.decoder import DecoderLayerSpec, HiddenShape
 from rlx_jax.blocks.norm import rms_norm
-from rlx_jax.errors import GraphError, UnboundStreamError, WeightShapeError, quote
+from rlx_jax.errors import GraphError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
@@ -146,7 +146,7 @@ class GdnScan:
         state_size: n, the width of each head. `out_shape`: what the result is held against, if given.
 
     Raises:
-        UnboundStreamError: no inputs, or no state, are registered. GraphError: `carry_state` without `state_key`.
+        GraphError: no inputs, or no state, are registered, or `carry_state` without `state_key`.
     """
 
     state_size: int
@@ -167,7 +167,7 @@ class GdnScan:
         emit.require(value, "GdnScan")
         given = emit.state.gdn
         if given is None:
-            raise UnboundStreamError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
+            raise GraphError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
         if self.carry_state and self.state_key is None:
             raise GraphError(f"{emit.path}: GdnScan carries a state, and has no state_key to read it from")
         q, k, v, g, beta = given

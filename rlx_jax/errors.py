@@ -64,10 +64,6 @@ class CheckpointFormatError(FormatError):
     """A checkpoint directory contradicts its own metadata."""
 
 
-class ArtifactFormatError(FormatError):
-    """An exported artefact is malformed."""
-
-
 class LimitError(FormatError):
     """A size is over a documented limit. The message names the limit."""
 
@@ -103,10 +99,6 @@ class DuplicateWeightError(WeightError):
     """A weight is given twice."""
 
 
-class WeightDTypeError(WeightError):
-    """A weight has a dtype that does not fit."""
-
-
 class NonFiniteWeightError(WeightError):
     """A weight holds NaN."""
 
@@ -118,22 +110,6 @@ class GraphError(RlxError, ValueError):
     """A flow or a graph is wrong. `problems` lists everything that the verifier found, however long."""
 
     problems: tuple[str, ...] = ()
-
-
-class CycleError(GraphError):
-    """A node depends on itself."""
-
-
-class DanglingRefError(GraphError):
-    """A node refers to a value that does not exist."""
-
-
-class ArityError(GraphError):
-    """An op got the wrong number of operands."""
-
-    def __init__(self, op: str, expected: str, got: int, detail: str = "") -> None:
-        super().__init__(f"{op}: expected {expected} operands, got {got}{detail}")
-        self.op, self.expected, self.got = op, expected, got
 
 
 class ShapeError(GraphError):
@@ -155,20 +131,8 @@ class DTypeError(GraphError):
     """Dtypes that do not fit together."""
 
 
-class NameCollisionError(GraphError):
-    """One name used for two things."""
-
-
 class UnboundInputError(GraphError):
     """An input of the flow was not given, or one was given that the flow does not have."""
-
-
-class UnboundStreamError(GraphError):
-    """A stage reads a stream or a register that no stage wrote."""
-
-
-class LevelError(GraphError):
-    """An operation that a GraphModule does not have at its level (HIR, MIR, LIR)."""
 
 
 class PluginError(RlxError, RuntimeError):
@@ -202,22 +166,6 @@ class SequenceLengthError(RequestError):
     """A prompt, or prompt plus new tokens, does not fit."""
 
 
-class MaskShapeError(RequestError):
-    """A mask, position or type-id array has the wrong shape or dtype."""
-
-
-class RecompileError(RequestError):
-    """A request needs a program that is not compiled, and the profile says `buckets.on_recompile = "error"`."""
-
-
-class BatchMismatchError(RequestError):
-    """Two arguments disagree about the batch size."""
-
-
-class SamplingParamError(RequestError):
-    """A sampling parameter is out of range."""
-
-
 # -- running -----------------------------------------------------------------------------------
 
 
@@ -232,20 +180,12 @@ class NumericsError(RlxError, ArithmeticError):
         self.rows, self.outputs = dict(rows or {}), outputs
 
 
-class ResourceError(RlxError, RuntimeError):
-    """Not enough of something."""
-
-
-class DeviceOutOfMemoryError(ResourceError, MemoryError):
+class DeviceOutOfMemoryError(RlxError, RuntimeError, MemoryError):
     """The device is out of memory."""
 
 
-class ArtifactError(RlxError, RuntimeError):
-    """An exported artefact cannot be used here."""
-
-
-class VersionMismatchError(ArtifactError):
-    """Made by an incompatible version."""
+class VersionMismatchError(RlxError, RuntimeError):
+    """An exported artefact was made by an incompatible version."""
 
 
 class StorageError(RlxError, OSError):
@@ -262,10 +202,6 @@ class TargetExistsError(StorageError, FileExistsError):
 
 class SaveFailedError(StorageError):
     """A save failed; the message names what is still good."""
-
-
-class CheckpointIncompleteError(StorageError):
-    """A checkpoint was never finished."""
 
 
 class NoSpaceError(StorageError):
@@ -363,6 +299,11 @@ def _printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def wrong_arity(op: str, expected: str, got: int, detail: str = "") -> GraphError:
+    """Return the error for an op that got the wrong number of operands."""
+    return GraphError(f"{op}: expected {expected} operands, got {got}{detail}")
 
 
 def named_kind(value: object) -> str:

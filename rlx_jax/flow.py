@@ -24,10 +24,8 @@ from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import (
     GraphError,
-    NameCollisionError,
     RlxError,
     ShapeError,
-    UnboundStreamError,
     UnsupportedError,
     did_you_mean,
     listing,
@@ -132,7 +130,7 @@ class ModelFlow(Stages):
         """
         declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self._inputs):
-            raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
+            raise GraphError(f"{self.name}: input {quote(name)} is declared twice")
         number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
         if not (number or default in (REQUIRED, POSITIONS, None)):
             raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
@@ -384,7 +382,7 @@ class ModelFlow(Stages):
         taps = self._tap_caches(emit) if self._taps else ()
         side = self._side_outputs(emit, (*captured_blocks, *taps))
         if self._output_name in side:
-            raise NameCollisionError(f"{self.name}: the output and a side output are both {quote(self._output_name)}")
+            raise GraphError(f"{self.name}: the output and a side output are both {quote(self._output_name)}")
         outputs = {self._output_name: emit.own(self._primary(emit, value))} | {n: emit.own(v) for n, v in side.items()}
         emit.captured.closed = True
         rolled = roll(emit.builder.finish(list(outputs.values()), list(outputs)), emit.state.repeats, types)
@@ -428,7 +426,7 @@ class ModelFlow(Stages):
         for name, value in taps.items():
             known = emit.state.outputs.setdefault(name, emit.wrap(value))  # a layer may give its own
             if known.value != value:
-                raise NameCollisionError(
+                raise GraphError(
                     f"{self.name}: export_kv gives {quote(name)}, and a stage has a side output of that name and of "
                     "another value: leave out export_kv, or the stage that taps them"
                 )
@@ -441,7 +439,7 @@ class ModelFlow(Stages):
         if named is None or self._choose_primary:
             return last if named is None else named
         if named.value != last.value:
-            raise NameCollisionError(
+            raise GraphError(
                 f"{self.name}: {quote(name)} would name the last value, and it is a stream, register or side output of "
                 f"another one: outputs([{name!r}]) chooses that, another name keeps both"
             )
@@ -455,7 +453,7 @@ class ModelFlow(Stages):
         names = names if any(name in taps for name in names) else (*names, *taps)
         for name in names:
             if name not in known:
-                raise UnboundStreamError(
+                raise GraphError(
                     f"{self.name}: output {quote(name)} is no side output, register or stream; "
                     f"known are {listing(known) or 'none'}"
                     f"{did_you_mean(name, known) or '; emit.output(name, value) and store_stream(name) make one'}"

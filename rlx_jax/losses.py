@@ -20,10 +20,8 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import (
-    BatchMismatchError,
     DTypeError,
     GraphError,
-    MaskShapeError,
     RequestError,
     SequenceLengthError,
     ShapeError,
@@ -88,7 +86,7 @@ def cross_entropy(
 
     Raises:
         GraphError: the model has a state, or its output is made otherwise; names the op in the way.
-        ShapeError, TokenIdError, SequenceLengthError, MaskShapeError, BatchMismatchError, RequestError: the arguments.
+        ShapeError, TokenIdError, SequenceLengthError, RequestError: the arguments.
     """
     head = head_of(model)
     tokens = _checked_tokens(model, tokens)
@@ -376,7 +374,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
     array = value if isinstance(value, jax.Array) else as_host_array(name, value)
     if array.ndim != 2 or 0 in array.shape or (shape is not None and tuple(array.shape) != tuple(shape)):
         want = "[batch, seq]" if shape is None else f"those of tokens, {list(shape)}"
-        raise MaskShapeError(f"{name}: sizes are {want}, got {list(array.shape)}")
+        raise RequestError(f"{name}: sizes are {want}, got {list(array.shape)}")
     kind = "f" if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype.kind
     if kind not in kinds:
         raise DTypeError(f"{name}: expected {'numbers' if 'f' in kinds else 'integers'}, got {short_name(array.dtype)}")
@@ -386,7 +384,7 @@ def _shaped(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) ->
 def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
     array = lengths if isinstance(lengths, jax.Array) else as_host_array("lengths", lengths)
     if tuple(array.shape) != (batch,):
-        raise BatchMismatchError(f"lengths: one for each of {batch} rows, got {list(array.shape)}")
+        raise RequestError(f"lengths: one for each of {batch} rows, got {list(array.shape)}")
     if array.dtype.kind not in "iu":
         raise DTypeError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):

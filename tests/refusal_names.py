@@ -24,18 +24,15 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, device, errors
 from rlx_jax.errors import (
-    ArtifactFormatError,
-    BatchMismatchError,
     ConfigError,
     DeriveError,
     DTypeError,
     DuplicateWeightError,
+    FormatError,
     GraphError,
     LimitError,
-    MaskShapeError,
     MissingFileError,
     MissingWeightError,
-    NameCollisionError,
     NonFiniteWeightError,
     NumericsError,
     PathEscapeError,
@@ -45,7 +42,6 @@ from rlx_jax.errors import (
     RlxNumericsWarning,
     RlxWarning,
     SafetensorsError,
-    SamplingParamError,
     SequenceLengthError,
     SessionStateError,
     ShapeError,
@@ -53,10 +49,8 @@ from rlx_jax.errors import (
     TargetExistsError,
     TokenIdError,
     UnboundInputError,
-    UnboundStreamError,
     UnexpectedWeightError,
     UnsupportedError,
-    WeightDTypeError,
     WeightError,
     WeightShapeError,
 )

@@ -166,7 +166,7 @@ def test_warm_up() -> None:
     lm = rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=buckets))
     sampler = rlx.Sampler(1.0)
     lm.warmup(samplers=sampler)
-    with pytest.raises(errors.RecompileError):
+    with pytest.raises(errors.RequestError):
         lm.generate([5], 4, sampler, logprobs=1)
     lm.warmup(samplers=sampler, n=5, logprobs=8)
     for prompts, n, k in ((1, 5, 8), (2, 2, 1), (1, 1, None), (2, 1, 3), (1, 2, None), (1, 3, 2)):

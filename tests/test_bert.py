@@ -263,7 +263,7 @@ def test_host_inputs_are_checked(bare: Case) -> None:
 def test_a_mask_is_zeros_and_ones(bare: Case, value: float) -> None:
     """Whatever else stands in it would be taken for some other number on its way to a bool."""
     mask = np.array([[1, value]])
-    with pytest.raises(errors.MaskShapeError, match=r"attention_mask: expected 0 and 1"):
+    with pytest.raises(errors.RequestError, match=r"attention_mask: expected 0 and 1"):
         bare.encoder.hidden_states([[1, 2]], attention_mask=mask)
     want = bare.encoder.hidden_states([[1, 2]], attention_mask=[[True, False]])
     np.testing.assert_array_equal(bare.encoder.hidden_states([[1, 2]], attention_mask=np.array([[1, 0]])), want)

@@ -441,7 +441,7 @@ def test_a_worker_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.TokenizerError, match="ended the process that renders it: signal 6"):
         render("x", {})
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(errors.ResourceError, match="'/nowhere/python'"):
+    with pytest.raises(errors.StorageError, match="'/nowhere/python'"):
         render("x", {})
 
 

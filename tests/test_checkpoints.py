@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import rlx_jax as rlx
 from rlx_jax.errors import (
-    CheckpointIncompleteError,
     IntegrityError,
     MissingFileError,
     NoSpaceError,
@@ -33,6 +32,7 @@ from rlx_jax.errors import (
     RlxError,
     SaveFailedError,
     SessionStateError,
+    StorageError,
     TargetExistsError,
     UnsupportedError,
     WeightError,
@@ -296,8 +296,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[RlxError], str]] = {
         IntegrityError,
         "bytes",
     ),
-    "no manifest": (lambda p: (p / manifest.NAME).unlink(), CheckpointIncompleteError, "2'.*; whole steps are '1'"),
-    "an empty directory": (empty, CheckpointIncompleteError, "whole steps are '1'"),
+    "no manifest": (lambda p: (p / manifest.NAME).unlink(), StorageError, "2'.*; whole steps are '1'"),
+    "an empty directory": (empty, StorageError, "whole steps are '1'"),
     "a link out of it": (link_out, PathEscapeError, "outside its directory"),
     "a lying shape": (lambda p: lie(p, [2**26, 64], "<f4"), IntegrityError, "chunks"),
     "a lying dtype": (lambda p: lie(p, [4, 4], "<i4"), IntegrityError, "w: .*int32"),
@@ -469,7 +469,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         assert checkpoints.steps() == () and checkpoints.newest() is None
         with pytest.raises(MissingFileError, match="no whole step in it"):
             checkpoints.restore(ones(0))
-        with pytest.raises(CheckpointIncompleteError, match="there are no whole steps"):
+        with pytest.raises(StorageError, match="there are no whole steps"):
             checkpoints.restore(ones(0), 3)
     assert not (tmp_path / "run").exists()
 

@@ -255,7 +255,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 WRONG: dict[str, tuple[list[object], int, str]] = {
     "no directory": (["/nowhere"], 1, "MissingFileError: '/nowhere': no such directory"),
     "encoder": ([FIXTURES / "bert" / "bare_v5"], 1, "is an encoder, which does not generate"),
-    "top-p": ([BASE, "--top-p", "2"], 1, "SamplingParamError: top_p is 2.0"),
+    "top-p": ([BASE, "--top-p", "2"], 1, "RequestError: top_p is 2.0"),
     "top-p of nothing drawn": ([BASE, "--top-p", "0.5"], 1, "top_p is 0.5, and temperature 0 takes the likeliest"),
     "device": ([BASE, "--device", "tpu"], 1, "RequestError: --device tpu: JAX has no 'tpu' here, but 'cpu'"),
     "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.errors import BatchMismatchError, DeriveError, RequestError, RlxError, SessionStateError, ShapeError
+from rlx_jax.errors import DeriveError, RequestError, RlxError, SessionStateError, ShapeError
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
 
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
     "another width": (BESIDE | {"image": IMAGE[..., :4]}, ShapeError, "axis 2 is 4, not 5"),
     "another rank": (BESIDE | {"image": IMAGE[0]}, RlxError, "image"),
     "masks of another image": (BESIDE | {"keep": KEEP[:, :5]}, ShapeError, "patches is 6 in image and 5 in keep"),
-    "rows": (BESIDE | {"image": IMAGE[:2]}, BatchMismatchError, "image has 2 rows, the request 3"),
+    "rows": (BESIDE | {"image": IMAGE[:2]}, RequestError, "image has 2 rows, the request 3"),
     "numbers for bools": (BESIDE | {"keep": KEEP.astype("f4")}, RlxError, "keep: expected bool"),
 }
 

@@ -32,14 +32,12 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import (
     DeriveError,
     GraphError,
-    NameCollisionError,
     RequestError,
     RlxError,
     SequenceLengthError,
     ShapeError,
     TokenIdError,
     UnboundInputError,
-    UnboundStreamError,
 )
 from rlx_jax.generate.kv_cache import LayerKvCache, bucket_decode_mask, bucket_positions
 from rlx_jax.ir.frequencies import frequencies
@@ -474,7 +472,7 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
     ),
     "no binding": (
         lambda: two_layers().llama_decode_layer(0, SPEC),
-        UnboundStreamError,
+        GraphError,
         r"layer0: LlamaDecodeLayer reads cached keys: put BindDecodeInputs before it",
     ),
     "one layer too many": (
@@ -504,7 +502,7 @@ WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[RlxError], str]] = {
     ),
     "layer twice": (
         lambda: two_layers().stage(BIND).llama_decode_layer(0, SPEC).llama_decode_layer(0, SPEC),
-        NameCollisionError,
+        GraphError,
         r"side output 'kv.0.k' already",
     ),
     "rows of the tables": (

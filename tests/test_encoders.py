@@ -208,7 +208,7 @@ def test_stages_say_what_is_missing() -> None:
     flow = ids.input("attention_mask", ("batch", "seq"), default=None).repeat_bert_layers(1, "", "mpnet", 8, 2)
     shapes = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet").shapes(5)
     weights = {"e": np.ones((9, 8), "f4")} | {key: np.ones(shape, "f4") for key, shape in shapes.items()}
-    with pytest.raises(errors.UnboundStreamError, match=r"layers\.0: .*'position_bias'"):
+    with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
         flow.build(weights)
     with pytest.raises(errors.UnsupportedError, match="there is no style 'xlnet'; styles are bert, mpnet"):
         ids.repeat_bert_layers(1, "", "xlnet", 8, 2)

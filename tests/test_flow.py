@@ -21,11 +21,9 @@ from rlx_jax.errors import (
     DTypeError,
     GraphError,
     MissingWeightError,
-    NameCollisionError,
     RlxWarning,
     ShapeError,
     UnboundInputError,
-    UnboundStreamError,
     UnexpectedWeightError,
     WeightShapeError,
 )
@@ -454,14 +452,14 @@ def test_side_outputs_keep_their_names_apart() -> None:
         emit.output("a", x + 1)
         return x
 
-    with pytest.raises(NameCollisionError, match="'a'"):
+    with pytest.raises(GraphError, match="'a'"):
         x_flow().custom(twice).build()
 
     def primary(emit: Any, x: Any) -> Any:
         emit.output("output", x * 0)
         return x
 
-    with pytest.raises(NameCollisionError, match="output"):
+    with pytest.raises(GraphError, match="output"):
         x_flow().custom(primary).build()
 
 
@@ -889,7 +887,7 @@ def test_declaring_inputs() -> None:
     base = rlx.ModelFlow("m")
     with pytest.raises(GraphError, match="at least one input"):
         base.linear("w").build({"w": w(2, 2)})
-    with pytest.raises(NameCollisionError, match="'x'"):
+    with pytest.raises(GraphError, match="'x'"):
         base.input("x", (2,)).input("x", (3,))
     for name in ("", "1x", "a b", "a.b"):
         with pytest.raises(GraphError, match="identifier"):
@@ -940,7 +938,7 @@ def test_undeclared_inputs_and_registers() -> None:
 
     with pytest.raises(UnboundInputError, match=r"'y'.*'x'"):
         x_flow().custom_named("s", lambda e, x: x + e.flow_input("y")).build()
-    with pytest.raises(UnboundStreamError, match=r"s: .*'k'.*'j'"):
+    with pytest.raises(GraphError, match=r"s: .*'k'.*'j'"):
         x_flow().custom(register).custom_named("s", lambda e, x: e.named("k")).build()
     close(run(x_flow().custom(register).custom(lambda e, x: e.named("j")), X), 2 * X)
 

@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.blocks import GdnScan
-from rlx_jax.errors import GraphError, UnboundStreamError
+from rlx_jax.errors import GraphError
 from tests.oracles.comparing import assert_close
 from tests.oracles.gated_delta import gated_delta
 
@@ -71,9 +71,9 @@ def test_the_state_goes_from_stage_to_stage() -> None:
 
 
 REFUSED: dict[str, tuple[Any, Callable[..., Any], type[rlx.RlxError], str]] = {
-    "nothing registered": (GdnScan(N), lambda emit, x: x, UnboundStreamError, "set_gdn"),
+    "nothing registered": (GdnScan(N), lambda emit, x: x, GraphError, "set_gdn"),
     "a state without a key": (GdnScan(N, carry_state=True), register, GraphError, "state_key"),
-    "a key that nothing has": (GdnScan(N).with_carry("layer1.state"), register, UnboundStreamError, "layer1.state"),
+    "a key that nothing has": (GdnScan(N).with_carry("layer1.state"), register, GraphError, "layer1.state"),
     "heads of another width": (GdnScan(N + 1), register, GraphError, "q is .B, S, heads, 4."),
     "another shape": (GdnScan(N, ("batch", "seq", HEADS, N + 1)), register, GraphError, "GdnScan"),
 }

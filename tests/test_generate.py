@@ -503,7 +503,7 @@ def test_bad_requests(plain: Case, prompts: Any, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("option", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": 0}])
 def test_sampling_parameters_are_checked(option: dict[str, Any]) -> None:
     """A sampler with a parameter out of range cannot be made."""
-    with pytest.raises(errors.SamplingParamError):
+    with pytest.raises(errors.RequestError):
         rlx.Sampler(**option)
 
 
@@ -518,7 +518,7 @@ def test_batch_of_the_state(plain: Case) -> None:
     """A state goes on with the batch it began with, and with the model it came from."""
     tokens = plain.record["tokens"]
     _, state = plain.lm.prefill(tokens[:, :8], max_len=CONTEXT)
-    with pytest.raises(errors.BatchMismatchError):
+    with pytest.raises(errors.RequestError):
         plain.lm.extend(state, tokens[:1, 8:9])
     with pytest.raises(errors.RequestError):
         plain.lm.extend(state, tokens[:, 8:9], np.array([1]))

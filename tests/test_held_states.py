@@ -85,7 +85,7 @@ def test_refused(lm: Any) -> None:
     _, state = lm.prefill([SHARED, SHARED])
     for error, options, told in (
         (errors.RequestError, {"state": 5}, "state: expected the state that prefill returned, got int"),
-        (errors.BatchMismatchError, {"state": state, "prompts": ENDS}, "it holds 2 rows, and there are 3 prompts"),
+        (errors.RequestError, {"state": state, "prompts": ENDS}, "it holds 2 rows, and there are 3 prompts"),
         (
             errors.RequestError,
             {"state": state, "prompts": [[1], []]},

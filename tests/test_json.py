@@ -15,7 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
-from rlx_jax.errors import ArtifactFormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
+from rlx_jax.errors import FormatError, GraphError, RlxError, UnsupportedError, VersionMismatchError
 from rlx_jax.ir import hir, serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
@@ -246,7 +246,7 @@ def damaged() -> Iterator[tuple[str, Any, type[Exception], str]]:
         at[last] = value
         return what, data, error, message
 
-    wrong = ArtifactFormatError
+    wrong = FormatError
     yield edit("format", "format", "onnx", wrong, "format")
     yield edit("version", "version", 2, VersionMismatchError, "reads version 1")
     yield edit("version text", "version", "1", VersionMismatchError, "version is '1'; this release reads version 1")
@@ -309,7 +309,7 @@ def test_what_is_wrong_is_named(what: str, data: Any, error: type[Exception], me
 )
 def test_what_is_no_document(text: str | bytes) -> None:
     """Not JSON, too deep, not an object."""
-    with pytest.raises(ArtifactFormatError):
+    with pytest.raises(FormatError):
         GraphModule.from_json(text)
 
 

@@ -227,17 +227,17 @@ def test_without_any_target() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "error", "says"), [
-    ({"tokens": IDS[0]}, errors.MaskShapeError, r"tokens: sizes are \[batch, seq\], got \[13\]"),
+    ({"tokens": IDS[0]}, errors.RequestError, r"tokens: sizes are \[batch, seq\], got \[13\]"),
     ({"tokens": IDS[:, :1]}, errors.SequenceLengthError, "the first token has none to predict"),
     ({"tokens": IDS + V}, errors.TokenIdError, r"not in \[0, 80\)"),
     ({"tokens": jnp.ones((2, 3))}, errors.DTypeError, "tokens: expected integers, got f32"),
-    ({"lengths": [1, 2]}, errors.BatchMismatchError, "one for each of 4 rows"),
+    ({"lengths": [1, 2]}, errors.RequestError, "one for each of 4 rows"),
     ({"lengths": [1, 2, 3, 14]}, errors.SequenceLengthError, "expected 0 to 13"),
     ({"lengths": [1.0] * 4}, errors.DTypeError, "lengths: expected integers"),
-    ({"labels": IDS[:, 1:]}, errors.MaskShapeError, r"those of tokens, \[4, 13\], got \[4, 12\]"),
+    ({"labels": IDS[:, 1:]}, errors.RequestError, r"those of tokens, \[4, 13\], got \[4, 12\]"),
     ({"labels": IDS + V}, errors.TokenIdError, "a position without a target has a negative one"),
     ({"labels": IDS, "vocab": 3}, errors.TokenIdError, r"not in \[0, 3\)"),
-    ({"weights": IDS[:2]}, errors.MaskShapeError, "weights: sizes are those of tokens"),
+    ({"weights": IDS[:2]}, errors.RequestError, "weights: sizes are those of tokens"),
     ({"chunk": 0}, errors.RequestError, "chunk is a number of tokens"),
     ({"chunk": True}, errors.RequestError, "chunk is a number of tokens"),
     ({"vocab": 78}, errors.RequestError, "from 1 to 77"),

@@ -121,7 +121,7 @@ def test_warmed_up(lm: Any, directory: Path) -> None:
     with jax.transfer_guard("disallow"):
         assert with_drafts(warm) == warm.generate(PROMPTS, NEW) == with_drafts(lm)
     assert (warm.report().compiles, warm.report().recompiles) == (compiled, 0)
-    with pytest.raises(errors.RecompileError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
+    with pytest.raises(errors.RequestError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
         warm.generate(PROMPTS, NEW, speculative="mtp", draft_tokens=DRAFTS + 1)
 
 

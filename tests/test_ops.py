@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
+from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir import hir, ops
 from rlx_jax.ir.graph import Mir, Op, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp, CacheUpdate, Overwrite, RingStep, RopeOp, RopeTable, SinusoidTable
@@ -871,14 +871,14 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
         "a residual norm without its bias",
         FusedResidualLayerNorm(1.0, True),
         ("f32 2 3",) * 2 + ("f32 3",) * 2,
-        ArityError,
+        GraphError,
     ),
     ("a region step that does not fit", ElementwiseRegion(1, (Step(Unary("exp"), (0,)),)), ("i32 2",), DTypeError),
     ("heads that do not divide", AttentionOp(4, 3), ("f32 1 2 8", "f32 1 2 6", "f32 1 2 6"), GraphError),
     ("a width that heads do not divide", AttentionOp(3, 3), ("f32 1 2 8", "f32 1 2 8", "f32 1 2 8"), ShapeError),
     ("k and v that differ", AttentionOp(2, 2), ("f32 1 2 8", "f32 1 3 8", "f32 1 2 8"), ShapeError),
     ("rank of q", AttentionOp(2, 2), ("f32 2 8", "f32 2 8", "f32 2 8"), ShapeError),
-    ("a missing mask", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3, ArityError),
+    ("a missing mask", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3, GraphError),
     ("a mask of another length", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 3",), ShapeError),
     ("a mask of rank 3", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 2 2",), ShapeError),
     ("a mask of other heads", AttentionOp(2, 2, extra=("keep",)), ("f32 1 2 8",) * 3 + ("i32 1 3 2 2",), ShapeError),
@@ -921,7 +921,7 @@ WRONG: list[tuple[str, Mir, tuple[str, ...], type[rlx.RlxError]]] = [
         "no state where one is held",
         GatedDeltaOp(held=True),
         (*["f32 2 3 1 4"] * 2, "f32 2 3 2 5", *["f32 2 3 2"] * 2),
-        ArityError,
+        GraphError,
     ),
     (
         "rates of another width",
@@ -990,11 +990,10 @@ def test_wrong_operands_are_named(op: Mir, operands: tuple[str, ...], error: typ
 
 
 def test_an_arity_error_says_op_expected_got() -> None:
-    """As attributes and in the message."""
-    with pytest.raises(ArityError) as caught:
+    """In the message."""
+    with pytest.raises(GraphError) as caught:
         TypeCache().infer(AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
-    assert (caught.value.op, caught.value.expected, caught.value.got) == ("attention", "4", 3)
-    assert all(part in str(caught.value) for part in ("attention", "4", "3"))
+    assert "attention: expected 4 operands, got 3" in str(caught.value)
 
 
 # -- the meaning -------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax.errors import (
     CheckpointFormatError,
-    CheckpointIncompleteError,
     ConfigError,
     DuplicateWeightError,
     IntegrityError,
@@ -34,6 +33,7 @@ from rlx_jax.errors import (
     PathEscapeError,
     RlxError,
     RlxWarning,
+    StorageError,
     UnsupportedError,
     WeightError,
     WeightShapeError,
@@ -202,17 +202,17 @@ def test_unfinished_steps(tmp_path: Path) -> None:
     unmark(root / "5")
     np.testing.assert_array_equal(read(root)["layers.0.w"], W * 2)  # 2 is the latest that was finished
     for name in ("3.orbax-checkpoint-tmp-17", "4", "5"):
-        with pytest.raises(CheckpointIncompleteError, match="finished steps in .*: '0', '1', '2'"):
+        with pytest.raises(StorageError, match="finished steps in .*: '0', '1', '2'"):
             read(root / name)
 
 
 def test_nothing_finished(tmp_path: Path) -> None:
     for step in "12":
         unmark(shutil.copytree(save_manager(tmp_path / f"of{step}", 1) / "0", tmp_path / "run" / step))
-    with pytest.raises(CheckpointIncompleteError, match="no finished checkpoint in it; there are no finished steps"):
+    with pytest.raises(StorageError, match="no finished checkpoint in it; there are no finished steps"):
         read(tmp_path / "run")
     alone = unmark(save_standard(tmp_path / "alone" / "it"))
-    with pytest.raises(CheckpointIncompleteError, match="neither _CHECKPOINT_METADATA nor commit_success.txt says"):
+    with pytest.raises(StorageError, match="neither _CHECKPOINT_METADATA nor commit_success.txt says"):
         read(alone)
 
 

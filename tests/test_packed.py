@@ -19,7 +19,6 @@ from rlx_jax.errors import (
     RlxNumericsWarning,
     ShapeError,
     UnsupportedError,
-    WeightDTypeError,
     WeightError,
     WeightShapeError,
 )
@@ -141,29 +140,29 @@ def q8(shape: Any) -> Packed:
         (Packed(Q8.ravel(), "gguf_q8_0", (4, 64)), WeightShapeError, "expected u8[4,68], got u8[272]"),
         (
             Packed(Q8.view(np.int8), "gguf_q8_0", (4, 64)),
-            WeightDTypeError,
+            WeightError,
             "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored",
         ),
-        (Packed(Q8.view(np.float32), "gguf_q8_0", (4, 64)), WeightDTypeError, "got dtype 'f32'"),
-        (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightDTypeError, "got 'bytes'; numpy.frombuffer makes one"),
-        (Packed(np.ma.masked_array(Q8), "gguf_q8_0", (4, 64)), WeightDTypeError, "got 'MaskedArray'"),
+        (Packed(Q8.view(np.float32), "gguf_q8_0", (4, 64)), WeightError, "got dtype 'f32'"),
+        (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightError, "got 'bytes'; numpy.frombuffer makes one"),
+        (Packed(np.ma.masked_array(Q8), "gguf_q8_0", (4, 64)), WeightError, "got 'MaskedArray'"),
         (
             Packed(Q8, "gguf_q80", (4, 64)),
-            WeightDTypeError,
+            WeightError,
             "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'",
         ),
         (
             Packed(Q8, "int8", (4, 64)),
-            WeightDTypeError,
+            WeightError,
             "unknown scheme of packing 'int8'; known are gguf_q4_0, gguf_q4_1",
         ),
-        (Packed(Q8, None, (4, 64)), WeightDTypeError, "unknown scheme of packing None; known are"),  # type: ignore[arg-type]
+        (Packed(Q8, None, (4, 64)), WeightError, "unknown scheme of packing None; known are"),  # type: ignore[arg-type]
         (
             Packed(Q8, "gguf_q8_0", ()),
             WeightShapeError,
             "gguf_q8_0 packs rows, got the scalar f32[]; store it as it is",
         ),
-        (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightDTypeError, "gguf_q8_0 packs floats, got i32[4,64]"),
+        (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
         (Packed(Q8, "gguf_q8_0", (4, 64), "f33"), DTypeError, "unknown dtype 'f33'"),
         (q8(64), ShapeError, "a shape is a tuple of identifiers and ints, got '64'"),
         (q8(("n", 64)), WeightShapeError, "expected whole numbers as the shape of what is packed, got f32[n,64]"),

@@ -14,9 +14,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import (
-    NameCollisionError,
+    GraphError,
     UnsupportedError,
-    WeightDTypeError,
+    WeightError,
     WeightShapeError,
 )
 from rlx_jax.ir.packed import Packed, PackedSpec
@@ -146,7 +146,7 @@ def test_saving(tmp_path: Path, format: str, compute: str) -> None:
     """Is an error that names the weights unless a dtype is asked for; then the numbers are written, with all bits."""
     profile = rlx.CompileProfile().replace(precision={"compute": compute})
     model = rlx.compile(mlp(), MIXED, profile=profile)
-    with pytest.raises(WeightDTypeError) as caught:
+    with pytest.raises(WeightError) as caught:
         rlx.save(model, tmp_path / "m", format)
     assert str(caught.value) == (
         "2 weights are packed in the checkpoint (gguf_q8_0 and gguf_q4_0), and no format writes packed ones: "
@@ -210,7 +210,7 @@ def declared(m: rlx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         ),
         (
             lambda m: declared(m, "w", (96, 64), packed="q8_0"),
-            WeightDTypeError,
+            WeightError,
             "m: parameter 'w': unknown scheme of packing 'q8_0'; did you mean 'gguf_q8_0'",
         ),
         (
@@ -220,15 +220,15 @@ def declared(m: rlx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         ),
         (lambda m: declared(m, "w", (), packed="gguf_q8_0"), WeightShapeError, "got the scalar"),
         (lambda m: declared(m, "w", ("n", 64), packed="gguf_q8_0"), WeightShapeError, "expected whole numbers"),
-        (lambda m: declared(m, "w", (96, 64), "i32", packed="gguf_q8_0"), WeightDTypeError, "packs floats"),
+        (lambda m: declared(m, "w", (96, 64), "i32", packed="gguf_q8_0"), WeightError, "packs floats"),
         (
             lambda m: (m.param("w", (96, 64)), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
-            NameCollisionError,
+            GraphError,
             r"m: parameter 'w' is f32\[96,64\] and f32\[96,64\] packed as gguf_q8_0",
         ),
         (
             lambda m: (m.param("w", (96, 64), packed="gguf_q4_0"), declared(m, "w", (96, 64), packed="gguf_q8_0"))[1],
-            NameCollisionError,
+            GraphError,
             "packed as gguf_q4_0 and f32.* packed as gguf_q8_0",
         ),
     ],
@@ -245,7 +245,7 @@ def test_what_is_no_declaration(build: Any, error: type[Exception], message: str
 def test_a_module_that_lies(was: str, now: str) -> None:
     text = product("gguf_q8_0").to_json()
     assert was in text
-    with pytest.raises((WeightDTypeError, WeightShapeError, UnsupportedError), match=r"dequantize\(w"):
+    with pytest.raises((WeightError, WeightShapeError, UnsupportedError), match=r"dequantize\(w"):
         rlx.GraphModule.from_json(text.replace(was, now))
 
 
@@ -291,7 +291,7 @@ def test_a_source_of_ones_own() -> None:
         (
             UP.spec,
             DENSE["up"],
-            WeightDTypeError,
+            WeightError,
             r"weight 'w' \(own.gguf\): read\(\) gives float32, expected a NumPy array of u8\[96,68\]",
         ),
         (
@@ -309,7 +309,7 @@ def test_a_source_of_ones_own() -> None:
         (
             PackedSpec((96, 64), F32, "gguf_q3"),
             None,
-            WeightDTypeError,
+            WeightError,
             r"^w: weight 'w' \(own.gguf\): unknown scheme of packing 'gguf_q3'; did you mean 'gguf_q3k'",
         ),
         (

@@ -10,7 +10,7 @@ import pytest
 
 from rlx_jax.errors import (
     UnsupportedError,
-    WeightDTypeError,
+    WeightError,
     WeightShapeError,
 )
 from rlx_jax.ir.packed import Packed
@@ -136,7 +136,7 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
     [
         (
             lambda: Dequantized(BYTES, "gguf_q8", F32),
-            WeightDTypeError,
+            WeightError,
             r"dequantize\(w\): unknown scheme of packing 'gguf_q8'; did you mean",
         ),
         (
@@ -149,7 +149,7 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
             WeightShapeError,
             r"dequantize\(w, gguf_q4_0\): expected whole blocks, u8\[4,54\] for f32\[4,96\], got u8\[4,68\]",
         ),
-        (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightDTypeError, "packs floats, got i32"),
+        (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightError, "packs floats, got i32"),
         (
             lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32),
             WeightShapeError,
@@ -174,7 +174,7 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
         ),
         (
             lambda: read_from(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE),
-            WeightDTypeError,
+            WeightError,
             r"expected c64\[6,64\], got f32\[6,64\]",
         ),
     ],

@@ -21,7 +21,7 @@ from rlx_jax import blocks
 from rlx_jax.compiler import pipeline
 from rlx_jax.compiler.effects import EFFECTS
 from rlx_jax.device import DEVICES
-from rlx_jax.errors import ProfileError, RecompileError, RlxWarning, UnsupportedError
+from rlx_jax.errors import ProfileError, RequestError, RlxWarning, UnsupportedError
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
@@ -611,7 +611,7 @@ def test_buckets() -> None:
     told = llama(buckets={**tables, "on_recompile": "warn"})
     with pytest.warns(RlxWarning, match="'input_ids' with 2 rows, length 6: no forward program.*compiling it"):
         told.lower(IDS)
-    with pytest.raises(RecompileError, match="length 6"):
+    with pytest.raises(RequestError, match="length 6"):
         llama(buckets={**tables, "on_recompile": "error"}).lower(IDS)
 
 

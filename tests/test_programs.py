@@ -15,7 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.errors import RecompileError, RequestError
+from rlx_jax.errors import RequestError
 from rlx_jax.ir.graph import Builder, Input, StateLeaf, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
@@ -72,7 +72,7 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
     assert not events and (warm.report().compiles, warm.report().recompiles) == (4, 0)
     for block, got in zip(blocks, states, strict=True):
         assert_close(got, bert.hidden_states(block))
-    with pytest.raises(RecompileError, match="warm-up was with 'attention_mask', not with .*'token_type_ids'; call it"):
+    with pytest.raises(RequestError, match="warm-up was with 'attention_mask', not with .*'token_type_ids'; call it"):
         warm.hidden_states([[1, 2]], token_type_ids=[[0, 0]])
 
 
@@ -87,7 +87,7 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
 def test_what_an_encoder_has_no_bucket_for(request_: Callable[[Any], Any], message: str) -> None:
     """Named before anything runs, and before warm-up too."""
     asked = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
-    with pytest.raises(RecompileError, match=message):
+    with pytest.raises(RequestError, match=message):
         request_(asked)
     assert asked.report().compiles == 0
 

@@ -132,9 +132,9 @@ def test_penalty_and_bias() -> None:
     [
         ({-1: 1.0}, errors.TokenIdError), ({VOCAB: 1.0}, errors.TokenIdError), ({2**31: 1.0}, errors.TokenIdError),
         ({1.0: 1.0}, errors.TokenIdError), ({True: 1.0}, errors.TokenIdError),
-        ({1: math.nan}, errors.SamplingParamError), ({1: math.inf}, errors.SamplingParamError),
-        ({1: 1e39}, errors.SamplingParamError), ({1: -(10**400)}, errors.SamplingParamError),
-        ({1: "x"}, errors.SamplingParamError), ({i: -math.inf for i in range(VOCAB)}, errors.SamplingParamError),
+        ({1: math.nan}, errors.RequestError), ({1: math.inf}, errors.RequestError),
+        ({1: 1e39}, errors.RequestError), ({1: -(10**400)}, errors.RequestError),
+        ({1: "x"}, errors.RequestError), ({i: -math.inf for i in range(VOCAB)}, errors.RequestError),
     ],
 )  # fmt: skip
 def test_a_bad_bias_is_refused(bias: Any, error: type[Exception]) -> None:
@@ -159,13 +159,13 @@ def test_a_checkpoint_recommends_a_sampler(tmp_path: Path) -> None:
         assert Sampler.from_generation_config(config) == want
         (tmp_path / "generation_config.json").write_text(json.dumps(config), "utf-8")
         assert Sampler.from_generation_config(tmp_path) == want
-    with pytest.raises(errors.SamplingParamError, match="top_p is 2"):
+    with pytest.raises(errors.RequestError, match="top_p is 2"):
         Sampler.from_generation_config({"do_sample": True, "top_p": 2})
     with pytest.raises(errors.UnsupportedError, match="'num_beams', 'bad_words_ids'"):
         Sampler.from_generation_config({"num_beams": 4, "bad_words_ids": [[1]]})
     with pytest.raises(errors.MissingFileError):
         Sampler.from_generation_config(tmp_path / "nowhere")
-    with pytest.raises(errors.SamplingParamError, match="a directory or a dict, got 5"):
+    with pytest.raises(errors.RequestError, match="a directory or a dict, got 5"):
         Sampler.from_generation_config(5)  # type: ignore[arg-type]
 
 

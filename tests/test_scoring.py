@@ -269,7 +269,7 @@ def test_buckets_are_honoured() -> None:
     """Their sizes and no others; over the largest is an error where the profile says so."""
     closed = Buckets((16, 32), (2, 4), (), "error")
     assert score_layout.score_sizes("cpu", closed, 128, 20).blocks == ((2, 16), (2, 32), (4, 16), (4, 32))
-    with pytest.raises(errors.RecompileError, match=r"33 tokens, and buckets.prompt = \[16, 32\]"):
+    with pytest.raises(errors.RequestError, match=r"33 tokens, and buckets.prompt = \[16, 32\]"):
         score_layout.score_sizes("cpu", closed, 128, 33)
     opened = score_layout.score_sizes("cpu", replace(closed, on_recompile="allow"), 128, 33)
     assert max(opened.widths) == 128
@@ -284,7 +284,7 @@ def test_warm_up() -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6], [7] * 5, [8] * 6, [9, 10], [11, 12]]
     model = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS, profile=profile)
     model.warmup(samplers=rlx.Sampler())
-    with pytest.raises(errors.RecompileError, match="length 8"):
+    with pytest.raises(errors.RequestError, match="length 8"):
         model.score(texts)
     model.warmup(samplers=rlx.Sampler(), scoring=True)
     for count in range(1, len(texts)):

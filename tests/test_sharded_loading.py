@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlx_jax.errors import LimitError, WeightDTypeError, WeightShapeError
+from rlx_jax.errors import LimitError, WeightError, WeightShapeError
 from rlx_jax.io import limits
 from rlx_jax.ir.boxes import Box, along, sizes, slices
 from rlx_jax.ir.packed import Packed
@@ -297,7 +297,7 @@ def test_a_box_is_checked_as_the_whole(recwarn: pytest.WarningsRecorder) -> None
     """Integers against the range of a narrower dtype, also behind other steps."""
     large = MappingSource({"ids": np.full((4, 2), 300, np.int32)})
     program = cast(Transposed(Key("ids", tensor_type((4, 2), "i32", "ids"))), np.dtype(np.int8))
-    with pytest.raises(WeightDTypeError, match="weight 'ids' .*: values 300 … 300 do not fit i8"):
+    with pytest.raises(WeightError, match="weight 'ids' .*: values 300 … 300 do not fit i8"):
         load(program, large, spread(P(None, "model")))
 
 

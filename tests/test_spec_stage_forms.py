@@ -18,7 +18,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import GemmaStyle, MaskKind, SideOutputs
-from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnboundStreamError, UnsupportedError
+from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnsupportedError
 from rlx_jax.generate.kv_cache import LayerKvCache, state_inputs
 from rlx_jax.models.decoder import as_decode
 from tests.oracles import checkpoints
@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[RlxError], str]] = {
         lambda: X.plugin(lambda e, x: None).final_norm(EPS).build(SPECS), GraphError, "RmsNorm requires input",
     ),
     "no ResidualSave": (lambda: X.residual_add().build(SPECS), GraphError, "ResidualAdd without a ResidualSave"),
-    "no stream": (lambda: X.load_stream("txt").build(SPECS), UnboundStreamError, "txt"),
+    "no stream": (lambda: X.load_stream("txt").build(SPECS), GraphError, "txt"),
     "an unknown input": (
         lambda: X.bind_inputs_to_streams([("y", "img")]).build(SPECS), UnboundInputError, "'y'",
     ),

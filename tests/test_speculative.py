@@ -294,7 +294,7 @@ def test_warmed_up() -> None:
         assert lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=3) == want
         assert lm.generate(PROMPTS[:2], max_new_tokens=40) == want[:2]
     assert (lm.report().compiles, lm.report().recompiles) == (compiled, 0)
-    with pytest.raises(errors.RecompileError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
+    with pytest.raises(errors.RequestError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
         lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=4)
 
 

@@ -28,7 +28,6 @@ from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
 from rlx_jax.errors import (
     ConfigError,
     LimitError,
-    MaskShapeError,
     MissingFileError,
     PathEscapeError,
     RequestError,
@@ -1140,7 +1139,7 @@ def test_pool_with_symbolic_dims() -> None:
 )
 def test_pool_with_a_wrong_mask(hidden: tuple[int, ...], keep: tuple[int, ...] | None) -> None:
     mask = jnp.ones((2, 3), jnp.int32) if keep is None else jnp.ones(keep, bool)
-    with pytest.raises(MaskShapeError, match="expected hidden"):
+    with pytest.raises(RequestError, match="expected hidden"):
         pool(jnp.zeros(hidden), mask, SentencePipeline())
 
 

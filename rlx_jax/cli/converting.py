@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, as_line
 from rlx_jax.cli.terminal import in_bytes
-from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightDTypeError, quote
+from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.reading import WeightSource
@@ -80,7 +80,7 @@ def told(source: WeightSource, entry: Entry, session: Session, done: int, total:
     """What gives the values of a weight: progress is told of it, and nothing becomes infinite.
 
     Raises (when called):
-        WeightDTypeError: the dtype does not hold a value.
+        WeightError: the dtype does not hold a value.
     """
 
     def values() -> Any:
@@ -90,7 +90,7 @@ def told(source: WeightSource, entry: Entry, session: Session, done: int, total:
             array = entry.values()
         if is_float(array.dtype) and np.isinf(array).any() and not np.isinf(source.read(entry.key)).any():
             held = short_name(array.dtype)
-            raise WeightDTypeError(f"weight {quote(entry.key)}: it has values that {held} does not hold; bf16 does")
+            raise WeightError(f"weight {quote(entry.key)}: it has values that {held} does not hold; bf16 does")
         return array
 
     return values

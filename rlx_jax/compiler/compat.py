@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from rlx_jax.compiler.graph_module import GraphModule
-from rlx_jax.errors import LevelError
+from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import GraphStage
 
 
@@ -23,7 +23,7 @@ class FusionPolicy(StrEnum):
 
 def _at(module: GraphModule, stage: GraphStage) -> GraphModule:
     if not isinstance(module, GraphModule) or module.stage != stage:
-        raise LevelError(f"expected a GraphModule at {stage}, got {getattr(module, 'stage', type(module).__name__)}")
+        raise GraphError(f"expected a GraphModule at {stage}, got {getattr(module, 'stage', type(module).__name__)}")
     return module
 
 

@@ -13,7 +13,7 @@ from rlx_jax.compiler.module_params import declared_param
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, own_policy, plain
-from rlx_jax.errors import DanglingRefError, GraphError, LevelError, NameCollisionError, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, did_you_mean, quote, shown
 from rlx_jax.ir import queries
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Origin, TypeCache, Value
@@ -125,7 +125,7 @@ class GraphModule(SpecBuilders[Value]):
     def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
         """Declare an input; strings in the shape are symbolic sizes."""
         if any(i.input == name for i in self.builder.inputs):
-            raise NameCollisionError(f"{self.name}: input {quote(name)} is declared twice")
+            raise GraphError(f"{self.name}: input {quote(name)} is declared twice")
         return self.wrap(self.builder.input(name, input_type(name, shape, dtype)))
 
     def input_batch_seq(
@@ -141,8 +141,8 @@ class GraphModule(SpecBuilders[Value]):
         What a source has may be of another dtype than what is declared, packed otherwise or not at all.
 
         Raises:
-            NameCollisionError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
-            WeightShapeError, WeightDTypeError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
+            GraphError: it is declared already, as something else. ShapeError, DTypeError: no shape or dtype.
+            WeightShapeError, WeightError: it cannot be packed so. UnsupportedError: the scheme is not decoded yet.
         """
         return self.wrap(self.builder.leaf(declared_param(self.name, self.builder.nodes, name, shape, dtype, packed)))
 
@@ -185,7 +185,7 @@ class GraphModule(SpecBuilders[Value]):
             )
         nodes = (value.owner or self.builder).nodes
         if not (0 <= value.node < len(nodes)) or value.index >= len(nodes[value.node].types):
-            raise DanglingRefError(f"{self.name}: {value} is not a value of this module")
+            raise GraphError(f"{self.name}: {value} is not a value of this module")
         return self.inside(value)
 
     def weight(
@@ -246,10 +246,10 @@ class GraphModule(SpecBuilders[Value]):
         """Set the policy; the module.
 
         Raises:
-            LevelError: the module is below HIR.
+            GraphError: the module is below HIR.
         """
         if self.stage != GraphStage.HIR:
-            raise LevelError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
+            raise GraphError(f"module {self.name!r} is at {self.stage}: a fusion policy is for blocks, at hir")
         if policy not in FUSION_POLICIES:
             raise GraphError(f"unknown fusion policy {quote(policy)}; expected one of {', '.join(FUSION_POLICIES)}")
         self.policy = str(policy)
@@ -273,10 +273,10 @@ class GraphModule(SpecBuilders[Value]):
         """The HIR graph.
 
         Raises:
-            LevelError: the module is below HIR; there is no way back up.
+            GraphError: the module is below HIR; there is no way back up.
         """
         if self.stage != GraphStage.HIR:
-            raise LevelError(f"module {self.name!r} is at {self.stage}; there is no way back to HIR")
+            raise GraphError(f"module {self.name!r} is at {self.stage}; there is no way back to HIR")
         return self.finish()
 
     def into_graph(self) -> Graph:
@@ -291,11 +291,11 @@ class GraphModule(SpecBuilders[Value]):
         `sizes` are those of the symbolic dimensions.
 
         Raises:
-            GraphError: a symbolic dimension has no size. LevelError: LIR already, and given a profile or sizes.
+            GraphError: a symbolic dimension has no size, or it is LIR already and given a profile or sizes.
         """
         if self.plan is not None:
             if profile is not None or sizes:
-                raise LevelError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
+                raise GraphError(f"module {self.name!r} is at lir: it is planned already; start from its into_mir()")
             return Lir(self.finish(), self.plan)
         known = {s for i in self.builder.inputs for s in i.type.symbols}
         for name, size in sizes.items():
@@ -327,11 +327,11 @@ class GraphModule(SpecBuilders[Value]):
         """The MIR graph as it is.
 
         Raises:
-            LevelError: the module is at HIR.
+            GraphError: the module is at HIR.
         """
         found = self.as_graph()
         if found is None:
-            raise LevelError(f"module {self.name!r} is at hir, so it has no MIR graph yet: lower() it, or use as_hir()")
+            raise GraphError(f"module {self.name!r} is at hir, so it has no MIR graph yet: lower() it, or use as_hir()")
         return found
 
     # -- looking -----------------------------------------------------------------------------
@@ -388,10 +388,10 @@ class GraphModule(SpecBuilders[Value]):
         """The module with sizes for some of its symbols, at its level; this one stays as it is.
 
         Raises:
-            GraphError: it has no such symbol, or a size is no size. LevelError: it is at LIR, which has sizes.
+            GraphError: it has no such symbol, a size is no size, or it is at LIR, which has sizes.
         """
         if self.plan is not None:
-            raise LevelError(f"module {self.name!r} is at lir: its sizes are bound already")
+            raise GraphError(f"module {self.name!r} is at lir: its sizes are bound already")
         for name, size in sizes.items():
             as_dim(size, f"{self.name}: {name}")
         types = self.builder.types
@@ -405,11 +405,11 @@ class GraphModule(SpecBuilders[Value]):
         """Append another module of this level, its inputs (and `params`, if given) bound by name; its outputs here.
 
         Raises:
-            LevelError: it is at another level. GraphError: as `rlx_jax.ir.queries.inline_into`.
+            GraphError: it is at another level; or as `rlx_jax.ir.queries.inline_into`.
         """
         if not isinstance(other, GraphModule) or other.stage != self.stage:
             found = other.stage if isinstance(other, GraphModule) else shown(other)
-            raise LevelError(f"module {self.name!r} is at {self.stage}; expected another one there, got {found}")
+            raise GraphError(f"module {self.name!r} is at {self.stage}; expected another one there, got {found}")
         given = {name: self.own(value) for name, value in inputs.items()}
         bound = None if params is None else {name: self.own(value) for name, value in params.items()}
         return tuple(map(self.wrap, queries.inline_into(self.builder, other.finish(), given, bound)))
@@ -443,7 +443,7 @@ class GraphModule(SpecBuilders[Value]):
         """A module from `to_json`'s text. Nothing in it is trusted and nothing is imported.
 
         Raises:
-            ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
+            FormatError, GraphError: the text is not a valid module; the message names the place.
             VersionMismatchError: written by another version of the format.
         """
         read = module_json.read(text)
@@ -538,7 +538,7 @@ class BuiltModel(Built):
         """The HIR graph.
 
         Raises:
-            LevelError: a module at MIR or LIR was built.
+            GraphError: a module at MIR or LIR was built.
         """
         return self.into_graph_module().into_hir()
 
@@ -550,7 +550,7 @@ class BuiltModel(Built):
         """The HIR graph and `params`.
 
         Raises:
-            LevelError: a module at MIR or LIR was built.
+            GraphError: a module at MIR or LIR was built.
         """
         return self.into_hir(), self.params
 
@@ -562,7 +562,7 @@ class BuiltModel(Built):
         """The first output and `values` of the HIR graph, named `extra0`, `extra1` …; earlier extras are dropped.
 
         Raises:
-            LevelError: a module at MIR or LIR was built.
+            GraphError: a module at MIR or LIR was built.
         """
         if self.program != "forward":
             raise GraphError(f"{self.name}: {self.program} has a graph of its own: into_graph_module().set_outputs(…)")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from rlx_jax.compiler.settings import FUSION_POLICIES
-from rlx_jax.errors import ArtifactFormatError, VersionMismatchError, shown
+from rlx_jax.errors import FormatError, VersionMismatchError, shown
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
@@ -48,13 +48,13 @@ def read(text: str | bytes) -> StoredModule:
     """The inverse of `written`. Nothing in the text is trusted and nothing is imported; the graph is not verified yet.
 
     Raises:
-        ArtifactFormatError, GraphError: the text is not a valid module; the message names the place.
+        FormatError, GraphError: the text is not a valid module; the message names the place.
         VersionMismatchError: written by another version of the format.
     """
     if not isinstance(text, str | bytes):
-        raise ArtifactFormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
+        raise FormatError(f"graph JSON: expected to_json's text, got {type(text).__name__}")
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    data = parse_object(raw, "graph JSON", ArtifactFormatError)
+    data = parse_object(raw, "graph JSON", FormatError)
     one_of("graph JSON: format", data.get("format"), (FORMAT,))
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         found = shown(data.get("version"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlx_jax.errors import GraphError, NameCollisionError, quote, shown
+from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.graph import Node, Param
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, cast
@@ -31,6 +31,6 @@ def declared_param(
     for node in nodes:
         for key, kind in key_kinds(node.op.programs[0]) if isinstance(node.op, Param) else ():
             if key == name and kind != declared:
-                raise NameCollisionError(f"{where} is {kind} and {declared}")
+                raise GraphError(f"{where} is {kind} and {declared}")
     program = cast(stored, device_dtype(stored.type.dtype))
     return Param((program,), type=program.type)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx_jax.compiler.graph_module import GraphModule
-from rlx_jax.errors import DTypeError, GraphError, LevelError, shown
+from rlx_jax.errors import DTypeError, GraphError, shown
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Leaf, Node, Value
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
@@ -37,11 +37,11 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
     """A module in which every value of `record` is rounded: all that read it, and the outputs, get it rounded.
 
     Raises:
-        LevelError: the module is at LIR. GraphError: an entry is no value of the module and a `Scale`.
+        GraphError: the module is at LIR, or an entry is no value of the module and a `Scale`.
         DTypeError: a value is not floating.
     """
     if module.stage == GraphStage.LIR:
-        raise LevelError(f"module {module.name!r} is at lir: round before it is planned")
+        raise GraphError(f"module {module.name!r} is at lir: round before it is planned")
     tapped: dict[Value, Scale] = {}
     for value, scale in record.items():
         if not isinstance(scale, Scale):

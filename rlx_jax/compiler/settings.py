@@ -10,7 +10,7 @@ import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.device import Device, named_device, running_device
-from rlx_jax.errors import LevelError, ProfileError, UnsupportedError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir.reading import WeightSource
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.lowering.division import Division
@@ -84,12 +84,12 @@ def choose_settings(built: Built, profile: CompileProfile | None, merge: bool, p
     """By the profile that counts; by its plan for a module at LIR.
 
     Raises:
-        LevelError: a profile for a module at LIR.
+        GraphError: a profile for a module at LIR.
     """
     if built.plan is None:
         return settings_for(choose_profile(built, profile), built.source, built.keys_read, merge, program)
     if profile is not None:
-        raise LevelError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
+        raise GraphError(f"{built.name}: a module at lir is planned and takes no profile; compile its into_mir()")
     return settings_of(built.plan)
 
 

@@ -19,9 +19,7 @@ from rlx_jax.encode.rows import Blocks, ExactBlocks, PaddedBlocks, RowForm, exac
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import (
     DeriveError,
-    MaskShapeError,
     NumericsError,
-    RecompileError,
     RequestError,
     listing,
     shown,
@@ -152,7 +150,7 @@ class Encoder:
 
         Raises:
             TokenIdError, SequenceLengthError, RequestError.
-            MaskShapeError: one of `inputs` has another shape than the tokens, or the mask other values; it leaves out a
+            RequestError: one of `inputs` has another shape than the tokens, or the mask other values; it leaves out a
                 token in front of others, and a stage carries a state past it.
         """
         block, _, _ = token_block(tokens, self.vocab_size)
@@ -165,7 +163,7 @@ class Encoder:
         for name, value in inputs.items():
             shape = (value if isinstance(value, jax.Array) else as_host_array(name, value)).shape
             if shape != block.shape:
-                raise MaskShapeError(f"{name}: expected {list(block.shape)}, as the tokens, got {list(shape)}")
+                raise RequestError(f"{name}: expected {list(block.shape)}, as the tokens, got {list(shape)}")
             if name == MASK and not isinstance(value, jax.Array):
                 inputs[name] = keep_mask(value, block.shape)
         if lengths is not None and MASK in inputs:
@@ -191,7 +189,7 @@ class Encoder:
         """How many tokens each row has, of rows that run at their own lengths, or that are read from the left.
 
         Raises:
-            MaskShapeError: a mask that leaves out other tokens than those behind a row.
+            RequestError: a mask that leaves out other tokens than those behind a row.
         """
         keep = keep_mask(mask, shape)
         valid = keep.sum(axis=1)
@@ -200,7 +198,7 @@ class Encoder:
             why = f"is run at the length of each row: {self.own_lengths}"
             if not self.own_lengths:
                 why = f"carries a state past what the mask leaves out: {self._from_the_left}; pad behind the tokens"
-            raise MaskShapeError(
+            raise RequestError(
                 f"attention_mask: row {row} is not ones, and zeros behind them, and {self.model.name} {why}"
             )
         return [int(n) for n in valid]
@@ -410,7 +408,7 @@ class Encoder:
         """Refuse texts that no program is compiled for, before any of them runs."""
         for i, length in enumerate(lengths, first):
             if self.buckets.on_recompile == "error" and self.buckets.prompt and length > self.buckets.prompt[-1]:
-                raise RecompileError(
+                raise RequestError(
                     f"texts[{i}]: {length} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt of "
                     "the profile"
                 )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import (
     ConfigError,
-    MaskShapeError,
     RequestError,
     UnsupportedError,
     did_you_mean,
@@ -207,10 +206,10 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
         `[B, H · len(pipeline.pooling)]` float32.
 
     Raises:
-        MaskShapeError: `keep` is not `[B, S]` bool.
+        RequestError: `keep` is not `[B, S]` bool.
     """
     if keep.dtype != jnp.bool_ or hidden.ndim != 3 or keep.shape != hidden.shape[:2]:
-        raise MaskShapeError(
+        raise RequestError(
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
             f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )

@@ -25,7 +25,7 @@ def generate(model: CompiledModel, prompts: Sequence[Sequence[int]], plan: Reque
     """Read the prompts, each with at least one token, and choose the first new one of each.
 
     Raises:
-        RecompileError: one of the programs is not compiled, and the profile wants that told; nothing has run.
+        RequestError: one of the programs is not compiled, and the profile wants that told; nothing has run.
     """
     sizes, given = {**plan.inputs.sizes, **plan.sizes}, plan.inputs.given
     logits, ids, drafts = model.output_names[:1], model.first_input, plan.drafts

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, RequestError
+from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode_state import DecodeState, moved_back, run_padded
 from rlx_jax.generate.plan import Before
 from rlx_jax.generate.request_inputs import RequestInputs, request_inputs
@@ -63,7 +63,7 @@ def extend(
     check_is_state(state, "extend").take(speaker.owner, peek=True)
     block, valid, _ = token_block(tokens, speaker.vocab_size, lengths, low=0)
     if block.shape[0] != len(state.lengths):
-        raise BatchMismatchError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
+        raise RequestError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
     state.check_room(valid)
     padded = pad_step(speaker.buckets, block, state.sizes)
     reader = model.as_program("extend").bound(
@@ -104,8 +104,8 @@ def behind(speaker: Speaker, asked: Prompts, state: Any) -> tuple[list[list[int]
     what it has of the inputs beside tokens.
 
     Raises:
-        RequestError: no state; an empty prompt. SessionStateError: it was consumed. BatchMismatchError: it has several
-            rows, and not one for each prompt.
+        RequestError: no state; an empty prompt; it has several rows, and not one for each prompt.
+        SessionStateError: it was consumed.
     """
     held = check_is_state(state, "state").take(speaker.owner, peek=True)
     encode = speaker.needed().encode if asked.texts is not None else None
@@ -120,7 +120,7 @@ def behind(speaker: Speaker, asked: Prompts, state: Any) -> tuple[list[list[int]
             )
     count = len(state.lengths)
     if count not in (1, len(new)):
-        raise BatchMismatchError(
+        raise RequestError(
             f"state: it holds {count} rows, and there are {len(new)} prompts; pass one prompt for each row, or a state "
             "of one row"
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import BatchMismatchError, RequestError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import RequestError, did_you_mean, listing, quote, shown
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import bind_sizes, host_value
 from rlx_jax.runtime.model import CompiledModel
@@ -60,7 +60,7 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
 
     Raises:
         RequestError: one is missing, or the flow has none of that name, or reads it with the tokens.
-        ShapeError, DTypeError, TokenIdError: it does not fit. BatchMismatchError: it has other rows than the prompts.
+        ShapeError, DTypeError, TokenIdError: it does not fit. RequestError: it has other rows than the prompts.
     """
     known = declared(model)
     if inputs is not None and not isinstance(inputs, Mapping):
@@ -90,7 +90,7 @@ def request_inputs(model: CompiledModel, inputs: Mapping[str, Any] | None, rows:
     axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
     for name, axis in axes.items():
         if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:
-            raise BatchMismatchError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
+            raise RequestError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
     sizes = bind_sizes(types, arrays, model.name)
     return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, given, axes)
 

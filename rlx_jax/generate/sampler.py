@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import RequestError, SamplingParamError, TokenIdError, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
 
 Array = jax.Array
@@ -69,7 +69,7 @@ class Sampler:
     At least one token is always kept; tokens that tie with the last one kept stay.
 
     Raises:
-        SamplingParamError: a value out of range.
+        RequestError: a value out of range.
     """
 
     temperature: float = 0.0
@@ -89,9 +89,9 @@ class Sampler:
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int | np.integer) or self.top_k < 1
         ):
-            raise SamplingParamError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
+            raise RequestError(f"top_k is {shown(self.top_k)}; expected an integer of at least 1")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise SamplingParamError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
+            raise RequestError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", Bias(dict(self.logit_bias)))
 
@@ -107,11 +107,11 @@ class Sampler:
 
         Raises:
             MissingFileError, ConfigError: no such file, or it is malformed.
-            SamplingParamError: a value out of range. UnsupportedError: it asks for more, beams for example.
+            RequestError: a value out of range. UnsupportedError: it asks for more, beams for example.
         """
         if not isinstance(config, Mapping):
             if not isinstance(config, str | os.PathLike):
-                raise SamplingParamError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
+                raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
             config = Folder.at(config).needed("generation_config.json")
         given = {name: value for name, value in config.items() if value is not None}
         more = [name for name, off in _MORE.items() if name in given and given[name] not in (False, *off)]
@@ -141,7 +141,7 @@ class Sampler:
         """The values as operands; `biased`: with a bias for every token, whether the sampler has one or not.
 
         Raises:
-            TokenIdError: `logit_bias` names an id out of range. SamplingParamError: one of its values is NaN, +inf
+            TokenIdError: `logit_bias` names an id out of range. RequestError: one of its values is NaN, +inf
             or over float32, or it bans every token.
         """
         bias = np.zeros(vocab_size if self.logit_bias or biased else 0, np.float32)
@@ -150,12 +150,12 @@ class Sampler:
                 raise TokenIdError(f"logit_bias: id {shown(i)} is not an integer in [0, {vocab_size})")
             number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
             if not number or not (value == -math.inf or abs(value) <= LARGEST):
-                raise SamplingParamError(
+                raise RequestError(
                     f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
                 )
             bias[i] = value
         if bias.size and np.isneginf(bias).all():
-            raise SamplingParamError("logit_bias bans every token")
+            raise RequestError("logit_bias bans every token")
         return Knobs(
             temperature=np.float32(self.temperature),
             top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
@@ -185,7 +185,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
     """The sampler of a request, which gave one, or fields of one, or neither and is greedy.
 
     Raises:
-        RequestError: no sampler, or both. SamplingParamError: a value out of range, or a filter of what is drawn from
+        RequestError: no sampler, or both; a value out of range, or a filter of what is drawn from
             where nothing is drawn.
     """
     if sampler is not None and not isinstance(sampler, Sampler):
@@ -195,7 +195,7 @@ def one_sampler(sampler: Any, sampling: Mapping[str, Any]) -> Sampler:
     chosen = sampler or Sampler(**sampling)
     filters = [name for name in ("top_k", "top_p", "min_p") if sampling.get(name) is not None]
     if filters and not chosen.temperature:
-        raise SamplingParamError(
+        raise RequestError(
             f"{filters[0]} is {shown(sampling[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
             "drawn; give temperature=1.0, say"
         )
@@ -314,13 +314,13 @@ def finite_rows(logits: Array, greedy: Array | None = None) -> Array:
 def _number(name: str, value: float, low: float = TINY, high: float = LARGEST, zero: bool = False) -> None:
     """A number in `[low, high]`, or 0 where that has a meaning of its own."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not -math.inf < value < math.inf:
-        raise SamplingParamError(f"{name} is {shown(value)}; expected a finite number")
+        raise RequestError(f"{name} is {shown(value)}; expected a finite number")
     if not (low <= value <= high or (zero and value == 0)):
         if value <= 0 or (high < LARGEST and value > high):  # nothing that float32 decides
             least = "0 or more" if zero or not low else "above 0"
             most = f", at most {high:g}" if high < LARGEST else ""
-            raise SamplingParamError(f"{name} is {shown(value)}; expected a number, {least}{most}")
+            raise RequestError(f"{name} is {shown(value)}; expected a number, {least}{most}")
         places = " (float32)" if low == TINY or high == LARGEST else ""
-        raise SamplingParamError(
+        raise RequestError(
             f"{name} is {shown(value)}; expected {'0, or ' if zero else ''}from {low:.3g} to {high:.3g}{places}"
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.encode.packing import MOST, Block, BlockSizes, apart, costs_on, packed_rows, plan, sizes_for
-from rlx_jax.errors import RecompileError
+from rlx_jax.errors import RequestError
 from rlx_jax.generate.score_program import AIM, OTHERS, PLACES, score_program
 from rlx_jax.generate.scored_texts import ScoredTokens
 from rlx_jax.lowering.hir.packed import POSITIONS, SEGMENTS
@@ -66,12 +66,12 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
     buckets or over 131072 tokens of a model without a limit, has a width of its own.
 
     Raises:
-        RecompileError: a text is over the largest bucket, and `on_recompile` is `error`.
+        RequestError: a text is over the largest bucket, and `on_recompile` is `error`.
     """
     costs = costs_on(target)
     closed = buckets.on_recompile == "error"
     if buckets.prompt and closed and longest > buckets.prompt[-1]:
-        raise RecompileError(
+        raise RequestError(
             f"score: a text of {longest} tokens, and buckets.prompt = {list(buckets.prompt)}; score less at once, or "
             "add a bucket to the profile"
         )
@@ -192,7 +192,7 @@ def forms_for(
     first one does not do for all of up to `longest` tokens.
 
     Raises:
-        RecompileError: as `score_sizes`.
+        RequestError: as `score_sizes`.
     """
     target = model.settings.target
     if buckets.batch or buckets.prompt or model.programs.why_not(model.name, "packed"):

@@ -111,7 +111,7 @@ def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width
     """The program of `model`, which reads these inputs, for this many rows and tokens.
 
     Raises:
-        RecompileError: it is not compiled, and the profile wants that told.
+        RequestError: it is not compiled, and the profile wants that told.
     """
     key = model.sized({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
     pieces = _in_pieces(model, rows, width)

@@ -61,7 +61,7 @@ def scores_of(speaker: Speaker, items: Sequence[ScoredTokens], what: str) -> tup
     """The score of each item, in order, and how fast that was. `what` messages are about: the method that was called.
 
     Raises:
-        RequestError, DeriveError: as `check_scores`. RecompileError: as `score_sizes`. NumericsError: as `score_all`.
+        RequestError, DeriveError: as `check_scores` and `score_sizes`. NumericsError: as `score_all`.
     """
     model = speaker.model
     clock = model.programs.clock()

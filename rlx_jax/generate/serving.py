@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.compiler.buckets import Buckets, smallest
-from rlx_jax.errors import RecompileError, RequestError, SequenceLengthError, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, shown
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.text.opening import check_positions
 from rlx_jax.text.padding import PROMPT_BUCKET, block_width, bucket, padded_to
@@ -56,7 +56,7 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     else powers of two. A prompt over the largest bucket is read in chunks of it.
 
     Raises:
-        RecompileError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
+        RequestError: no bucket holds the rows or the cache, and `on_recompile` is `error`.
     """
     longest = max(lengths)
     widths = read_widths(buckets, longest, max_positions)
@@ -64,12 +64,12 @@ def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_pos
     slots = smallest(buckets.context, needed)
     if buckets.on_recompile == "error":
         if buckets.batch and batch is None:
-            raise RecompileError(
+            raise RequestError(
                 f"prompts: {len(lengths)} rows, and buckets.batch = {list(buckets.batch)}; send fewer at once, or add "
                 "a bucket to the profile"
             )
         if buckets.context and slots is None:
-            raise RecompileError(
+            raise RequestError(
                 f"prompts[{lengths.index(longest)}]: {longest} tokens + {budget} new, and the caches that are compiled "
                 f"have {list(buckets.context)} slots; ask for fewer tokens, or add to buckets.context of the profile"
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, PluginError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.plugins import HirExtension, known
 from rlx_jax.ir.types import as_name, as_names
@@ -22,7 +22,7 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
     No flow runs it unless its `FlowExtensionPlan` says so.
 
     Raises:
-        PluginError: it is no function of these arguments. NameCollisionError: a plugin has an extension of that name.
+        PluginError: it is no function of these arguments. GraphError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
     counts = [n for n in (2, 1) if callable(extension) and _takes(extension, n)]
@@ -32,7 +32,7 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
             "a graph and its types"
         )
     if name in known().extensions:
-        raise NameCollisionError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
+        raise GraphError(f"register_hir_extension: a plugin has an extension {quote(name)}; use another name")
     _registered.pop(name, None)  # one that is registered again runs last
     rewrite: Any = extension
     _registered[name] = rewrite if counts[0] == 2 else lambda graph, types: rewrite(graph)
@@ -55,7 +55,7 @@ def registered_hir_extensions() -> tuple[str, ...]:
 def _extensions() -> dict[str, HirExtension]:
     extensions = dict(known().extensions)
     if shared := extensions.keys() & _registered.keys():
-        raise NameCollisionError(f"a plugin and register_hir_extension both give extension {listing(sorted(shared))}")
+        raise GraphError(f"a plugin and register_hir_extension both give extension {listing(sorted(shared))}")
     return extensions | _registered
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import ArityError, GraphError, RlxError
+from rlx_jax.errors import GraphError, RlxError, wrong_arity
 from rlx_jax.ir.inference import arity, as_in_jit, kept_types, misfit, traced_types
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Path, bind_path, path_text
@@ -76,7 +76,7 @@ class Op:
     a call."""
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Result types from operand types; raises `ShapeError`, `DTypeError` or `ArityError`."""
+        """Result types from operand types; raises `ShapeError`, `DTypeError` or `GraphError`."""
         raise NotImplementedError(type(self).__name__)
 
     def text(self) -> str:
@@ -157,7 +157,7 @@ class Mir(Op):
         try:
             inspect.signature(self.eval).bind(*operands)
         except TypeError as error:
-            raise ArityError(self.name(), arity(self.eval), len(operands)) from error
+            raise wrong_arity(self.name(), arity(self.eval), len(operands)) from error
         self.check(*operands)
         # One whose attributes are no values may hold a user's function.
         return kept_types(self, operands) if self.traits.stored else traced_types(self, operands)

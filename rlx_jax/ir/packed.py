@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import UnsupportedError, WeightDTypeError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
 UINT8 = np.dtype(np.uint8)
@@ -88,12 +88,12 @@ def scheme_of(name: object, where: str) -> Scheme:
     """The scheme of that name.
 
     Raises:
-        WeightDTypeError: there is none; the message begins with `where`.
+        WeightError: there is none; the message begins with `where`.
     """
     if not isinstance(name, str) or name not in SCHEMES:
         close = did_you_mean(name, SCHEMES) if isinstance(name, str) else ""
         known = "" if close else f"; known are {', '.join(SCHEMES)}"
-        raise WeightDTypeError(f"{where}: unknown scheme of packing {shown(name)}{close}{known}")
+        raise WeightError(f"{where}: unknown scheme of packing {shown(name)}{close}{known}")
     return SCHEMES[name]
 
 
@@ -101,7 +101,7 @@ def decoder_of(name: object, where: str) -> Callable[[Any], Any]:
     """What decodes the blocks of a scheme.
 
     Raises:
-        UnsupportedError: the scheme is known and not decoded yet. WeightDTypeError: there is none of that name.
+        UnsupportedError: the scheme is known and not decoded yet. WeightError: there is none of that name.
     """
     decode = scheme_of(name, where).decode
     if decode is None:
@@ -168,7 +168,7 @@ def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[Te
     """The logical type of a packed tensor, and the type of its bytes. Messages begin with `where`.
 
     Raises:
-        WeightDTypeError: an unknown scheme, or numbers that are no floats. DTypeError: an unknown dtype.
+        WeightError: an unknown scheme, or numbers that are no floats. DTypeError: an unknown dtype.
         WeightShapeError: a scalar, a size that is not known, or a last axis that is no whole number of blocks.
         ShapeError: something else than a shape, or one over the limits.
 
@@ -177,7 +177,7 @@ def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[Te
     """
     found, logical = scheme_of(scheme, where), tensor_type(shape, dtype, where)
     if not is_float(logical.dtype):
-        raise WeightDTypeError(f"{where}: {found.name} packs floats, got {logical}; expected a dtype such as f32")
+        raise WeightError(f"{where}: {found.name} packs floats, got {logical}; expected a dtype such as f32")
     if not logical.shape:
         raise WeightShapeError(f"{where}: {found.name} packs rows, got the scalar {logical}; store it as it is")
     if not logical.is_static:
@@ -195,16 +195,14 @@ def check_packed(value: Packed, where: str) -> None:
     """Refuse a value whose parts contradict each other. Messages begin with `where`; errors as of `packed_types`.
 
     Raises:
-        WeightDTypeError: bytes that are no array of uint8. WeightShapeError: more or fewer bytes than the shape needs.
+        WeightError: bytes that are no array of uint8. WeightShapeError: more or fewer bytes than the shape needs.
     """
     logical, stored = packed_types(value.shape, value.dtype, value.scheme, where)
     data, expected = value.data, f"{where}: the bytes of {value.scheme} {logical}: expected {stored}"
     if not isinstance(data, np.ndarray | jax.Array) or isinstance(data, np.ma.MaskedArray):
-        raise WeightDTypeError(f"{expected}, got {quote(type(data).__name__)}; numpy.frombuffer makes one")
+        raise WeightError(f"{expected}, got {quote(type(data).__name__)}; numpy.frombuffer makes one")
     if data.dtype != UINT8:
-        raise WeightDTypeError(
-            f"{expected}, got dtype {quote(short_name(data.dtype))}; give the bytes as they are stored"
-        )
+        raise WeightError(f"{expected}, got dtype {quote(short_name(data.dtype))}; give the bytes as they are stored")
     if data.shape != stored.shape:
         raise WeightShapeError(f"{expected}, got {TensorType(data.shape, UINT8)}; check the scheme and the shape")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
-from rlx_jax.errors import NameCollisionError, PluginError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, PluginError, did_you_mean, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Value
 from rlx_jax.ir.ops import OPS
@@ -100,7 +100,7 @@ def _check_own(plugin: str, cls: Any, kind: type[Op]) -> None:
             f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: a plugin has rules for ops of its own"
         )
     if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
-        raise NameCollisionError(
+        raise GraphError(
             f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON knows ops "
             "by their names, call it otherwise"
         )
@@ -162,7 +162,7 @@ def known() -> Plugin:
     """All plugins as one.
 
     Raises:
-        NameCollisionError: two give something under one name.
+        GraphError: two give something under one name.
         PluginError: an installed one cannot be used.
     """
     return _merged((*installed(), *_added.get()))
@@ -177,7 +177,7 @@ def _merged(plugins: tuple[Plugin, ...]) -> Plugin:
             for key in keys:
                 other = givers.setdefault((what, key), plugin)
                 if other is not plugin:
-                    raise NameCollisionError(
+                    raise GraphError(
                         f"plugins {quote(other.name)} and {quote(plugin.name)} both give {what} {shown(key)}: "
                         "uninstall one of them"
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rlx_jax.errors import GraphError, NameCollisionError, ShapeError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.param_keys import keys_of
@@ -143,7 +143,7 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
 
     Raises:
         GraphError: no parameter has that key, or it is not a stored tensor as it is.
-        NameCollisionError: there is an input of that name.
+        GraphError: there is an input of that name.
     """
     wanted = list(names)
     found = {key: p for p in graph.params() for key in keys_of(p.programs[0])}
@@ -157,7 +157,7 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
             )
         given = "".join(c if c.isalnum() else "_" for c in _key(graph, found[name]))
         if given in taken or not given.isidentifier():
-            raise NameCollisionError(f"{graph.name}: parameter {quote(name)} cannot become the input {quote(given)}")
+            raise GraphError(f"{graph.name}: parameter {quote(name)} cannot become the input {quote(given)}")
         taken.add(given)
         added[found[name]] = Input(given, type=found[name].type)
 

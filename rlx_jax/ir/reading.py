@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlx_jax.errors import WeightDTypeError, WeightShapeError, quote
+from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import PackedSpec, WeightSpec, decoder_of, packed_types
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, cast
 from rlx_jax.ir.types import TensorType
@@ -89,5 +89,5 @@ def _stored(declared: Key, source: WeightSource) -> Key | Dequantized:
     if stored.type.shape != declared.type.shape:
         raise WeightShapeError(f"{where}: expected {declared.type}, got {stored.type}")
     if (stored.type.dtype.kind == "c") != (declared.type.dtype.kind == "c"):
-        raise WeightDTypeError(f"{where}: expected {declared.type}, got {stored.type}")
+        raise WeightError(f"{where}: expected {declared.type}, got {stored.type}")
     return stored

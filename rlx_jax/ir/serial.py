@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 import jax
 import numpy as np
 
-from rlx_jax.errors import ArtifactFormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
+from rlx_jax.errors import FormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import (
     BodyInput,
@@ -167,7 +167,7 @@ def decode_graph(data: Any, types: TypeCache, where: str = "graph", given: tuple
     """A graph from JSON data. `given` are the operand types of the region that it is.
 
     Raises:
-        ArtifactFormatError: names the place, what was expected and what was found.
+        FormatError: names the place, what was expected and what was found.
         GraphError: an op does not fit its operands.
     """
     fields = object_with({"name", "inputs", "nodes", "outputs", "output_names", "writes"}, data, where)
@@ -204,7 +204,7 @@ def _decode_node(data: Any, nodes: list[Node], types: TypeCache, where: str, giv
     written = decode(tuple[str, ...], fields["types"], f"{where}.types")
     if written != tuple(map(str, inferred)):
         gives = listing(map(str, inferred))
-        raise ArtifactFormatError(f"{where}.types says {listing(written)}, {quote(op.text())} gives {gives}")
+        raise FormatError(f"{where}.types says {listing(written)}, {quote(op.text())} gives {gives}")
     return Node(op, inputs, inferred, _record(Origin, fields["origin"], f"{where}.origin"))
 
 
@@ -215,13 +215,13 @@ def _decode_op(
     if tag == "BodyInput":
         index = decode(int, object_with({"index"}, fields, where)["index"], f"{where}.index")
         if not 0 <= index < len(given):
-            raise ArtifactFormatError(f"{where}: body input {index} of a region with {len(given)} operands")
+            raise FormatError(f"{where}: body input {index} of a region with {len(given)} operands")
         return BodyInput(index, type=given[index])
     if tag == "Repeat":
         values = object_with({"count", "carries", "body"}, fields, where)
         count, carries = (decode(int, values[name], f"{where}.{name}") for name in ("count", "carries"))
         if not (1 <= count <= MAX_REPEATS and 0 <= carries <= len(operands)):
-            raise ArtifactFormatError(f"{where}: count {count} of at most {MAX_REPEATS}, {carries} carries")
+            raise FormatError(f"{where}: count {count} of at most {MAX_REPEATS}, {carries} carries")
         return Repeat(count, carries, decode_graph(values["body"], types, f"{where}.body", operands))
     op: Op = decode(Op, data, where)
     return op
@@ -231,7 +231,7 @@ def _value(data: Any, nodes: list[Node], where: str) -> Value:
     """A reference to a result of an earlier node."""
     node, index = (decode(int, i, where) for i in _array(data, where, 2))
     if not (0 <= node < len(nodes) and 0 <= index < len(nodes[node].types)):
-        raise ArtifactFormatError(f"{where}: [{node}, {index}] is no result of the {len(nodes)} nodes before it")
+        raise FormatError(f"{where}: [{node}, {index}] is no result of the {len(nodes)} nodes before it")
     return Value(node, index)
 
 
@@ -275,7 +275,7 @@ def _decode_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
     for hint in hints:
         try:
             return decode(hint, data, where)
-        except ArtifactFormatError:
+        except FormatError:
             continue
     # The alternative that the tag means says what is wrong.
     named = [h for h in hints if isinstance(data, dict) and getattr(h, "__name__", "") in data]
@@ -293,19 +293,19 @@ def _decode_bytes(data: Any, where: str) -> bytes:
     try:
         return base64.b64decode(_plain(str, data, where), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ArtifactFormatError(f"{where}: not base64") from error
+        raise FormatError(f"{where}: not base64") from error
 
 
 def _decode_record(hint: Any, data: Any, where: str) -> Any:
     """A dataclass: the annotated one, or for `Op` and its kinds the one that the table has under that name."""
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint) or hint in (Op, Mir, Hir)):
-        raise ArtifactFormatError(f"{where}: values of {hint} cannot be stored")
+        raise FormatError(f"{where}: values of {hint} cannot be stored")
     tag, fields = _tagged(data, where)
     known = STORED if issubclass(hint, Op) else {hint.__name__: hint}
     if issubclass(hint, Op) and tag not in known:
         known = STORED | {name: cls for name, cls in plugins.known().op_classes().items() if cls.traits.stored}  # type: ignore[attr-defined]
     if tag not in known or not issubclass(known[tag], hint):
-        raise ArtifactFormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
+        raise FormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, known)}")
     return _record(known[tag], fields, where)
 
 
@@ -321,19 +321,17 @@ def _record(cls: Any, data: Any, where: str) -> Any:
     data = _object(data, where)
     for name in data:
         if name not in defaults:
-            raise ArtifactFormatError(
-                f"{where}: {cls.__name__} has no field {quote(name)}{did_you_mean(name, defaults)}"
-            )
+            raise FormatError(f"{where}: {cls.__name__} has no field {quote(name)}{did_you_mean(name, defaults)}")
     missing = [n for n, default in defaults.items() if default is dataclasses.MISSING and n not in data]
     if missing:
-        raise ArtifactFormatError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
+        raise FormatError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
     made = cls(**{name: decode(_hints(cls)[name], v, f"{where}.{name}") for name, v in data.items()})
     if isinstance(made, Constant) and not (made.type.is_static and len(made.data) == made.type.nbytes):
-        raise ArtifactFormatError(f"{where}: {len(made.data)} bytes for a constant of {made.type}")
+        raise FormatError(f"{where}: {len(made.data)} bytes for a constant of {made.type}")
     if isinstance(made, Input):
         as_name(made.input, where)
     if isinstance(made, Param) and not made.programs:
-        raise ArtifactFormatError(f"{where}: a parameter without a program")
+        raise FormatError(f"{where}: a parameter without a program")
     return made
 
 
@@ -373,13 +371,13 @@ def _array(data: Any, where: str, length: int | None = None) -> list[Any]:
     return data
 
 
-def _expected(what: str, data: Any, where: str) -> ArtifactFormatError:
+def _expected(what: str, data: Any, where: str) -> FormatError:
     found = (
         f"an object with {', '.join(map(quote, list(data)[:8])) or 'nothing'}"
         if isinstance(data, dict)
         else quote(data)
     )
-    return ArtifactFormatError(f"{where}: expected {what}, found {found}")
+    return FormatError(f"{where}: expected {what}, found {found}")
 
 
 # -- digests -----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from jax import export
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
-    NameCollisionError,
     ShapeError,
     UnsupportedError,
     did_you_mean,
@@ -166,7 +165,7 @@ def as_names(names: Any, where: str) -> tuple[str, ...]:
         raise GraphError(f"{where}: expected a list of names, got {shown(names)}")
     found = tuple(as_name(name, where) for name in names)
     if len(set(found)) < len(found):
-        raise NameCollisionError(f"{where}: a name stands twice in {listing(found)}")
+        raise GraphError(f"{where}: a name stands twice in {listing(found)}")
     return found
 
 

@@ -6,12 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from rlx_jax.errors import (
-    ArityError,
-    CycleError,
-    DanglingRefError,
     GraphError,
-    LevelError,
-    NameCollisionError,
     RlxError,
     ShapeError,
     UnboundInputError,
@@ -45,10 +40,8 @@ def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
         texts = tuple(text for _, text in problems)
         kinds = {kind for kind, _ in problems}
         shown = "\n  ".join(texts[:10]) + (f"\n  and {len(texts) - 10} more" if len(texts) > 10 else "")
-        found = kinds.pop() if len(kinds) == 1 else GraphError
-        error = (GraphError if found is ArityError else found)(
-            f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}"
-        )
+        kind = kinds.pop() if len(kinds) == 1 else GraphError
+        error = kind(f"{level} graph {graph.name!r} is wrong after {stage}:\n  {shown}")
         error.problems = texts
         raise error
     return graph
@@ -65,7 +58,7 @@ def _problems(graph: Graph, level: str, types: TypeCache, top: bool = True, coun
     yield from _state_problems(graph)
     for value in graph.roots():
         if not _exists(graph, value):
-            yield DanglingRefError, f"output {value} does not exist"
+            yield GraphError, f"output {value} does not exist"
     if top:
         yield from _signature_problems(graph)
     elif len(graph.output_names) not in (0, len(graph.outputs)):
@@ -81,7 +74,7 @@ def _node_problems(
     if not node.origin.path:
         yield GraphError, "has no block path"
     if not isinstance(node.op, LEGAL[level]):
-        yield LevelError, f"not legal at the {level} level"
+        yield GraphError, f"not legal at the {level} level"
     if isinstance(node.op, Param) and len(node.op.programs) not in (1, count):
         yield GraphError, f"{len(node.op.programs)} programs where the region runs {count} times"
     if broken:
@@ -96,9 +89,9 @@ def _node_problems(
 
 def _reference_problem(graph: Graph, number: int, value: Value) -> Problem:
     if not _exists(graph, value):
-        return DanglingRefError, f"refers to {value}, which does not exist"
+        return GraphError, f"refers to {value}, which does not exist"
     if value.node == number or _reaches(graph, value.node, number):
-        return CycleError, f"depends on itself through %{value.node}"
+        return GraphError, f"depends on itself through %{value.node}"
     return GraphError, f"refers to %{value.node}, which is not before it"
 
 
@@ -120,9 +113,9 @@ def _signature_problems(graph: Graph) -> Iterator[Problem]:
         yield GraphError, "there are no outputs"
     if len(graph.output_names) != len(graph.outputs):
         yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
-    yield from ((NameCollisionError, f"two outputs are called {n!r}") for n in _twice(graph.output_names))
+    yield from ((GraphError, f"two outputs are called {n!r}") for n in _twice(graph.output_names))
     declared = {i.input: i for i in graph.inputs}
-    yield from ((NameCollisionError, f"input {n!r} is declared twice") for n in _twice(i.input for i in graph.inputs))
+    yield from ((GraphError, f"input {n!r} is declared twice") for n in _twice(i.input for i in graph.inputs))
     for op in dict.fromkeys(n.op for _, n in graph.walk() if isinstance(n.op, Input)):
         if op.input not in declared:
             yield UnboundInputError, f"input {op.input!r} is read and not declared"
@@ -131,7 +124,7 @@ def _signature_problems(graph: Graph) -> Iterator[Problem]:
     stored: dict[str, TensorType] = {}
     for key in (k for param in graph.params() for program in param.programs for k in stored_keys(program)):
         if stored.setdefault(key.key, key.type) != key.type:
-            yield NameCollisionError, f"parameter {key.key!r} is {stored[key.key]} and {key.type}"
+            yield GraphError, f"parameter {key.key!r} is {stored[key.key]} and {key.type}"
 
 
 def _twice(names: Iterable[str]) -> list[str]:

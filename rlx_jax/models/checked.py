@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlx_jax.errors import MissingWeightError, WeightDTypeError, WeightShapeError, listing, quote
+from rlx_jax.errors import MissingWeightError, WeightError, WeightShapeError, listing, quote
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.weights.beside import BesideSource, may_lack
 from rlx_jax.weights.mapping import MappingSource
@@ -24,7 +24,7 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
 
     Raises:
         MissingWeightError: lists what is missing, and names close to it.
-        WeightShapeError, WeightDTypeError: block path, key, file, expected, got.
+        WeightShapeError, WeightError: block path, key, file, expected, got.
     """
 
     def block(key: str) -> str:
@@ -52,7 +52,7 @@ def checked(source: WeightSource, specs: Mapping[str, Any], recipe: ModelRecipe)
                 f"({_sizes(recipe, spec.shape, found.shape)}), got {list(found.shape)}{turned}"
             )
         if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise WeightDTypeError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
+            raise WeightError(f"{block(key)}: {weight}: expected floats, got {short_name(found.dtype)}")
     return source
 
 

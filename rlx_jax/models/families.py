@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rlx_jax.errors import (
     ConfigError,
-    NameCollisionError,
+    GraphError,
     UnsupportedError,
     WeightError,
     check_keywords,
@@ -238,11 +238,11 @@ def _of_plugins() -> Mapping[str, plugins.Opens]:
     """The families of plugins.
 
     Raises:
-        NameCollisionError: one of them is a family of the package too.
+        GraphError: one of them is a family of the package too.
     """
     found = plugins.known().families
     if taken := sorted(found.keys() & FAMILIES.keys()):
-        raise NameCollisionError(f"plugins give the families {listing(taken)}, which rlx_jax has: see rlx_jax.plugins")
+        raise GraphError(f"plugins give the families {listing(taken)}, which rlx_jax has: see rlx_jax.plugins")
     return found
 
 

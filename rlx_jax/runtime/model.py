@@ -95,7 +95,7 @@ class CompiledModel:
         """The program for these sizes, by default with outputs of the last token; wrapped in `around` as one program.
 
         Raises:
-            RecompileError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
+            RequestError: it is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
         key = replace(self.sized(sizes, variant), around=around)
         self.programs.check_compiled(key)

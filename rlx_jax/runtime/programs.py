@@ -34,7 +34,6 @@ from rlx_jax.errors import (
     DeriveError,
     DonationWarning,
     FusionError,
-    RecompileError,
     RequestError,
     RlxWarning,
     UnsupportedError,
@@ -437,12 +436,12 @@ class Programs:
         """Refuse a program that the profile does not want compiled now, before anything runs.
 
         Raises:
-            RecompileError: `buckets.on_recompile` is `error`.
+            RequestError: `buckets.on_recompile` is `error`.
         """
         if self.settings.buckets.on_recompile == "error":
             reason, remedy = self.refusal(key)
             if reason:
-                raise RecompileError(f"{reason}; {remedy}, or change the profile's buckets")
+                raise RequestError(f"{reason}; {remedy}, or change the profile's buckets")
 
     def admit(self, key: ProgramKey) -> None:
         """As `check_compiled`, and count or warn of what is compiled all the same."""

@@ -19,7 +19,6 @@ from rlx_jax.errors import (
     RlxNumericsWarning,
     StorageError,
     UnsupportedError,
-    WeightDTypeError,
     WeightError,
     listing,
     quote,
@@ -76,7 +75,7 @@ def save(
             there: no format writes packed ones, and with `dtype` the numbers they stand for are written.
 
     Raises:
-        WeightDTypeError: values would be rounded, or weights were packed, and `dtype` does not ask for it.
+        WeightError: values would be rounded, or weights were packed, and `dtype` does not ask for it.
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
         NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is as it was.
         WeightError: the model has no parameters, or holds one key twice with different values.
@@ -240,7 +239,7 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
     packed = dict(found for program in leaves for found in packed_keys(program))
     if packed:
         schemes = " and ".join(dict.fromkeys(packed.values()))
-        raise WeightDTypeError(
+        raise WeightError(
             f"{len(packed)} weights are packed in the checkpoint ({schemes}), and no format writes packed ones: "
             f"{listing(packed, 8)}; dtype='f32' writes the numbers they stand for"
         )
@@ -251,7 +250,7 @@ def _refuse_rounding(weights: list[_Weight]) -> None:
         return
     held, stored = weights[0].values.dtype, weights[0].type.dtype
     narrow, wide = sorted((held, stored), key=lambda dtype: dtype.itemsize)
-    raise WeightDTypeError(
+    raise WeightError(
         f"{len(weights)} weights are {short_name(held)} in the model and {short_name(stored)} in the checkpoint, and "
         f"would not come back as they are: {listing([w.key for w in weights], 8)}; "
         f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.device import check_fits
-from rlx_jax.errors import BatchMismatchError, GraphError, SequenceLengthError, SessionStateError, listing
+from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bound, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.division import on_one
 
@@ -130,7 +130,7 @@ def given_state(
     """The arrays of the state that a call of `program` brings, checked; their sizes are added to `sizes`.
 
     Raises:
-        GraphError: the program takes none, or one that is not given. SessionStateError, BatchMismatchError: it does not
+        GraphError: the program takes none, or one that is not given. SessionStateError, RequestError: it does not
             fit.
     """
     if bool(types) != (state is not None):
@@ -152,7 +152,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
 
     Raises:
         SessionStateError: other leaves, or leaves of another shape or dtype: it belongs to another model.
-        BatchMismatchError: another number of rows than the inputs.
+        RequestError: another number of rows than the inputs.
     """
     if set(arrays) != set(types):
         raise SessionStateError(
@@ -169,7 +169,7 @@ def check_state(arrays: StateArrays, types: Mapping[str, TensorType], sizes: dic
                 dim = bound(dim, sizes)
             known = dim if is_static(dim) else sizes.setdefault(str(dim), int(size))
             if known != size and str(dim) == "batch":
-                raise BatchMismatchError(f"the state holds {size} rows, the inputs {known}")
+                raise RequestError(f"the state holds {size} rows, the inputs {known}")
             if known != size:
                 raise SessionStateError(f"state {key}: {dim} is {known} elsewhere, got {list(shape)}")
 

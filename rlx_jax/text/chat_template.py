@@ -20,7 +20,7 @@ from rlx_jax.errors import (
     ConfigError,
     LimitError,
     RequestError,
-    ResourceError,
+    StorageError,
     TokenizerError,
     did_you_mean,
     listing,
@@ -161,7 +161,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         RequestError: the template refuses the messages, in its own words.
         TokenizerError: the template is wrong, or reaches for what the sandbox forbids; with the line where it does.
         LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
-        ResourceError: no process could be started.
+        StorageError: no process could be started.
     """
     return _text(render_each(template, [variables])[0])
 
@@ -170,7 +170,7 @@ def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[
     """`render` of `variables`, and of `twin` in the same process; None where the template does not take that.
 
     Raises:
-        RequestError, TokenizerError, LimitError, ResourceError: as `render`.
+        RequestError, TokenizerError, LimitError, StorageError: as `render`.
     """
     first, second = render_each(template, [variables, twin])
     return _text(first), second.get("text")
@@ -180,7 +180,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
     """The worker's answers for each of `variables`.
 
     Raises:
-        TokenizerError: the template ended the process. LimitError, ResourceError: as `render`.
+        TokenizerError: the template ended the process. LimitError, StorageError: as `render`.
     """
     inputs = json.dumps(variables)
     request = {
@@ -202,7 +202,7 @@ def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[d
     except subprocess.TimeoutExpired as cause:
         raise LimitError(f"the chat template: not rendered within RENDER_WAIT = {RENDER_WAIT:g} s") from cause
     except OSError as cause:
-        raise ResourceError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
+        raise StorageError(f"no process to render the chat template in: {quote(sys.executable)}: {cause}") from cause
     return _answers(done)
 
 
@@ -248,6 +248,6 @@ def _worker() -> tuple[str, ...]:
     for name in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise ResourceError(f"chat templates need the package {name}: pip install jinja2")
+            raise StorageError(f"chat templates need the package {name}: pip install jinja2")
         found.append(os.fspath(Path(spec.origin).parent.parent))
     return (os.fspath(Path(__file__).with_name("template_worker.py")), *dict.fromkeys(found))

@@ -10,8 +10,6 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import (
-    BatchMismatchError,
-    MaskShapeError,
     RequestError,
     SequenceLengthError,
     TokenIdError,
@@ -161,7 +159,7 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
     """New valid tokens of each row of a block of shape `[B, S]`, int64 `[B]`, between `low` and S; all S if None.
 
     Raises:
-        BatchMismatchError: another number of rows. RequestError: not integers, or out of range.
+        RequestError: another number of rows, not integers, or out of range.
     """
     batch, seq = shape
     if lengths is None:
@@ -170,7 +168,7 @@ def row_lengths(lengths: Any, shape: tuple[int, ...], low: int) -> np.ndarray[An
     if array.dtype.kind not in "iu":
         raise RequestError(f"lengths: expected integers, got {short_name(array.dtype)}")
     if array.shape != (batch,):
-        raise BatchMismatchError(f"lengths: expected shape [{batch}], one for each row, got shape {list(array.shape)}")
+        raise RequestError(f"lengths: expected shape [{batch}], one for each row, got shape {list(array.shape)}")
     if (array < low).any() or (array > seq).any():
         raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
     return array.astype(np.int64)
@@ -180,16 +178,16 @@ def keep_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A mask over tokens as bools `[B, S]`.
 
     Raises:
-        MaskShapeError: another shape, or other values than 0 and 1.
+        RequestError: another shape, or other values than 0 and 1.
     """
     array = as_host_array("attention_mask", mask)
     if array.shape != shape:
-        raise MaskShapeError(f"attention_mask: expected {list(shape)}, as the tokens, got {list(array.shape)}")
+        raise RequestError(f"attention_mask: expected {list(shape)}, as the tokens, got {list(array.shape)}")
     if array.dtype.kind not in "biu":
-        raise MaskShapeError(f"attention_mask: expected 0 and 1, integers or bools, got {short_name(array.dtype)}")
+        raise RequestError(f"attention_mask: expected 0 and 1, integers or bools, got {short_name(array.dtype)}")
     if ((array != 0) & (array != 1)).any():
         place = tuple(int(i) for i in np.argwhere((array != 0) & (array != 1))[0])
-        raise MaskShapeError(f"attention_mask: expected 0 and 1, got {array[place]} at {place}")
+        raise RequestError(f"attention_mask: expected 0 and 1, got {array[place]} at {place}")
     return array.astype(bool)
 
 
@@ -199,7 +197,7 @@ def mask_spans(
     """`keep_mask`; the valid tokens of each row and where they begin, int64 `[B]`.
 
     Raises:
-        MaskShapeError: as `keep_mask`, or a row has holes or is hidden whole.
+        RequestError: as `keep_mask`, or a row has holes or is hidden whole.
     """
     keep = keep_mask(mask, shape)
     valid, starts = keep.sum(axis=1), keep.argmax(axis=1)
@@ -207,7 +205,7 @@ def mask_spans(
     span = (at >= starts[:, None]) & (at < (starts + valid)[:, None])
     for row in np.flatnonzero((valid == 0) | (span != keep).any(axis=1))[:1]:
         what = "hides every token" if valid[row] == 0 else "has a hole"
-        raise MaskShapeError(f"attention_mask: row {row} {what}; a row has a 1 at least, and its 1s stand together")
+        raise RequestError(f"attention_mask: row {row} {what}; a row has a 1 at least, and its 1s stand together")
     return keep, valid.astype(np.int64), starts.astype(np.int64)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from rlx_jax.errors import GraphError, LevelError, ShapeError, WeightShapeError, quote, shown
+from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.inits import Init
@@ -37,7 +37,7 @@ class Builders(Recurring[V]):
     def _block(self, label: str) -> Iterator[None]:
         """Several nodes that are one block: HIR only, and all of them carry its label."""
         if self.level != GraphStage.HIR:
-            raise LevelError(f"{label} is a HIR block; module {self.builder.name!r} is at {self.level}")
+            raise GraphError(f"{label} is a HIR block; module {self.builder.name!r} is at {self.level}")
         with self.builder.at(replace(self.builder.origin, label=label)):
             yield
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from rlx_jax.errors import GraphError, MissingWeightError, NameCollisionError, ShapeError, listing, quote, shown
+from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Origin, Value, located
 from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
@@ -139,7 +139,7 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
         value: the last active value of the flow.
 
     Raises:
-        GraphError: a later edit replaced the block. NameCollisionError: a stage has a side output of that name.
+        GraphError: a later edit replaced the block, or a stage has a side output of that name.
         ShapeError: blocks that are stacked return values of several types, or one returns several values.
     """
     index, own = BlockIndex(emit.builder.nodes, emit.own(value)), set(emit.state.outputs)
@@ -155,7 +155,7 @@ def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue,
             )
         name = stacked or path
         if name in own:
-            raise NameCollisionError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
+            raise GraphError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
         if stacked:
             emit.state.outputs[stacked] = values[0]  # keeps its place among the outputs
             stacks.setdefault(stacked, {})[path] = values[0]
@@ -257,7 +257,7 @@ class _Rewriting:
         self._carry_over(top)
         for name, output in made.items():
             if emit.state.outputs.setdefault(name, output).value != output.value:
-                raise NameCollisionError(f"{self._what}: the flow has a side output {quote(name)} already")
+                raise GraphError(f"{self._what}: the flow has a side output {quote(name)} already")
         kept = [[n for n in found.after if n is not None] for found in self.layers]
         emit.state.repeats += [new for new, found in zip(kept, self.layers, strict=True) if None not in found.after]
         return emit.wrap(self._now(value.value, top))

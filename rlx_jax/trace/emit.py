@@ -18,11 +18,9 @@ import numpy as np
 from rlx_jax.errors import (
     GraphError,
     MissingWeightError,
-    NameCollisionError,
     RlxError,
     ShapeError,
     UnboundInputError,
-    UnboundStreamError,
     WeightShapeError,
     did_you_mean,
     first_line,
@@ -75,7 +73,7 @@ def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> Tenso
     if not isinstance(name, str) or not name.isidentifier():
         raise GraphError(f"an input's name is an identifier, got {quote(name)}")
     if name in ("state", "params"):
-        raise NameCollisionError(f"an input cannot be called {quote(name)}: calls use that name")
+        raise GraphError(f"an input cannot be called {quote(name)}: calls use that name")
     return tensor_type(shape, device_dtype(as_dtype(dtype, f"input {name}: ")), f"input {name}")
 
 
@@ -277,7 +275,7 @@ class Emit(SpecBuilders[FlowValue]):
             GraphError: an init that is none, or another one than for an earlier use of the weight; roles that there are
                 not, or others than another stage has for the same weight.
             MissingWeightError: the source has no such key, or there is no source and no `shape`.
-            WeightShapeError: the source has another shape. WeightDTypeError: it has complex numbers.
+            WeightShapeError: the source has another shape. WeightError: it has complex numbers.
             UnsupportedError: it is packed by a scheme that is not decoded yet.
         """
         if isinstance(key, WeightStack):
@@ -322,13 +320,13 @@ class Emit(SpecBuilders[FlowValue]):
         is flat.
 
         Raises:
-            ShapeError: there are not so many numbers. NameCollisionError: something is registered as `name`.
+            ShapeError: there are not so many numbers. GraphError: something is registered as `name`.
         """
         array = read_numbers(data, f"{self.path}: synth_param {quote(name)}")
         if shape is not None and math.prod(shape) != array.size:
             raise ShapeError(f"{self.path}: synth_param {quote(name)}: {array.size} numbers are no {list(shape)}")
         if name in self.state.named:
-            raise NameCollisionError(f"{self.path}: {quote(name)} is registered already")
+            raise GraphError(f"{self.path}: {quote(name)} is registered already")
         with self.scope(name):
             value = self.constant(array if shape is None else array.reshape(tuple(shape)))
         self.set_named(name, value)
@@ -403,7 +401,7 @@ class Emit(SpecBuilders[FlowValue]):
     def named(self, key: str) -> FlowValue:
         """What an earlier stage registered under `key`."""
         if key not in self.state.named:
-            raise UnboundStreamError(
+            raise GraphError(
                 f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(self.state.named)}"
             )
         return self.state.named[key]
@@ -420,7 +418,7 @@ class Emit(SpecBuilders[FlowValue]):
         """The stream that an earlier stage kept as `name`."""
         if name not in self.state.streams:
             known = list(self.state.streams)
-            raise UnboundStreamError(
+            raise GraphError(
                 f"{self.path}: there is no stream {quote(name)}; streams are {listing(known) or 'none'}"
                 f"{did_you_mean(name, known) or '; store_stream(name) and bind_inputs_to_streams keep one'}"
             )
@@ -429,7 +427,7 @@ class Emit(SpecBuilders[FlowValue]):
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""
         if name in self.state.outputs:
-            raise NameCollisionError(f"{self.path}: there is a side output {quote(name)} already")
+            raise GraphError(f"{self.path}: there is a side output {quote(name)} already")
         self.state.outputs[name] = value
 
     def require(self, value: FlowValue | None, stage: str) -> FlowValue:

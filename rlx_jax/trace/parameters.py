@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, MissingWeightError, WeightDTypeError, WeightShapeError, quote, shown
+from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, quote, shown
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Program, Role, Roles, Stack, cast
@@ -124,7 +124,7 @@ class Parameters:
             program = part.of(program, f"{path}: {self.at(key)}")
         stored = program.type
         if stored.dtype.kind == "c":
-            raise WeightDTypeError(
+            raise WeightError(
                 f"{path}: {self.at(key)} is {stored}; expected floats, integers or bools: "
                 "store the real and the imaginary part as two weights"
             )

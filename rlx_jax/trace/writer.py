@@ -22,8 +22,8 @@ The rules that hold for all tensor ops, and for the blocks of `rlx_jax.trace.bui
   which is read as the checkpoint stores it, `[out, in]` unless the call says `transpose=False`.
 
 Shapes are inferred; `out_shape` is optional and checked, of every method: of several results it has a shape for each,
-or one for all. All methods raise ShapeError, DTypeError or ArityError where
-operands do not fit, and LevelError for a block in a module that is not at HIR.
+or one for all. All methods raise ShapeError, DTypeError or GraphError where
+operands do not fit, and GraphError for a block in a module that is not at HIR.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from rlx_jax.errors import GraphError, LevelError, RlxError, ShapeError, named_kind
+from rlx_jax.errors import GraphError, RlxError, ShapeError, named_kind
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
 from rlx_jax.ir.inference import as_in_jit
@@ -155,12 +155,12 @@ class Writer(Generic[V]):
         """Append any op; all of its results.
 
         Raises:
-            LevelError: a HIR block below HIR. ShapeError, DTypeError, ArityError: it does not fit.
+            GraphError: a HIR block below HIR. ShapeError, DTypeError, GraphError: it does not fit.
         """
         if not isinstance(op, Op):
             raise GraphError(f"{self.path}: expected an op, got {type(op).__name__}")
         if self.level != GraphStage.HIR and isinstance(op, Hir):
-            raise LevelError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
+            raise GraphError(f"{op.name()} is a HIR block; module {self.builder.name!r} is at {self.level}")
         operands, before = [self.own(v) for v in values], len(self.builder.nodes)
         with located(self.builder.here):
             try:
@@ -186,7 +186,7 @@ class Writer(Generic[V]):
         """Append any op with one result; `out_shape` is checked against what is inferred.
 
         Raises:
-            GraphError: the op has several results. LevelError, ShapeError, DTypeError, ArityError: as `add_all`.
+            GraphError: the op has several results. GraphError, ShapeError, DTypeError: as `add_all`.
         """
         before = len(self.builder.nodes)
         results = self.add_all(op, *values)

@@ -18,12 +18,12 @@ from typing import Any, Self, TypeVar
 import jax
 
 from rlx_jax.errors import (
-    CheckpointIncompleteError,
     MissingFileError,
     RequestError,
     RlxError,
     RlxWarning,
     SessionStateError,
+    StorageError,
     TargetExistsError,
     listing,
     quote,
@@ -235,7 +235,7 @@ class Checkpoints:
             a pytree of the structure of `like`.
 
         Raises:
-            MissingFileError: there is no whole step. CheckpointIncompleteError: none of this number; lists the others.
+            MissingFileError: there is no whole step. StorageError: none of this number; lists the others.
             WeightError: leaves are not those of `like`; lists them.
             IntegrityError, CheckpointFormatError, PathEscapeError: the step is damaged.
             LimitError: it does not fit in memory.
@@ -303,7 +303,7 @@ class Checkpoints:
             return steps[-1]
         if number not in steps:
             whole = f"whole steps are {listing(steps)}" if steps else "there are no whole steps"
-            raise CheckpointIncompleteError(f"{quote(self._target(number))}: not a step that was saved whole; {whole}")
+            raise StorageError(f"{quote(self._target(number))}: not a step that was saved whole; {whole}")
         return number
 
     def _kept(self) -> str:

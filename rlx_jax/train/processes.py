@@ -16,7 +16,6 @@ from jax._src import distributed  # the store has no public name; orbax takes it
 
 from rlx_jax.errors import (
     CheckpointFormatError,
-    CheckpointIncompleteError,
     IntegrityError,
     LimitError,
     MissingFileError,
@@ -36,7 +35,7 @@ _OPENED = itertools.count()
 _CLASSES: dict[str, type[RlxError]] = {
     cls.__name__: cls
     for cls in (
-        CheckpointFormatError, CheckpointIncompleteError, IntegrityError, LimitError, MissingFileError, NoSpaceError,
+        CheckpointFormatError, StorageError, IntegrityError, LimitError, MissingFileError, NoSpaceError,
         PathEscapeError, RequestError, SaveFailedError, TargetExistsError, UnsupportedError, WeightError,
     )
 }  # fmt: skip

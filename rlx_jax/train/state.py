@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.errors import RequestError, WeightDTypeError, quote, shown
+from rlx_jax.errors import RequestError, WeightError, quote, shown
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
@@ -61,7 +61,7 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
             name; or None for those that the model was compiled with. Arrays are copied: steps consume the state.
 
     Raises:
-        WeightShapeError: parameters are not the model's. WeightDTypeError: a leaf has no gradient.
+        WeightShapeError: parameters are not the model's. WeightError: a leaf has no gradient.
         MissingWeightError: no parameters, and none to start from.
     """
     check_trainable(model, optimizer)
@@ -80,7 +80,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
     """The model is one whose leaves all have gradients, and the optimizer has its two functions.
 
     Raises:
-        RequestError, WeightDTypeError: they are not; names the leaf.
+        RequestError, WeightError: they are not; names the leaf.
         UnsupportedError: the flow's training has something that there is not.
     """
     if not isinstance(model, CompiledModel):
@@ -92,7 +92,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
     refuse_untrained(model.flow)
     for name, spec in model.param_specs().items():
         if not is_float(spec.dtype):
-            raise WeightDTypeError(
+            raise WeightError(
                 f"{model.name}: leaf {quote(name)} is {short_name(spec.dtype)} and has no gradient; train a model "
                 "whose weights are floating"
             )

@@ -15,7 +15,7 @@ from rlx_jax import losses
 from rlx_jax.compiler.compile_cache import from_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
-from rlx_jax.errors import BatchMismatchError, RequestError, SessionStateError, listing, shown, suggests
+from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggests
 from rlx_jax.ir.captured import is_consumed
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
@@ -70,8 +70,8 @@ class TrainStep:
                 them; on an accelerator only with `checks.ids = "all"` in the model's profile.
 
         Raises:
-            RequestError, SessionStateError: no state, or one that was consumed. BatchMismatchError: the rows cannot be
-                divided. Else as the loss; of `losses.cross_entropy` in its docstring.
+            RequestError, SessionStateError: no state, or one that was consumed, or the rows cannot be divided.
+                Else as the loss; of `losses.cross_entropy` in its docstring.
         """
         arrays = self._arrays(state, batch)
         rows, seq = arrays["tokens"].shape
@@ -211,7 +211,7 @@ def make_step(
             that is divided over devices, every device has its share of each part.
 
     Raises:
-        RequestError, WeightDTypeError: as `train.init`, or microbatches are no number.
+        RequestError, WeightError: as `train.init`, or microbatches are no number.
     """
     check_trainable(model, optimizer)
     if not callable(loss):
@@ -243,12 +243,12 @@ def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
     """Every array `[B, …]` as `[parts, B/parts, …]`, neighbouring rows in different parts.
 
     Raises:
-        BatchMismatchError: an array has another number of rows, or they cannot be divided.
+        RequestError: an array has another number of rows, or they cannot be divided.
     """
     rows = batch["tokens"].shape[0]
     for name, array in batch.items():
         if array.ndim == 0 or array.shape[0] != rows or rows % parts:
-            raise BatchMismatchError(
+            raise RequestError(
                 f"step: {name} {list(array.shape)}: {rows} rows of tokens cannot be taken in {parts} equal "
                 f"parts, microbatches={parts}"
             )

@@ -20,10 +20,10 @@ import numpy as np
 
 from rlx_jax.errors import (
     CheckpointFormatError,
-    CheckpointIncompleteError,
     IntegrityError,
     RlxError,
     SaveFailedError,
+    StorageError,
     quote,
 )
 from rlx_jax.io import limits
@@ -103,11 +103,11 @@ def read_leaves(directory: str) -> Manifest:
     """The manifest of a step.
 
     Raises:
-        CheckpointIncompleteError: it has none. IntegrityError: it is damaged.
+        StorageError: it has none. IntegrityError: it is damaged.
     """
     found = read_manifest(directory)
     if found is None:
-        raise CheckpointIncompleteError(f"{quote(directory)}: no {manifest.NAME}: not a step that was saved whole")
+        raise StorageError(f"{quote(directory)}: no {manifest.NAME}: not a step that was saved whole")
     return found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_space, freed
-from rlx_jax.errors import RlxNumericsWarning, WeightDTypeError, WeightError, WeightShapeError, quote
+from rlx_jax.errors import RlxNumericsWarning, WeightError, WeightShapeError, quote
 from rlx_jax.ir.boxes import Box, side_by_side, slices
 from rlx_jax.ir.packed import PackedSpec, decoded
 from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, boxed
@@ -220,7 +220,7 @@ def _read(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray
     data = source.read(key.key, _index(stored))
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
-        raise WeightDTypeError(
+        raise WeightError(
             f"weight {key.key!r} ({source.where(key.key)}): read() gives {got}, expected a NumPy array of {key.type}"
         )
     if data.shape != stored.type.shape:
@@ -244,7 +244,7 @@ def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: We
     """A value of stored numbers as `dtype`; floats that only the wider type can hold become infinite, with a warning.
 
     Raises:
-        WeightDTypeError: integers that the narrower type cannot hold.
+        WeightError: integers that the narrower type cannot hold.
     """
     key = next(stored_keys(program), None)
     if key is None:  # a device's part of a padded leaf may be padding alone
@@ -266,7 +266,7 @@ def _rounded(data: HostArray, program: Program, dtype: np.dtype[Any], source: We
 def _check_range(data: HostArray, dtype: np.dtype[Any], key: Key, source: WeightSource) -> None:
     info = np.iinfo(dtype)
     if data.size and (data.min() < info.min or data.max() > info.max):
-        raise WeightDTypeError(
+        raise WeightError(
             f"weight {key.key!r} ({source.where(key.key)}): values {data.min()} … {data.max()} do not fit "
             f"{short_name(dtype)}"
         )

@@ -13,7 +13,6 @@ from rlx_jax.errors import (
     IntegrityError,
     MissingWeightError,
     UnsupportedError,
-    WeightDTypeError,
     WeightError,
     WeightShapeError,
     quote,
@@ -57,7 +56,7 @@ class MappingSource:
 
     Raises:
         WeightError: a key is not a string.
-        WeightDTypeError: a value is not an array of numbers, or what is packed is no bytes of a known scheme.
+        WeightError: a value is not an array of numbers, or what is packed is no bytes of a known scheme.
         WeightShapeError, LimitError: a symbolic shape, or one too large; one that packed bytes contradict.
     """
 
@@ -162,10 +161,10 @@ def _check_value(key: object, value: Any) -> None:
         hint = "; flatten nested mappings to dotted keys" if isinstance(value, Mapping) else "; numpy.asarray makes one"
         if isinstance(value, str):
             hint = "; a path stands in place of the whole mapping"
-        raise WeightDTypeError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
+        raise WeightError(f"weight {quote(key)}: expected an array, got {quote(type(value).__name__)}{hint}")
     dtype = value.dtype
     if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise WeightDTypeError(
+        raise WeightError(
             f"weight {quote(key)}: expected an array of numbers or bools, got dtype {quote(short_name(dtype))}"
         )
     if not all(isinstance(dim, int) for dim in value.shape):

@@ -17,7 +17,6 @@ from typing import Any
 
 from rlx_jax.errors import (
     CheckpointFormatError,
-    CheckpointIncompleteError,
     DuplicateWeightError,
     MissingWeightError,
     RlxError,
@@ -162,7 +161,7 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
         subtree: a dotted path. It may begin with the name of an item, and must if several items hold arrays.
 
     Raises:
-        CheckpointIncompleteError: the checkpoint was never finished; lists the steps that are.
+        StorageError: the checkpoint was never finished; lists the steps that are.
         CheckpointFormatError: several items hold arrays, and `subtree` names none.
         UnsupportedError: a format of before 2023.
     """
@@ -233,11 +232,11 @@ def usable_steps(root: str) -> dict[int, str]:
     return steps
 
 
-def _incomplete(directory: str, problem: str) -> CheckpointIncompleteError:
+def _incomplete(directory: str, problem: str) -> StorageError:
     """The error for an unfinished checkpoint, with the steps beside and below it that can be used."""
     below, parent = usable_steps(directory), os.path.dirname(os.path.realpath(directory))
     beside = {} if below else usable_steps(parent)
     usable = [name for _, name in sorted((below or beside).items())]
     where = quote(directory if below else parent)
     hint = f"; finished steps in {where}: {listing(usable)}" if usable else "; there are no finished steps beside it"
-    return CheckpointIncompleteError(f"{quote(directory)}: {problem}{hint}")
+    return StorageError(f"{quote(directory)}: {problem}{hint}")

@@ -74,7 +74,7 @@ def open_weights(
         MissingFileError: the path, or anything usable in the directory, does not exist.
         UnsupportedError: another format; the message says what to do.
         SafetensorsError, ConfigError, PathEscapeError, CheckpointFormatError: malformed files.
-        CheckpointIncompleteError: an orbax checkpoint that was never finished; lists those that were.
+        StorageError: an orbax checkpoint that was never finished; lists those that were.
         IntegrityError: files differ from the manifest beside them, or there is none to verify with.
         WeightError: `weights` is something else, or its values are; or a subclass for contradictory shards.
         LimitError: over `max_bytes` or one of `rlx_jax.io.limits`.

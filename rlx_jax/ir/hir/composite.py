@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rlx_jax.errors import ArityError, GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import Builder, Hir, Origin, Value
 from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind
 from rlx_jax.ir.hir.sequence import Rope, attention
@@ -43,7 +43,7 @@ class LlamaDecoderBlock(Hir):
         expected = 14 + bool(self.mask.operand)
         if len(operands) != expected + len(self.biases):
             detail = f" (mask {self.mask}{f', biases {list(self.biases)}' if self.biases else ''})"
-            raise ArityError("llama_decoder_block", str(expected + len(self.biases)), len(operands), detail)
+            raise wrong_arity("llama_decoder_block", str(expected + len(self.biases)), len(operands), detail)
         unknown = [n for n in self.biases if n not in DECODER_BIASES]
         if unknown:
             raise GraphError(f"llama_decoder_block: unknown biases {unknown}, known are {list(DECODER_BIASES)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlx_jax.errors import ArityError, GraphError, did_you_mean, quote
+from rlx_jax.errors import GraphError, did_you_mean, quote, wrong_arity
 
 
 def check_arity(op: str, got: int, *expected: int) -> None:
-    """Raise `ArityError` with op, expected, got."""
+    """Raise `GraphError` with op, expected, got."""
     if got not in expected:
-        raise ArityError(op, " or ".join(map(str, expected)), got)
+        raise wrong_arity(op, " or ".join(map(str, expected)), got)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, quote, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, quote, shown, wrong_arity
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import STATE, TOKENS, Types, each_once, product_traits, results_written
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
@@ -67,7 +67,7 @@ class AttentionOp(Mir):
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) != 3 + len(self.extra):
-            raise ArityError("attention", str(3 + len(self.extra)), len(operands))
+            raise wrong_arity("attention", str(3 + len(self.extra)), len(operands))
         q, k, v = operands[:3]
         check_heads(self.heads, self.kv_heads)
         check_scores(self.scale, self.softcap)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node, TypeCache, Value, as_values
 from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.rewrite import everywhere, rewrite
@@ -64,7 +64,7 @@ def _check_given(op: Mir, bodies: Sequence[Graph], given: Sequence[TensorType], 
     """The bodies are given what they were written for, up to the dtype of floats. `own`: operands before those."""
     needed = max(_given(body) for body in bodies)
     if len(given) < needed:
-        raise ArityError(op.name(), f"{needed + own} or more", len(given) + own)
+        raise wrong_arity(op.name(), f"{needed + own} or more", len(given) + own)
     for body in bodies:
         for node in body.nodes:
             if isinstance(node.op, BodyInput):
@@ -166,7 +166,7 @@ class Scan(Mir):
     def check(self, *operands: TensorType) -> None:
         xs = operands[self.carries : self.carries + self.slices]
         if self.carries < 0 or self.slices < 0 or len(operands) < self.carries + self.slices:
-            raise ArityError("scan", f"{self.carries + self.slices} or more", len(operands))
+            raise wrong_arity("scan", f"{self.carries + self.slices} or more", len(operands))
         if any(not x.rank for x in xs) or len({x.shape[0] for x in xs}) > 1:
             raise ShapeError(f"scan: the first axes of what is cut are one size, got {', '.join(map(str, xs))}")
         if (self.length is None) == (not xs) or (self.length is not None and self.length < 1):
@@ -211,7 +211,7 @@ class CustomVjp(Mir):
         out = [self.forward.type(v) for v in self.forward.outputs]
         _check_given(self, (self.backward,), (*operands, *out, *out))
         if len(self.backward.outputs) != len(operands):
-            raise ArityError("the backward of custom_vjp", f"{len(operands)} gradients", len(self.backward.outputs))
+            raise wrong_arity("the backward of custom_vjp", f"{len(operands)} gradients", len(self.backward.outputs))
 
     def eval(self, *operands: Array) -> tuple[Array, ...]:
         @jax.custom_vjp
@@ -256,7 +256,7 @@ class PairBias(Mir):
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) < 2:
-            raise ArityError("pair_bias", "2 or more", len(operands))
+            raise wrong_arity("pair_bias", "2 or more", len(operands))
         for t in operands[:2]:
             if t.rank != 2 or not jnp.issubdtype(t.dtype, jnp.integer):
                 raise ShapeError(f"pair_bias: positions are integers [B, S] and [B, T], got {t}")

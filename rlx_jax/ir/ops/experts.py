@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown, wrong_arity
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import UNARY, check_kind, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
@@ -47,7 +47,7 @@ def check_experts(op: str, operands: Sequence[TensorType], contract: int, biased
     `[E, H]` behind."""
     names = EXPERT_OPERANDS + EXPERT_BIASES * biased
     if len(operands) != len(names):
-        raise ArityError(op, str(len(names)), len(operands))
+        raise wrong_arity(op, str(len(names)), len(operands))
     x, gate, up, down, weights, ids, *biases = operands
     if contract not in (0, 1):
         raise ShapeError(f"{op}: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.errors import ArityError, GraphError, ShapeError, did_you_mean, quote
+from rlx_jax.errors import GraphError, ShapeError, did_you_mean, quote, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
@@ -111,7 +111,7 @@ class FusedResidualLayerNorm(Mir):
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) != 4 + self.has_bias:
-            raise ArityError("fused_residual_ln", str(4 + self.has_bias), len(operands))
+            raise wrong_arity("fused_residual_ln", str(4 + self.has_bias), len(operands))
         _check_residual("fused_residual_ln", operands)
 
     def eval(self, *arrays: Array) -> Array:
@@ -133,7 +133,7 @@ class FusedResidualRmsNorm(Mir):
 
     def check(self, *operands: TensorType) -> None:
         if len(operands) - self.has_bias not in (3, 4):
-            raise ArityError("fused_residual_rms", f"{3 + self.has_bias} or {4 + self.has_bias}", len(operands))
+            raise wrong_arity("fused_residual_rms", f"{3 + self.has_bias} or {4 + self.has_bias}", len(operands))
         _check_residual("fused_residual_rms", operands)
 
     def eval(self, *arrays: Array) -> Array:
@@ -163,7 +163,7 @@ class ElementwiseRegion(Mir):
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         if len(operands) != self.inputs:
-            raise ArityError("ew_region", str(self.inputs), len(operands))
+            raise wrong_arity("ew_region", str(self.inputs), len(operands))
         values = list(operands)
         for step in self.steps:
             values += types.infer(step.op, tuple(values[i] for i in step.operands))

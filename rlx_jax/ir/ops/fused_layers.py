@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from rlx_jax.errors import ArityError, ShapeError
+from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct, FusedResidualLayerNorm
@@ -34,7 +34,7 @@ def _product(x: Array, w: Array, b: Array | None) -> Array:
 
 def _named(op: str, names: tuple[str, ...], operands: Any) -> dict[str, Any]:
     if len(operands) != len(names):
-        raise ArityError(op, str(len(names)), len(operands), f": {', '.join(names)}")
+        raise wrong_arity(op, str(len(names)), len(operands), f": {', '.join(names)}")
     return dict(zip(names, operands, strict=True))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, GraphError, ShapeError
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.traits import NORM
@@ -75,7 +75,7 @@ class LayerNormOp(Mir):
     def check(self, *operands: TensorType) -> None:
         expected = 1 + self.scaled + self.shifted
         if len(operands) != expected:
-            raise ArityError("layer_norm", str(expected), len(operands))
+            raise wrong_arity("layer_norm", str(expected), len(operands))
         check_norm("layer_norm", operands[0], operands[1:])
 
     def eval(self, x: Array, *weights: Array) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.errors import ArityError, DTypeError, ShapeError
+from rlx_jax.errors import DTypeError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
@@ -34,7 +34,7 @@ CHUNK = 64
 def check_count(op: str, operands: Types, names: Sequence[str]) -> None:
     """There are as many operands as names."""
     if len(operands) != len(names):
-        raise ArityError(op, str(len(names)), len(operands), f": {', '.join(names)}")
+        raise wrong_arity(op, str(len(names)), len(operands), f": {', '.join(names)}")
 
 
 def check_grouped(op: str, many: Any, few: Any, what: str) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.errors import ArityError, GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.captured import MAX_CAPTURED
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.custom import jaxpr_flops
@@ -75,7 +75,7 @@ class TokenScan(Mir):
     def check(self, *operands: TensorType) -> None:
         wanted = len(self.step.given) + self.ragged
         if len(operands) != wanted:
-            raise ArityError("token_scan", str(wanted), len(operands))
+            raise wrong_arity("token_scan", str(wanted), len(operands))
         xs = operands[self.states : self.states + self.tokens]
         if any(x.rank < 2 or x.shape[:2] != xs[0].shape[:2] for x in xs):
             raise ShapeError(f"token_scan: what is read is [B, S, …], got {', '.join(map(str, xs))}")
