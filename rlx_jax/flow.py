@@ -339,8 +339,8 @@ class ModelFlow(Stages):
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> BuiltModel:
         """Run the stages: the HIR of the forward program. Shapes are read, data is not.
 
-        `given` names the optional inputs that calls will supply, `captured` what an earlier build of the same model
-        copied of the arrays that functions in `emit.jax` capture.
+        `given` names the optional inputs that calls will supply, `captured` what functions in `emit.jax`
+        captured in an earlier build of the same model.
 
         Raises:
             GraphError: a stage does not fit the value it gets; the message starts with its block path.

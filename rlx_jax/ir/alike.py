@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
-
+from rlx_jax.ir.captured import Meaning, meaning, trace
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
-from rlx_jax.ir.inference import as_in_jit
-from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
 
 
@@ -179,7 +175,7 @@ class _Stack:
 # -- the same ops ------------------------------------------------------------------------------
 
 
-Traces = dict[tuple[int, tuple[TensorType, ...]], tuple[str, list[Any]]]
+Traces = dict[tuple[int, tuple[TensorType, ...]], Meaning]
 """What closures compute, by their id and operand types: jaxprs and captured arrays."""
 
 
@@ -211,7 +207,7 @@ def _same_op(a: Op, b: Op, operands: tuple[TensorType, ...], traces: Traces) -> 
         return True
     if type(a) is not type(b) or not hasattr(a, "__dataclass_fields__"):
         return False
-    for name in a.__dataclass_fields__:
+    for name in (name for name, f in a.__dataclass_fields__.items() if f.compare):
         left, right = getattr(a, name), getattr(b, name)
         if isinstance(left, Graph) and isinstance(right, Graph):
             if not _same_body(left, right, traces):
@@ -237,11 +233,8 @@ def _same_body(a: Graph, b: Graph, traces: Traces) -> bool:
 def _same_closure(f: Any, g: Any, operands: tuple[TensorType, ...], traces: Traces) -> bool:
     for fn in (f, g):
         if (id(fn), operands) not in traces:
-            with as_in_jit():
-                closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
-            traces[id(fn), operands] = (str(closed.jaxpr), list(captured_arrays(closed)))
-    (left, held), (right, others) = (traces[id(fn), operands] for fn in (f, g))
-    return left == right and all(np.array_equal(p, q) for p, q in zip(held, others, strict=False))
+            traces[id(fn), operands] = meaning(trace(fn, operands)[0])
+    return traces[id(f), operands] == traces[id(g), operands]
 
 
 # -- the same operands -------------------------------------------------------------------------

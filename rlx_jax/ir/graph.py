@@ -384,7 +384,6 @@ class TypeCache:
     def __init__(self) -> None:
         self._known: dict[tuple[Op, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
         self.captured: dict[Op, tuple[Any, ...]] = {}  # arrays that the user's functions captured
-        self.steps: dict[Hashable, Any] = {}  # what users' steps along the tokens were traced to
         self._answers: dict[tuple[Hashable, ...], Any] = {}
 
     def ask(self, question: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *more: Hashable) -> T:

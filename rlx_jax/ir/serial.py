@@ -25,11 +25,11 @@ import types as builtin_types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import FormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir import hir, plugins
+from rlx_jax.ir.captured import captured_arrays, trace
 from rlx_jax.ir.graph import (
     BodyInput,
     Constant,
@@ -46,7 +46,6 @@ from rlx_jax.ir.graph import (
     TypeCache,
     Value,
 )
-from rlx_jax.ir.inference import as_in_jit
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.token_scan import TokenScan
 from rlx_jax.ir.paths import path_text
@@ -385,8 +384,7 @@ def _expected(what: str, data: Any, where: str) -> FormatError:
 
 def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """What a user's function computes, as text: its jaxpr and a hash of the arrays it captures."""
-    with as_in_jit():
-        closed = jax.make_jaxpr(fn)(*(t.spec for t in operands))
+    closed, _ = trace(fn, operands)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
-    captured = (np.asarray(c) for c in custom.captured_arrays(closed))
+    captured = (np.asarray(c) for c in captured_arrays(closed))
     return text + " ".join(hashlib.sha256(c.tobytes()).hexdigest() for c in captured)

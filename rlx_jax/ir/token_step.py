@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +13,9 @@ import numpy as np
 from jax.extend import core as jex
 
 from rlx_jax.errors import GraphError, RlxError, first_line, shown
-from rlx_jax.ir.captured import is_consumed
-from rlx_jax.ir.graph import TypeCache
+from rlx_jax.ir.captured import captured_arrays, changed, is_consumed, meaning, trace
 from rlx_jax.ir.inference import READS_NUMBERS, as_in_jit
-from rlx_jax.ir.ops.custom import captured_arrays
 from rlx_jax.ir.types import TensorType
-
-_PRECISION = re.compile(r"^\s*precision=.*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,13 @@ class TokenStep:
         if precision not in self.traces:
             with as_in_jit(), jax.default_matmul_precision(precision):
                 self.traces[precision] = again = jax.make_jaxpr(self.fn)(*(t.spec for t in self.given))
-            if _meaning(again) != (self.text, self.captured):
-                raise GraphError(_changed(self.label))
+            if meaning(again, precision=False)[0] != self.text:
+                raise GraphError(_unsteady(self.label))
+        if meaning(self.traces[precision], precision=False) != (
+            self.text,
+            self.captured,
+        ):  # its constants are the user's arrays
+            raise GraphError(changed(f"recurrent({self.label})", self.fn))
         made: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
         return made
 
@@ -83,12 +83,9 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
         GraphError: it has effects, calls back to Python, captures what another trace computes or an array that an
             earlier call consumed, or is another function when it is traced again.
     """
-    specs = tuple(t.spec for t in given)
     try:
-        # A function of their own each, as JAX knows the trace of one that it has seen.
-        with as_in_jit():
-            closed, (_, y) = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*specs)  # noqa: PLW0108
-            again = jax.make_jaxpr(lambda *a: fn(*a))(*specs)  # noqa: PLW0108
+        closed, (_, y) = trace(fn, tuple(given))
+        again, _ = trace(fn, tuple(given))
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):
@@ -113,9 +110,9 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
             f"recurrent({label}) has effects beside its results ({', '.join(outside)}): a step is a pure function of "
             "the state, the token and the parameters"
         )
-    text, captured = _meaning(closed)
-    if (text, captured) != _meaning(again):
-        raise GraphError(_changed(label))
+    text, captured = meaning(closed, precision=False)
+    if (text, captured) != meaning(again, precision=False):
+        raise GraphError(_unsteady(label))
     results = tuple(TensorType(tuple(a.shape), np.dtype(a.dtype)) for a in closed.out_avals)
     return TokenStep(
         label, tuple(given), text, captured, results, jax.tree.structure(y), fn, {"default": closed}
@@ -179,22 +176,6 @@ class UsersStep:
         return leaves
 
 
-def traced_once(types: TypeCache, step: UsersStep) -> TokenStep:
-    """The step that a user's function is; layers that share the function share it.
-
-    Raises:
-        GraphError: as `traced_step`; or the function gives something else than (state, y), or another state.
-    """
-    try:
-        known = types.steps.get(step)
-    except TypeError:  # a function that has no hash
-        return traced_step(step.label, step, step.given)
-    if known is None:
-        known = types.steps[step] = traced_step(step.label, step, step.given)
-    found: TokenStep = known
-    return found
-
-
 def callbacks(jaxpr: Any) -> set[str]:
     """The primitives of a jaxpr, those inside of others included, that call Python when they run, or draw anew."""
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
@@ -207,11 +188,6 @@ def callbacks(jaxpr: Any) -> set[str]:
     return found
 
 
-def _meaning(closed: Any) -> tuple[str, tuple[bytes, ...]]:
-    arrays = tuple(np.asarray(a).tobytes() for a in captured_arrays(closed) if not isinstance(a, jax.core.Tracer))
-    return _PRECISION.sub("", str(closed.jaxpr)), arrays
-
-
 def _of_another_trace(label: str) -> str:
     return (
         f"recurrent({label}) reads a value that another trace computes (a global of a jitted function, a value of "
@@ -219,7 +195,7 @@ def _of_another_trace(label: str) -> str:
     )
 
 
-def _changed(label: str) -> str:
+def _unsteady(label: str) -> str:
     return (
         f"recurrent({label}) is another function each time that it is traced: it reads or writes something beside its "
         "arguments (a counter, a random number of NumPy), so that prefill and decode would not agree. Carry it in the "

@@ -13,7 +13,7 @@ from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, located
 from rlx_jax.ir.ops.custom import small_constant
-from rlx_jax.ir.token_step import UsersStep, traced_once
+from rlx_jax.ir.token_step import UsersStep, traced_step
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.trace.attention import Attending
 from rlx_jax.trace.weight_part import WeightKey
@@ -72,9 +72,10 @@ class Recurring(Attending[V]):
         types = [self.type_of(v) for v in (*xs, *weights)]
         given = [s.type for s in slots] + [wide(t, 2 * (i < len(xs))) for i, t in enumerate(types)]
         forms = (state_form, x_form, weights_form)
-        users = UsersStep(self.captured.own(step), name, tuple(s.name for s in slots), len(xs), tuple(given), *forms)
+        users = UsersStep(step, name, tuple(s.name for s in slots), len(xs), tuple(given), *forms)
         with located(self.builder.here):
-            traced = traced_once(self.builder.types, users)
+            traced = traced_step(name, users, given)
+        self.captured.record(where, tuple(given), (traced.text, traced.captured), step)
         block = hir.Recurrent(traced, slots, len(xs), unroll)
         return jax.tree.unflatten(traced.y_form, self.add_all(block, *xs, *weights, *learned))
 

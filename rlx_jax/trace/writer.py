@@ -32,13 +32,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, named_kind
 from rlx_jax.ir.captured import Captured
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, located
-from rlx_jax.ir.inference import as_in_jit
 from rlx_jax.ir.inits import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
@@ -242,17 +240,16 @@ class Writer(Generic[V]):
     def jax(self, fn: Callable[..., Any], *values: V) -> Any:
         """Call any JAX function on values: an array gives a value, a tuple of arrays a tuple of them.
 
-        The function is traced with symbolic sizes, so it may not branch on them. NumPy arrays that it captures are
-        copied; over 1 MiB they are an error.
+        The function is traced with symbolic sizes, so it may not branch on them, and once more for each program. What
+        it captures may not change meanwhile, and is at most 1 MiB: an error else.
         """
         if not callable(fn):
             raise GraphError(f"{self.path}: jax: expected a function and then values, got {named_kind(fn)}")
-        fn = self.captured.own(fn)
-        results = self.add_all(JaxFn(fn), *values)
-        if len(results) > 1:
-            return results
-        with as_in_jit():
-            out = jax.eval_shape(fn, *(self.type_of(v).spec for v in values))
+        op = JaxFn(fn)
+        results = self.add_all(op, *values)
+        operands = tuple(self.type_of(v) for v in values)
+        out = op.remember(operands)
+        self.captured.record(f"{self.path}: {op.text()}", operands, op.first[0][1], fn)
         return results if isinstance(out, tuple | list) else results[0]
 
 

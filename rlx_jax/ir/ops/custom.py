@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, first_line, shown
-from rlx_jax.ir.captured import MAX_CAPTURED, is_consumed
+from rlx_jax.ir.captured import (
+    MAX_CAPTURED,
+    Meaning,
+    captured_arrays,
+    changed,
+    is_consumed,
+    meaning,
+    trace,
+    trace_anew,
+)
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
 from rlx_jax.ir.inference import types_of
 from rlx_jax.ir.paths import path_text
@@ -98,23 +107,6 @@ def _misfits(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[An
     return np.asarray(~((wide >= low) & (wide <= high) & (wide == np.trunc(wide))))
 
 
-def captured_arrays(closed: Any) -> Iterator[Any]:
-    """The constant arrays in a closed jaxpr; those of nested jits are not among its own `consts`."""
-    yield from (c for c in closed.consts if hasattr(c, "nbytes"))
-    for inner in _inner(closed.jaxpr):
-        yield from captured_arrays(inner)
-
-
-def _inner(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(item, "jaxpr") and hasattr(item, "consts"):
-                    yield item
-                elif hasattr(item, "eqns"):
-                    yield from _inner(item)
-
-
 def _products(op: Any, operands: Types, results: Types) -> int:
     """Of the matrix products that the function traces to."""
     return jaxpr_flops(jax.make_jaxpr(op.fn)(*(t.spec for t in operands)).jaxpr)
@@ -146,13 +138,24 @@ def jaxpr_flops(jaxpr: Any) -> int:
 
 @dataclass(frozen=True)
 class JaxFn(Mir):
-    """Any JAX function of the operands: `emit.jax(fn, …)`. `fn` returns an array or a tuple of arrays."""
+    """Any JAX function of the operands: `emit.jax(fn, …)`. `fn` returns an array or a tuple of arrays.
+
+    Attributes:
+        first: what `fn` computed when the model was built, and on which operands; see `remember`.
+    """
 
     traits = replace(product_traits(_products), widens=True, stored=False)
 
     fn: Callable[..., Any]
     label: str = ""
     precision: str = "default"
+    first: list[tuple[Types, Meaning]] = field(default_factory=list, compare=False, repr=False)
+
+    def remember(self, operands: Types) -> Any:
+        """Keep what `fn` computes now, as every program has to; return the form of its result."""
+        closed, out = trace(self.fn, operands)
+        self.first.append((operands, meaning(closed, precision=False)))
+        return out
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         closed, out = jax.make_jaxpr(self.fn, return_shape=True)(*(t.spec for t in operands))
@@ -170,6 +173,9 @@ class JaxFn(Mir):
         return types_of(closed.out_avals)
 
     def eval(self, *arrays: Array) -> Any:
+        for operands, before in self.first:
+            if meaning(trace_anew(self.fn, operands), precision=False) != before:
+                raise GraphError(changed(self.text(), self.fn))
         pinned = jax.default_matmul_precision(self.precision) if self.precision != "default" else nullcontext()
         with pinned:
             out = self.fn(*arrays)
