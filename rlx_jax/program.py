@@ -110,7 +110,7 @@ class Built:
         return self.binding
 
     def build(self, weights: Weights = None, given: Iterable[str] = (), captured: Captured | None = None) -> Built:
-        """Built again: with other weights, or with other optional inputs given; what functions capture has not changed."""
+        """Built again: with other weights, or with other optional inputs given."""
         return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)
 
     # -- looking -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from rlx_jax.ir.captured import MAX_CAPTURED
 TABLE = np.full(3, 2.0, np.float32)
 SCALE = 2.0
 ONES = np.ones((2, 3), np.float32)
-CHANGED = r"^custom.*captures.* has changed since the model was built.*emit\.param"
+CHANGED = r"^\w+: jax\(.*captures.* has changed since the model was built.*emit\.param"
 
 
 def model_of(fn: Callable[..., Any], **options: Any) -> Any:
