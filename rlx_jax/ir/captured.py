@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,14 +57,14 @@ def meaning(closed: Any, precision: bool = True) -> Meaning:
     return text if precision else _PRECISION.sub("", text), tuple(arrays)
 
 
-def trace(fn: Callable[..., Any], operands: tuple[TensorType, ...]) -> tuple[Any, Any]:
+def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, Any]:
     """Return the jaxpr of a function, and what it returns. JAX may know the traces of functions that it calls."""
     with as_in_jit():  # a function of its own, as JAX knows the trace of one that it has seen
         closed, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
     return closed, out
 
 
-def trace_anew(fn: Callable[..., Any], operands: tuple[TensorType, ...]) -> Any:
+def trace_anew(fn: Callable[..., Any], operands: Sequence[TensorType]) -> Any:
     """Return the jaxpr of a function as of now: the metadata keep JAX from using what it knows of functions inside."""
     with set_xla_metadata(rlx_jax_trace=str(next(_attempts))):
         return trace(fn, operands)[0]

@@ -84,8 +84,8 @@ def traced_step(label: str, fn: Callable[..., Any], given: Sequence[TensorType])
             earlier call consumed, or is another function when it is traced again.
     """
     try:
-        closed, (_, y) = trace(fn, tuple(given))
-        again, _ = trace(fn, tuple(given))
+        closed, (_, y) = trace(fn, given)
+        again, _ = trace(fn, given)
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(_of_another_trace(label)) from error
     except (RlxError, RecursionError):
