@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import tests.environment  # noqa: F401 -- before jax and huggingface_hub, which read the environment when imported
 
@@ -51,8 +52,8 @@ def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-    for module in ("transfer", "hub"):
-        monkeypatch.setattr(f"rlx_jax.io.{module}.WAITS_S", (0, 0))
+    for module in ("file_download", "utils._http"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "home"
 

@@ -56,7 +56,7 @@ def listed(path: str, content: bytes) -> dict[str, Any]:
 class Hub:
     """Repositories by name, each with its files; `revisions` of all lead to `COMMIT`.
 
-    `faults` answer requests whose path ends so, `token` is what private repositories want, `asked` what was asked for:
+    `faults` answer a GET whose path ends so, `token` is what private repositories want, `asked` what was asked for:
     method, path and the header of authorization. `ranges` and `sent`: by path, what parts were asked for, and how many
     bytes went out.
     """
@@ -77,7 +77,8 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """The paths of the files that were asked for, in order."""
-        return [path.partition("/resolve/")[2].partition("/")[2] for _, path, _ in self.asked if "/resolve/" in path]
+        asked = [path.partition("/resolve/")[2] for method, path, _ in self.asked if method == "GET"]
+        return [path.partition("/")[2] for path in asked if path]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,11 +98,12 @@ class Handler(BaseHTTPRequestHandler):
         token = self.headers.get("authorization")
         self.hub.asked.append((self.command, path, token))
         inside = path.partition("/resolve/")[2].partition("/")[2]
-        self.hub.ranges.setdefault(inside, []).append(self.headers.get("Range", ""))
         content, headers, refusal = self.look_up(path)
-        for ending, fault in self.hub.faults.items():
-            if path.endswith(ending):
-                return fault(self, content)
+        if self.command == "GET":
+            self.hub.ranges.setdefault(inside, []).append(self.headers.get("Range", ""))
+            for ending, fault in self.hub.faults.items():
+                if path.endswith(ending):
+                    return fault(self, content)
         if refusal is None and self.hub.token is not None and token != f"Bearer {self.hub.token}":
             refusal = (401, "RepoNotFound")
         if refusal is not None:
@@ -146,9 +148,9 @@ class Handler(BaseHTTPRequestHandler):
             headers = headers | {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
             content, status = content[start : end + 1], 206
         inside = urllib.parse.unquote(self.path).partition("/resolve/")[2].partition("/")[2]
-        self.hub.sent[inside] = self.hub.sent.get(inside, 0) + len(content)
         self.begin(status, headers | {"Content-Length": str(len(content))})
         if self.command != "HEAD":
+            self.hub.sent[inside] = self.hub.sent.get(inside, 0) + len(content)
             self.wfile.write(content)
 
     def begin(self, status: int, headers: dict[str, str]) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,11 @@ from rlx_jax.errors import (
     PathEscapeError,
     RequestError,
     RlxError,
-    StorageError,
     UnsupportedError,
     WeightError,
 )
-from rlx_jax.io import partial, transfer
+from rlx_jax.io import hub
 from rlx_jax.io.folder import open_folder
-from rlx_jax.io.partial import open_partial, partial_path, remove_abandoned
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests.hub_server import COMMIT, INDEX, LLAMA, Handler, Hub, refusing, serving, sharded
 from tests.oracles.checkpoints import FIXTURES, sentence_directory
@@ -211,7 +206,7 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
             running[0] -= 1
         handler.send(content, {})
 
-    monkeypatch.setattr(transfer, "AT_ONCE", 3)
+    monkeypatch.setattr(hub, "AT_ONCE", 3)
     server.faults[".safetensors"] = slow
     told: list[tuple[str, int, int]] = []
     folder = open_folder("org/m", progress=lambda what, done, total: told.append((what, done, total)))
@@ -382,98 +377,3 @@ def test_a_token_is_shown_to_the_hub(server: Hub, monkeypatch: pytest.MonkeyPatc
 def elsewhere(other: Hub) -> Callable[[Handler, bytes], None]:
     """Sent to the same path of another hub."""
     return lambda handler, _: handler.send(b"", {"Location": other.endpoint + handler.path}, 302)
-
-
-# -- parts of files ----------------------------------------------------------------------------
-
-DIGEST = "d" * 64
-
-
-class Closing:
-    """A file in whose place another process has one of its own as soon as the lock on it is gone."""
-
-    closed = False
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self.file, self.path = file, path
-
-    def fileno(self) -> int:
-        return int(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-        self.path.write_bytes(b"another's")
-
-
-def test_the_part_of_another_process_stays(tmp_path: Path) -> None:
-    """It is neither removed nor put in its place by one who held the file that was there before."""
-    part = open_partial(tmp_path, DIGEST)
-    part.file.write(b"ours")
-    replace(part, file=Closing(part.file, part.path)).close(keep=False)  # type: ignore[arg-type]
-    assert part.path.read_bytes() == b"another's"
-    part = open_partial(tmp_path, DIGEST)
-    part.path.unlink()
-    part.path.write_bytes(b"another's")
-    with pytest.raises(StorageError, match=r"another process removed or replaced it; .*: try again"):
-        part.move_to(tmp_path / DIGEST)
-    part.close(keep=False)
-    assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(part.path, b"another's")]
-
-
-def test_what_is_held_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long ago it was written to; nor is what was moved, or written to, while the lock was waited for."""
-    part, lock = open_partial(tmp_path, DIGEST), partial._lock
-    os.utime(part.path, (0, 0))
-    remove_abandoned(tmp_path, ())
-    assert part.path.exists()
-    part.close(keep=True)
-    aside = tmp_path / "aside"
-
-    def moved(file: Any) -> bool | None:
-        part.path.rename(aside)
-        part.path.write_bytes(b"another's")
-        os.utime(part.path, (0, 0))
-        return lock(file)
-
-    def written(file: Any) -> bool | None:
-        os.utime(part.path)
-        return lock(file)
-
-    for meanwhile in (moved, written):
-        monkeypatch.setattr(partial, "_lock", meanwhile)
-        remove_abandoned(tmp_path, ())
-        assert part.path.read_bytes() == b"another's"
-    monkeypatch.setattr(partial, "_lock", lock)
-    os.utime(part.path, (0, 0))
-    remove_abandoned(tmp_path, {DIGEST})
-    assert part.path.exists()
-    remove_abandoned(tmp_path, ())
-    assert not part.path.exists()
-
-
-@pytest.mark.parametrize("lack", ["no fcntl", "a file system without locks"])
-def test_without_locks_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str) -> None:
-    """No part is shared, none is left empty, and old ones go. Where there are locks, what another holds stays."""
-    held = open_partial(tmp_path, DIGEST)
-    other = open_partial(tmp_path, DIGEST)
-    assert held.shared and not other.shared and held.path.exists()
-    other.close(keep=False)
-    held.close(keep=False)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    if lack == "no fcntl":
-        monkeypatch.setattr(partial, "fcntl", None)
-    else:
-        monkeypatch.setattr("fcntl.flock", refuse)
-    part = open_partial(tmp_path, DIGEST)
-    assert not part.shared and list(tmp_path.iterdir()) == [part.path]
-    part.close(keep=False)
-    left = partial_path(tmp_path, DIGEST)
-    left.write_bytes(b"of a system that has locks")
-    open_partial(tmp_path, DIGEST).close(keep=False)
-    assert list(tmp_path.iterdir()) == [left]
-    os.utime(left, (0, 0))
-    remove_abandoned(tmp_path, ())
-    assert list(tmp_path.iterdir()) == []

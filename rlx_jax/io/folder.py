@@ -23,7 +23,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.hub import SizeBound, Snapshot, Told, is_name, open_snapshot
-from rlx_jax.io.hub_listing import Listed
+from rlx_jax.io.hub_remote import Listed
 from rlx_jax.io.strict_json import parse_object
 
 CONFIG = "config.json"
@@ -100,22 +100,22 @@ class Folder:
         """
         if self.snapshot is None:
             return (self.path / name).is_file()
-        if not self.snapshot.has(self._inside(name)):
-            return False
-        self.snapshot.fetch(self._inside(name), limit, limit_name)
-        return True
+        inside = self._inside(name)
+        if self.snapshot.has(inside):
+            self.snapshot.fetch([inside], {inside: (limit, limit_name)})
+        return self.snapshot.has(inside)
 
     def bring_all(self, names: Iterable[str], bounds: Mapping[str, SizeBound] | None = None) -> None:
         """Have those of several files that there are; of a model of the Hub they are fetched several at a time. Some
         have `bounds`, as `bring` has them.
 
         Raises:
-            As `Snapshot.fetch_all`.
+            As `Snapshot.fetch`.
         """
         if self.snapshot is not None:
             known = {self._inside(name): bound for name, bound in (bounds or {}).items()}
             inside = [self._inside(name) for name in names]
-            self.snapshot.fetch_all([name for name in inside if self.snapshot.has(name)], known)
+            self.snapshot.fetch([name for name in inside if self.snapshot.has(name)], known)
 
     def bring_small(self, names: Iterable[str]) -> None:
         """Have those of several small files that there are, which are read next, as `json` reads them."""

@@ -1,57 +1,56 @@
-"""Models of the Hugging Face Hub by name, fetched file by file into the cache that huggingface_hub keeps.
+"""Models of the Hugging Face Hub by name. huggingface_hub downloads, resumes, locks and keeps its cache.
 
-What one of the two has fetched the other finds. Names in the cache come from checked digests and never from what a
-server says beside them, and a file is not in its place before all of it is there and its digest is right.
+This module adds three things: the digest of every file that it fetches is compared with the commit's list, a file is
+refused by its listed size before any of it comes, and the list stays in the cache, so that an offline call knows which
+files are missing.
 
     models--org--name/refs/main                   the commit of a branch or tag
     models--org--name/snapshots/<commit>/…        links
     models--org--name/blobs/<digest>              the files
-    models--org--name/blobs/….rlx_jax.incomplete   what came of one before the line broke
-    models--org--name/rlx_jax/<commit>.json       which files the commit has: what a cache without network lacks
+    models--org--name/rlx_jax/<commit>.json       which files the commit has: length and digest
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import threading
-import urllib.parse
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlx_jax.errors import (
+    HubError,
     HubUnreachableError,
     IntegrityError,
-    LimitError,
     NoSpaceError,
     RequestError,
-    RlxError,
     RlxWarning,
-    StorageError,
     quote,
     shown,
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import check_name, resolve
-from rlx_jax.io.hub_listing import (
+from rlx_jax.io.hub_remote import (
     Listed,
-    cached_files,
+    Remote,
+    cached_list,
     commits_with,
-    keep_files,
-    list_files,
-    listing_path,
-    told_revisions,
+    fetch_list,
+    is_offline,
+    keep_list,
+    list_path,
+    refusal,
+    revisions_text,
+    token_to_send,
+    typed,
 )
-from rlx_jax.io.partial import KEPT_BYTES, PartialFile, open_partial, partial_path, remove_abandoned
-from rlx_jax.io.transfer import WAITS_S, GivenUp, Remote, Text, Wanted, fill, is_offline, run_together
 
 Told = Callable[[str, int, int], None]
 """See `rlx_jax.compiler.executable.Progress`."""
@@ -59,6 +58,8 @@ Told = Callable[[str, int, int], None]
 SizeBound = tuple[int | None, str]
 """Bytes that a file may have, and what messages call that limit."""
 UNBOUND: SizeBound = (None, "")
+AT_ONCE = 4
+"""Files that are fetched at the same time."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
@@ -76,7 +77,7 @@ def is_name(path: object) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit of a model. Its files are fetched when they are asked for.
+    """One commit of a model. Its files are fetched when they are read.
 
     Attributes:
         path: the directory in the cache that holds what was fetched.
@@ -96,66 +97,68 @@ class Snapshot:
         """Whether the commit has such a file."""
         return name in self.files
 
-    def fetch(self, name: str, limit: int | None = None, limit_name: str = "") -> None:
-        """Have a file of the commit in `path`, whole and checked.
+    def fetch(self, names: Sequence[str], bounds: Mapping[str, SizeBound]) -> None:
+        """Have files of the commit in `path`, complete and checked; several at a time. If one fails, the others stop.
 
         Args:
-            limit: bytes that it may have, which messages call `limit_name`.
+            bounds: by name, bytes that a file may have, and what messages call this limit.
 
         Raises:
-            LimitError: it is larger. IntegrityError: other bytes came than the commit has, or lie in the cache.
-            HubError: the Hub refuses or cannot be reached. NoSpaceError, StorageError: the disk is full or refuses.
-        """
-        self._check(name, limit, limit_name)
-        if self.is_here(name):
-            return
-        self._check_online(name)
-        self._check_room([name])
-        with _shown(self.progress, name, self.files[name].nbytes) as told:
-            self._fetch(name, limit, limit_name, told, threading.Event())
-
-    def fetch_all(self, names: Sequence[str], bounds: Mapping[str, SizeBound]) -> None:
-        """As `fetch` of each, several at a time. What goes wrong with one of them ends the others.
-
-        Raises:
-            NoSpaceError: there is no room for all of them; nothing was fetched. Others: as `fetch`.
+            LimitError: a file is larger than it may be. NoSpaceError: there is no room for all of them; nothing is
+                fetched then. IntegrityError: other bytes came than the commit has.
+            HubError: the Hub refuses or cannot be reached. StorageError: the disk refuses.
         """
         for name in names:
-            self._check(name, *bounds.get(name, UNBOUND))
-        lacking = [name for name in dict.fromkeys(names) if not self.is_here(name)]
-        if len(lacking) < 2:
-            for name in lacking:
-                self.fetch(name, *bounds.get(name, UNBOUND))
+            check_name(name)
+            nbytes, (limit, limit_name) = self.files[name].nbytes, bounds.get(name, UNBOUND)
+            if limit is not None and nbytes is not None:
+                limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
+        missing = [name for name in dict.fromkeys(names) if not self.is_here(name)]
+        if not missing:
             return
-        self._check_online(lacking[0])
-        self._check_room(lacking)
-        sizes = [self.files[name].nbytes for name in lacking if self._blob(name) is None]
+        self._check_online(missing[0])
+        self._check_room(missing)
+        sizes = [self.files[name].nbytes for name in missing]
         total = None if None in sizes else sum(size or 0 for size in sizes)
-        with _shown(self.progress, f"{len(lacking)} files", total) as told:
-            run_together(lambda name, stop: self._fetch(name, *bounds.get(name, UNBOUND), told, stop), lacking)
-
-    def _check(self, name: str, limit: int | None, limit_name: str) -> None:
-        """The name is one of the commit, and the file no longer than it may be."""
-        check_name(name)
-        nbytes = self.files[name].nbytes
-        if limit is not None and nbytes is not None:
-            limits.at_most(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
+        what = missing[0] if len(missing) == 1 else f"{len(missing)} files"
+        with _shown(self.progress, what, total) as told:
+            run_together(lambda name, stop: self._download(name, bounds.get(name, UNBOUND), told, stop), missing)
 
     def part(self, name: str, first: int, nbytes: int) -> bytes:
-        """Bytes of a file, from `first` on, without the rest of it. No digest vouches for them; they are to look at.
+        """Return bytes of a file, from `first` on, without the rest of it. No digest covers them.
 
         Raises:
-            HubError: as `fetch`. IntegrityError: others came than were asked for.
+            HubError: as `fetch`. IntegrityError: others came than were requested.
         """
         check_name(name)
+        where = self._where(name)
         if self.is_here(name):
-            with self._cache_errors(name), open(resolve(os.fspath(self.path), name), "rb") as file:
+            with typed(where, self.remote), open(resolve(os.fspath(self.path), name), "rb") as file:
                 file.seek(first)
                 return file.read(nbytes)
         self._check_online(name)
-        sink = Text(lambda count: None)
-        fill(self.remote, Wanted(self._url(name), self._where(name), nbytes, first), sink, lambda count: None)
-        return bytes(sink.text)
+        with typed(where, self.remote):
+            from huggingface_hub import constants, get_session, hf_hub_url
+
+            url = hf_hub_url(self.name, name, revision=self.commit, endpoint=self.remote.endpoint)
+            headers = {"range": f"bytes={first}-{first + nbytes - 1}", "accept-encoding": "identity"}
+            if token := token_to_send(self.remote.token, where):
+                headers["authorization"] = f"Bearer {token}"
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+                if response.status_code >= 400:
+                    raise refusal(response, where, self.remote.server)
+                part = response.headers.get("Content-Range", "")
+                if response.status_code == 206 and not part.startswith(f"bytes {first}-"):
+                    raise IntegrityError(f"{where}: asked for the bytes from {first} on, got {shown(part)}")
+                skipped = 0 if response.status_code == 206 else first  # a server without ranges begins at 0
+                content = b""
+                for chunk in response.iter_bytes():
+                    content += chunk[skipped:][: nbytes - len(content)]
+                    skipped = max(0, skipped - len(chunk))
+                    if len(content) == nbytes:
+                        return content
+        raise HubUnreachableError(f"{where}: the transfer ended after {len(content)} of {nbytes} bytes; try again")
 
     def is_here(self, name: str) -> bool:
         """Whether a file of the commit is in `path`, by its length."""
@@ -165,76 +168,54 @@ class Snapshot:
     def _where(self, name: str) -> str:
         return quote(f"{self.name}/{name}")
 
-    def _url(self, name: str) -> str:
-        return f"{self.remote.endpoint}/{self.name}/resolve/{self.commit}/{urllib.parse.quote(name)}"
-
-    def _blob(self, name: str) -> Path | None:
-        """The file in the cache that a file of the commit leads to, if it is whole."""
-        listed = self.files[name]
-        if listed.digest is None or listed.nbytes is None:
-            return None
-        known = self.path.parent.parent / "blobs" / listed.digest
-        return known if _size(known) == listed.nbytes else None
-
-    def _lacking(self, name: str) -> int:
-        """Bytes of a file that are still to come, as far as the list says."""
-        listed = self.files[name]
-        if listed.nbytes is None or listed.digest is None:
-            return listed.nbytes or 0
-        left = _size(partial_path(self.path.parent.parent / "blobs", listed.digest)) or 0
-        return listed.nbytes - (left if left <= listed.nbytes else 0)
-
     def _check_online(self, name: str) -> None:
         """Something can be fetched."""
-        if self.offline:
-            size = _size(self.path / name)
-            found = (
-                "is not in the cache"
-                if size is None
-                else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
-            )
-            others = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
-            older = f", or take revision={others[0]!r}, of which the cache has it" if others else ""
-            raise HubUnreachableError(
-                f"{self._where(name)} {found} (commit {self.commit}), and {self.offline}: load it once with a "
-                f"connection{older}"
-            )
+        if not self.offline:
+            return
+        size = _size(self.path / name)
+        problem = (
+            "is not in the cache" if size is None else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
+        )
+        others = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
+        older = f", or take revision={others[0]!r}, of which the cache has it" if others else ""
+        raise HubUnreachableError(
+            f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline}: load it once with a "
+            f"connection{older}"
+        )
 
     def _check_room(self, names: Sequence[str]) -> None:
-        """The disk of the cache has room for files."""
-        with self._cache_errors(names[0]):
+        """The disk of the cache has room for files; what the cache has of another commit needs none."""
+        blobs = self.path.parent.parent / "blobs"
+        listed = [self.files[name] for name in names]
+        needed = sum(f.nbytes or 0 for f in listed if not (f.digest and _size(blobs / f.digest) == f.nbytes))
+        with typed(self._where(names[0]), self.remote):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
-        needed = sum(self._lacking(name) for name in names if self._blob(name) is None)
         if needed > free:
             what = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
             raise NoSpaceError(f"{what}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
 
-    def _fetch(
-        self, name: str, limit: int | None, limit_name: str, told: Callable[[int], None], stop: threading.Event
-    ) -> None:
-        """Have a file, which is not there yet."""
-        with self._cache_errors(name):
-            blobs = self.path.parent.parent / "blobs"
-            blobs.mkdir(parents=True, exist_ok=True)
-            known = self._blob(name)
-            if known is None:
-                remove_abandoned(blobs, {listed.digest for listed in self.files.values() if listed.digest is not None})
-                wanted = Wanted(self._url(name), self._where(name), self.files[name].nbytes, stop=stop)
-                known = _download(self, wanted, self.files[name], blobs, limit, limit_name, told)
-            _link(known, self.path / name)
+    def _download(self, name: str, bound: SizeBound, told: Callable[[int], None], stop: threading.Event) -> None:
+        """Have a file, which is not there yet, and compare it with its digest."""
+        where, listed, path = self._where(name), self.files[name], self.path / name
+        with typed(where, self.remote):
+            from huggingface_hub import hf_hub_download
 
-    @contextlib.contextmanager
-    def _cache_errors(self, name: str) -> Iterator[None]:
-        """What the system says of a file of the cache, as one of our errors."""
-        try:
-            yield
-        except RlxError:
-            raise
-        except OSError as cause:
-            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            error = NoSpaceError if full else StorageError
-            where = f"{self._where(name)}: the cache {quote(self.remote.cache)}"
-            raise error(f"{where}: {cause.strerror or cause}") from cause
+            if os.path.lexists(path):  # cut after it was fetched; huggingface_hub would take it as it is
+                _remove(path)
+            hf_hub_download(
+                self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
+                token=token_to_send(self.remote.token, where), library_name="rlx_jax",
+                tqdm_class=_counter(where, listed, bound, told, stop),
+            )  # fmt: skip
+            if not path.is_file():
+                raise IntegrityError(f"{where}: expected a file of the commit {self.commit}; the Hub sent another one")
+            digest = _file_digest(path, listed)
+            if listed.digest not in (None, digest) or not self.is_here(name):
+                _remove(path)
+                raise IntegrityError(
+                    f"{where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was kept; "
+                    f"try again, and if it stays so do not trust {self.remote.server}"
+                )
 
 
 def open_snapshot(
@@ -254,36 +235,54 @@ def open_snapshot(
         raise RequestError(f"revision: expected a branch, a tag or a commit, got {shown(revision)}")
     remote, wanted = Remote.here(token), revision or "main"
     folder = Path(remote.cache) / f"models--{name.replace('/', '--')}"
-    where = f"{quote(name)}: {beside}"
+    where = f"{quote(name)}: {beside}revision {quote(wanted)}"
     try:
-        kept = cached_files(folder, wanted)
+        cached = cached_list(folder, wanted)
     except IntegrityError:
         if is_offline():
             raise
-        kept = None
+        cached = None
 
     def snapshot(commit: str, files: Mapping[str, Listed], offline: str = "") -> Snapshot:
         return Snapshot(name, commit, folder / "snapshots" / commit, files, offline, remote, progress)
 
     if is_offline():
-        if kept is None:
+        if cached is None:
             raise HubUnreachableError(
-                f"{where}revision {quote(wanted)} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is "
-                f"set: load it once without, or name a local directory; {told_revisions(folder, wanted)}"
+                f"{where} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is set: load it once without, "
+                f"or name a local directory; {revisions_text(folder, wanted)}"
             )
-        return snapshot(*kept, "HF_HUB_OFFLINE is set")
-    if kept is not None and kept[0] == wanted and listing_path(folder, wanted).is_file():  # a commit does not change
-        return snapshot(*kept)
+        return snapshot(*cached, "HF_HUB_OFFLINE is set")
+    if cached is not None and cached[0] == wanted and list_path(folder, wanted).is_file():  # a commit does not change
+        return snapshot(*cached)
     try:
-        commit, files = list_files(remote, name, wanted, where, WAITS_S[:1] if kept is None else ())
+        commit, files = fetch_list(remote, name, wanted, where)
     except HubUnreachableError as cause:
-        if kept is None:
-            raise HubUnreachableError(f"{cause}; {told_revisions(folder, wanted)}") from cause
-        warnings.warn(f"{cause}; opening what the cache has, commit {kept[0]}", RlxWarning, stacklevel=2)
-        return snapshot(*kept, f"{remote.server} cannot be reached")
+        if cached is None:
+            raise HubUnreachableError(f"{cause}; {revisions_text(folder, wanted)}") from cause
+        warnings.warn(f"{cause}; opening what the cache has, commit {cached[0]}", RlxWarning, stacklevel=2)
+        return snapshot(*cached, f"{remote.server} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
-        keep_files(folder, wanted, commit, files)
+        keep_list(folder, wanted, commit, files)
     return snapshot(commit, files)
+
+
+def run_together(fetch: Callable[[str, threading.Event], None], names: Sequence[str]) -> None:
+    """Run `fetch(name, stop)` for each name, `AT_ONCE` at a time. If one raises, `stop` is set for the others.
+
+    Raises:
+        What the first one that failed raised.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(AT_ONCE, "rlx-download") as pool:
+        running = [pool.submit(fetch, name, stop) for name in names]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _is_revision(revision: object) -> bool:
@@ -304,94 +303,53 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _download(
-    snapshot: Snapshot, wanted: Wanted, listed: Listed, blobs: Path, limit: int | None, limit_name: str,
-    told: Callable[[int], None],
-) -> Path:  # fmt: skip
-    """The file of a digest, complete and checked. A transfer that stops goes on where it was, in this call or in the
-    next one: what came is kept whatever ends the call, but for what speaks against the bytes or the disk."""
-    known = listed.digest if listed.nbytes is not None else None
-    part, useless = open_partial(blobs, known), False
-    hashed = _Hashed(part, listed, limit, f"{wanted.where}: the size in bytes", limit_name)
-    try:
-        before = hashed.take_up(wanted.stop)
-        if before:
-            told(before)
-        if before == 0 or before != listed.nbytes:
-            fill(snapshot.remote, wanted, hashed, told)
-        if before and hashed.digest() != known:  # what was left may have been the wrong part
-            told(-hashed.count)
-            hashed.begin_again()
-            fill(snapshot.remote, wanted, hashed, told)
-        digest = hashed.digest()
-        if listed.digest not in (None, digest):
-            raise IntegrityError(
-                f"{wanted.where}: what came has the digest {digest}, the commit says {listed.digest}: nothing was "
-                f"kept; try again, and if it stays so do not trust {snapshot.remote.server}"
-            )
-        part.move_to(blobs / digest)
-        return blobs / digest
-    except (IntegrityError, LimitError):
-        useless = True
-        raise
-    except OSError as error:  # a refusal of the Hub is one too, and says nothing of what came
-        useless = not isinstance(error, RlxError)
-        raise
-    finally:
-        part.close(keep=not useless and hashed.keeps)
+def _file_digest(path: Path, listed: Listed) -> str:
+    """The digest of a file, of the kind that the commit's list has."""
+    with open(path, "rb") as file:
+        if listed.digest is None or len(listed.digest) == 64:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        git = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+        while chunk := file.read(2**20):
+            git.update(chunk)
+        return git.hexdigest()
 
 
-class _Hashed:
-    """A file that is being written, its length so far and its digest."""
+def _remove(path: Path) -> None:
+    """Remove a file of a snapshot, and what it links to in the cache."""
+    Path(os.path.realpath(path)).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
-    def __init__(self, part: PartialFile, listed: Listed, limit: int | None, what: str, limit_name: str) -> None:
-        self.part, self.listed, self.count = part, listed, 0
-        self._limit, self._what, self._limit_name = limit, what, limit_name
-        self._hash = self._empty()
 
-    def _empty(self) -> Any:
-        nbytes, digest = self.listed.nbytes, self.listed.digest
-        git = digest is not None and len(digest) == 40 and nbytes is not None
-        return hashlib.sha1(b"blob %d\0" % (nbytes or 0)) if git else hashlib.sha256()
+def _counter(
+    where: str, listed: Listed, bound: SizeBound, told: Callable[[int], None], stop: threading.Event
+) -> type[Any]:
+    """A class that huggingface_hub takes for a progress bar. It ends a download of more bytes than the file has, and
+    one that nobody waits for any more, because another one of the same call failed."""
+    limit, limit_name = bound
 
-    def take_up(self, stop: threading.Event) -> int:
-        """Go on from what an earlier call left, of which there are so many bytes.
+    class Counter:
+        def __init__(self, *_: Any, total: int | None = None, initial: int = 0, **__: Any) -> None:
+            self.n, self.total, self.format_dict = initial, total, dict[str, Any]()
 
-        Raises:
-            GivenUp: `stop` was set.
-        """
-        left = os.fstat(self.part.file.fileno()).st_size
-        if left > (self.listed.nbytes or 0):
-            self.begin_again()
-            left = 0
-        while self.count < left and (chunk := self.part.file.read(min(2**20, left - self.count))):
+        def update(self, count: float | None = 1) -> None:
             if stop.is_set():
-                raise GivenUp
-            self.count += len(chunk)
-            self._hash.update(chunk)
-        return self.count
+                raise HubError(f"{where}: another file of the same call failed")
+            self.n += int(count or 0)
+            if listed.nbytes is not None and self.n > listed.nbytes:
+                raise IntegrityError(f"{where}: more came than the {listed.nbytes} bytes that it has; nothing is kept")
+            if limit is not None:  # the list may not have the length
+                limits.at_most(self.n, limit, limit_name, f"{where}: the size in bytes")
+            told(int(count or 0))
 
-    def begin_again(self) -> None:
-        """Nothing of it is there."""
-        self.part.file.seek(0)
-        self.part.file.truncate()
-        self.count, self._hash = 0, self._empty()
+        def close(self, *_: Any, **__: Any) -> None:
+            """Nothing is open."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether a transfer that stops here leaves what came to the next call."""
-        return self.part.shared and self.part.nbytes() >= KEPT_BYTES
+        refresh = set_postfix_str = set_description = set_description_str = __exit__ = close
 
-    def write(self, chunk: bytes) -> None:
-        self.count += len(chunk)
-        if self._limit is not None:  # the list may not have said how long it is
-            limits.at_most(self.count, self._limit, self._limit_name, self._what)
-        self.part.file.write(chunk)
-        self._hash.update(chunk)
+        def __enter__(self) -> Any:
+            return self
 
-    def digest(self) -> str:
-        found: str = self._hash.hexdigest()
-        return found
+    return Counter
 
 
 @contextlib.contextmanager
@@ -419,18 +377,3 @@ def _shown(progress: Told | None, what: str, nbytes: int | None) -> Iterator[Cal
                 bar.update(count)
 
         yield drawn
-
-
-def _link(blob: Path, path: Path) -> None:
-    """Have `path` lead to `blob`, as huggingface_hub does; where a file system knows no links, the file itself."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        try:
-            new.symlink_to(os.path.relpath(blob, path.parent))
-        except (OSError, NotImplementedError):
-            os.replace(blob, path)
-        else:
-            os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)

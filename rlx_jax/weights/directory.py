@@ -28,8 +28,8 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, read_whole, resolve
 from rlx_jax.io.folder import CONFIG, Folder
+from rlx_jax.io.hub import run_together
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.io.transfer import run_together
 from rlx_jax.weights.manifest import NAME
 from rlx_jax.weights.safetensors import HeaderAlone, SafetensorsFile, read_header
 

@@ -1,0 +1,283 @@
+"""The Hub as a server: where it is, which files a commit has, and what its refusals mean."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlx_jax.errors import (
+    HubError,
+    HubUnreachableError,
+    IntegrityError,
+    MissingFileError,
+    NoSpaceError,
+    RequestError,
+    RlxError,
+    StorageError,
+    did_you_mean,
+    listing,
+    one_line,
+    quote,
+    shown,
+)
+from rlx_jax.io import limits
+from rlx_jax.io.files import read_whole
+from rlx_jax.io.strict_json import parse_object
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_TOKEN = re.compile(r"[!-~]+")
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+def is_offline() -> bool:
+    """Whether the environment says that nothing is to be fetched."""
+    return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where models come from and are kept, as the environment says when it is made."""
+
+    endpoint: str = field(repr=False)
+    cache: str
+    token: str | bool | None = field(repr=False)
+
+    @property
+    def server(self) -> str:
+        """The endpoint for messages, without a user and a password that it may hold."""
+        scheme, slashes, rest = self.endpoint.rpartition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
+
+    @staticmethod
+    def here(token: str | bool | None) -> Remote:
+        """By `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`.
+
+        Raises:
+            RequestError: `token` is none.
+        """
+        if not isinstance(token, str | bool | None):
+            raise RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
+        if isinstance(token, str) and not _TOKEN.fullmatch(token):  # what it is stays out of the message
+            raise RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
+        given = os.environ.get
+        home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        cache = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+        endpoint = (given("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        return Remote(endpoint, os.path.realpath(os.path.expandvars(os.path.expanduser(cache))), token)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file of a commit: its length, and the SHA-256 of its bytes (64 digits) or git's SHA-1 of it (40)."""
+
+    nbytes: int | None
+    digest: str | None
+
+
+# -- the list of a commit ----------------------------------------------------------------------
+
+
+def fetch_list(remote: Remote, name: str, revision: str, where: str) -> tuple[str, dict[str, Listed]]:
+    """The commit of a revision and its files, from the Hub."""
+    with typed(where, remote):
+        from huggingface_hub import HfApi, constants
+
+        api = HfApi(remote.endpoint, token_to_send(remote.token, where), library_name="rlx_jax")
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        try:
+            info = api.model_info(name, revision=revision, timeout=timeout, files_metadata=True)
+            rows = {f.rfilename: (f.lfs or f, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings or ()}
+            files = {path: _listed(entry.size, digest, where) for path, (entry, digest) in rows.items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as cause:
+            if isinstance(cause, RlxError):
+                raise
+            raise IntegrityError(f"{where}: the answer is no list of a commit's files; is this a Hub?") from cause
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        raise IntegrityError(f"{where}: expected a commit of 40 digits, got {shown(info.sha)}; is this a Hub?")
+    if _COMMIT.fullmatch(revision) and info.sha != revision:
+        raise IntegrityError(f"{where}: the Hub gives the commit {info.sha} for it")
+    return info.sha, files
+
+
+def _listed(nbytes: Any, digest: Any, where: str) -> Listed:
+    """Check a row of a list."""
+    if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
+        raise IntegrityError(f"{where}: size is {quote(nbytes)}; expected a number of bytes")
+    if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+        raise IntegrityError(f"{where}: digest is {quote(digest)}; expected SHA-256, or git's SHA-1")
+    if nbytes is None and digest is not None and len(digest) == 40:  # git's digest includes the length
+        digest = None
+    return Listed(nbytes, digest)
+
+
+def list_path(folder: Path, commit: str) -> Path:
+    """Where a model's cache keeps what a commit has."""
+    return folder / "rlx_jax" / f"{commit}.json"
+
+
+def keep_list(folder: Path, revision: str, commit: str, files: Mapping[str, Listed]) -> None:
+    """Note in the cache which commit a revision is and what it has."""
+    rows = {name: [listed.nbytes, listed.digest] for name, listed in files.items()}
+    _write(list_path(folder, commit), json.dumps({"files": rows}))
+    if revision != commit:
+        _write(folder / "refs" / revision, commit)
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        new.write_text(content, "utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def cached_list(folder: Path, revision: str) -> tuple[str, dict[str, Listed]] | None:
+    """The commit and the files that the cache knows of a revision; None if there is no such commit.
+
+    Where only others filled the cache it is huggingface_hub's list; without one, the files that are there count as all.
+
+    Raises:
+        IntegrityError: our list in it is damaged.
+    """
+    commit = revision
+    if not _COMMIT.fullmatch(commit):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            commit = (folder / "refs" / revision).read_text("ascii").strip()
+    if not _COMMIT.fullmatch(commit):
+        return None
+    path, where = list_path(folder, commit), quote(list_path(folder, commit))
+    with contextlib.suppress(MissingFileError):
+        raw = read_whole(str(path), where, limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", IntegrityError)
+        rows = parse_object(raw, where, IntegrityError).get("files")
+        if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
+            raise IntegrityError(f"{where}: expected the files of a commit; delete it")
+        return commit, {name: _listed(row[0], row[1], f"{where}: {quote(name)}") for name, row in rows.items()}
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    name = folder.name.removeprefix("models--").replace("--", "/")
+    with contextlib.suppress(CachedRepoTreeNotFoundError):
+        tree = get_cached_repo_tree(name, revision=commit, cache_dir=folder.parent)
+        return commit, {file.path: Listed(None, None) for file in tree}
+    root = folder / "snapshots" / commit
+    there = [Path(at, name) for at, _, names in os.walk(root) for name in names]
+    return (commit, {p.relative_to(root).as_posix(): Listed(None, None) for p in there}) if there else None
+
+
+def revisions_text(folder: Path, revision: str) -> str:
+    """The revisions that a model's cache has, for the message that it lacks one."""
+    commits = [path.name for path in (folder / "snapshots").glob("*") if _COMMIT.fullmatch(path.name)]
+    refs: dict[str, str] = {}
+    for path in sorted(p for p in (folder / "refs").rglob("*") if p.is_file() and p.suffix != ".tmp"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            refs[path.relative_to(folder / "refs").as_posix()] = path.read_text("ascii").strip()
+    refs = {name: commit for name, commit in refs.items() if commit in commits}
+    names = [*refs, *(commit for commit in sorted(commits) if commit not in refs.values())]
+    close = did_you_mean(revision, list(refs))
+    close = close or "".join(f"; {quote(commit)} begins so" for commit in commits if commit.startswith(revision))
+    return f"the cache has {listing(names, 4)} of it{close}" if names else "the cache has nothing of it"
+
+
+def commits_with(folder: Path, name: str) -> list[str]:
+    """The commits of which a model's cache has a file, the newest there first."""
+    snapshots = [path for path in (folder / "snapshots").glob("*") if (path / name).is_file()]
+    return [path.name for path in sorted(snapshots, key=lambda p: p.stat().st_mtime, reverse=True)]
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
+    """The token to send, huggingface_hub's own by default; False: none.
+
+    Raises:
+        HubError: `token=True` and there is none, or it is no token; what it is stays out of the message.
+    """
+    import huggingface_hub
+
+    try:
+        implicit = not huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN
+        if token is True or (token is None and implicit):
+            token = huggingface_hub.get_token() or token
+    except Exception as cause:  # a login that cannot be renewed, for one
+        raise HubError(f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False") from cause
+    if token is True:
+        raise HubError(f"{where}: token=True, and none is stored: pass token=, or set HF_TOKEN")
+    if token and not _TOKEN.fullmatch(token):
+        raise HubError(f"{where}: the token of HF_TOKEN, or of its file, is not printable ASCII; it was not sent")
+    return token or False
+
+
+@contextlib.contextmanager
+def typed(where: str, remote: Remote) -> Iterator[None]:
+    """What huggingface_hub, its HTTP client and the system raise, as one of our errors."""
+    try:
+        yield
+    except RlxError:
+        raise
+    except Exception as cause:
+        raise _as_ours(cause, where, remote) from cause
+
+
+def _as_ours(cause: Exception, where: str, remote: Remote) -> RlxError:
+    """Return the error of this package for one of huggingface_hub, its HTTP client or the system."""
+    kinds = {kind.__name__ for kind in type(cause).__mro__}
+    if "LocalEntryNotFoundError" in kinds and isinstance(cause.__cause__, Exception):
+        return _as_ours(cause.__cause__, where, remote)  # "not in the cache, because …"
+    if (response := getattr(cause, "response", None)) is not None:
+        return refusal(response, where, remote.server)
+    if "OfflineModeIsEnabled" in kinds:
+        return HubUnreachableError(f"{where}: HF_HUB_OFFLINE was set when huggingface_hub was imported")
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number or 0)}")
+    if number is not None and not isinstance(cause, ConnectionError):
+        return StorageError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number)}")
+    text = one_line(str(cause).partition("\n")[0]).replace(remote.endpoint, remote.server)[:200] or type(cause).__name__
+    if text.startswith("Consistency check failed"):
+        return IntegrityError(f"{where}: {text}; nothing is kept: try again")
+    if isinstance(cause, ValueError):
+        return HubError(f"{where}: huggingface_hub: {text}")
+    if "TimeoutException" in kinds:
+        text = "no answer (HF_HUB_DOWNLOAD_TIMEOUT is the time it has)"
+    return HubUnreachableError(f"{where}: {remote.server} cannot be reached: {text}")
+
+
+def refusal(response: Any, where: str, host: str) -> RlxError:
+    """What a status of 400 and over means, and what to do."""
+    status, code = response.status_code, response.headers.get("X-Error-Code", "")
+    with_token = "authorization" in response.request.headers
+    if status in (408, 429) or status >= 500:
+        return HubUnreachableError(f"{where}: {host} answers {status}")
+    if code == "RevisionNotFound":
+        how = "a commit is given by its 40 digits, a pull request as refs/pr/1"
+        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {how}")
+    if code == "EntryNotFound":
+        return MissingFileError(f"{where}: {host} lists the file and does not have it; try again")
+    if code == "GatedRepo":
+        how = "with the account of this token" if with_token else "and pass token=, or set HF_TOKEN"
+        return HubError(f"{where}: {host} gives it only to those who asked for it ({status}): ask on its page, {how}")
+    if status in (401, 403) and with_token:
+        return HubError(f"{where}: {host} refuses it to this token ({status}): use one that may read it")
+    if status == 401:
+        return MissingFileError(
+            f"{where}: {host} has no such model for all to see ({status}): look at the name; if it is private, pass "
+            "token=, or set HF_TOKEN"
+        )
+    if status == 403:
+        return HubError(f"{where}: {host} refuses it ({status}): pass token=, or set HF_TOKEN")
+    if status == 404:
+        return MissingFileError(f"{where}: {host} has no such model ({status}): look at the name")
+    return HubError(f"{where}: {host} answers {status}")
